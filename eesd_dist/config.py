@@ -1,0 +1,153 @@
+"""The configuration of one engine: frozen sections, composed, written down once.
+
+Where people type (YAML, flags, environment) this is what they type into. Unknown keys are
+refused. Hot-path code receives plain values, never these models.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from eesd_dist.types import ControllerName
+
+DType = Literal["float32", "bfloat16"]
+Numerics = Literal["invariant", "fast"]
+
+
+class Section(BaseModel):
+    """One part of the configuration. Unknown keys are refused, not ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which weights, and how they are computed with."""
+
+    path: Path
+    """Folder of the target: config.json, safetensors, tokenizer."""
+
+    head: Path | None = None
+    """Folder of the exit head; `<path>/exit_head` is taken when it exists. None: plain decoding only."""
+
+    dtype: DType = "bfloat16"
+    """Type of the weights. A CPU without bfloat16 instructions computes on them in float32."""
+
+    numerics: Numerics = "invariant"
+    """`invariant`: a row's result never depends on the rows beside it, so that speculation on and
+    off agree bit for bit. `fast`: no such promise, and a stated mismatch rate."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus answer; None takes the checkpoint's own limit."""
+
+
+class CacheConfig(Section):
+    """KV pages, counted once for all stages."""
+
+    page_size: PositiveInt = 32
+    """Tokens in one page."""
+
+    num_pages: PositiveInt = 512
+    """Pages in every stage's cache."""
+
+    prefix_caching: bool = True
+    """Whether a prompt that begins like an earlier one reuses its pages."""
+
+
+class SchedulerConfig(Section):
+    """Who runs in a round, and how much of it."""
+
+    max_running: PositiveInt = 32
+    """Requests that hold pages at the same time."""
+
+    max_waiting: PositiveInt = 256
+    """Requests in the queue; the next one is refused with a clear error."""
+
+    token_budget: PositiveInt = 512
+    """Known tokens (prefill chunks and last tokens) one round may carry."""
+
+    prefill_chunk: PositiveInt = 256
+    """Longest piece of one prompt in one round."""
+
+    overlap: bool = True
+    """Two cohorts take turns: one is drafted while the other is verified."""
+
+
+class SpeculationConfig(Section):
+    """How far ahead we dare to guess."""
+
+    controller: ControllerName = "calibration"
+    """Who decides when to stop drafting, unless a request says otherwise."""
+
+    max_draft_tokens: NonNegativeInt = 8
+    """Ceiling on one draft; the controller usually stops sooner. 0 is plain decoding."""
+
+    acceptance: Literal["coupled", "rejection"] = "coupled"
+    """`coupled` gives the very tokens of plain decoding; `rejection` is the published baseline."""
+
+    draft_ahead: bool = True
+    """With one cohort in flight the drafter goes on past its last token while it waits."""
+
+    fixed_length: NonNegativeInt = 4
+    """Draft length of the `fixed` controller."""
+
+    threshold: float = Field(default=0.6, ge=0.0, le=1.0)
+    """The `threshold` controller stops below this top-1 probability of the exit head."""
+
+    redraw: Literal["token", "round"] = "round"
+    """Whether Thompson sampling draws theta once a round or for every token."""
+
+    discount: float = Field(default=0.98, gt=0.0, le=1.0)
+    """What an old round's counts are multiplied with at every new one."""
+
+    calibration_form: Literal["gaussian", "beta"] = "beta"
+    """Which of the two forms of Calibration-TS."""
+
+    seed: int = 0
+    """Seeds the controllers' draws; they can never change a text."""
+
+
+class ParallelConfig(Section):
+    """How many ranks hold a stage, and how they talk."""
+
+    draft_tensor_parallel_size: PositiveInt = 1
+    """Ranks of the draft stage."""
+
+    verify_tensor_parallel_size: PositiveInt = 1
+    """Ranks of the verify stage."""
+
+    timeout_s: PositiveFloat = 20.0
+    """Deadline of every wait between ranks; the error names the peer."""
+
+    num_threads: PositiveInt = 1
+    """CPU threads of one rank."""
+
+    @model_validator(mode="after")
+    def _draft_group_is_single(self) -> Self:
+        if self.draft_tensor_parallel_size != 1:
+            raise ValueError(
+                f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: the draft stage "
+                "runs on one rank in this version; leave it at 1"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """Everything one pipeline (draft stage plus verify stage) is made from."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    parallel: ParallelConfig = ParallelConfig()

@@ -1,0 +1,144 @@
+"""What the rest of the system may know of how ranks talk.
+
+A `TensorGroup` holds one stage's ranks together (collectives of a tensor-parallel layer); a
+`VerifyChannel` is the draft stage's end of the pipeline of two. Each has an in-process and a
+torch.distributed implementation. Every wait inside them has a deadline and its error, `PeerLost`,
+names the peer.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class TensorGroup(Protocol):
+    """The ranks that hold one stage together."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, the same bits on every rank; may work in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x (equal shapes), in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One request's consecutive rows in a round: positions [start, start + num_rows).
+
+    The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the
+    input tokens of the segment's rows; row i's verdict is about position start + i + 1.
+    """
+
+    start: int
+    num_rows: int
+    num_sampled: int
+    pages: tuple[int, ...]
+    """Page table covering positions [0, start + num_rows)."""
+    tokens: tuple[int, ...]
+    """The token at each row; a later row's history includes them."""
+    history: tuple[int, ...]
+    """Tokens before `start`, only when the sampling needs them (penalties); else empty."""
+    num_prompt: int
+    """Prompt length: penalties on output count from here, min_tokens too."""
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Forbidden while fewer than min_tokens were generated."""
+    logit_bias: tuple[tuple[int, float], ...]
+    top_logprobs: int | None
+    """None: no log-probabilities wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundHeader:
+    """All a verify rank needs to know of a round; it has no opinion of its own."""
+
+    generation: int
+    round_id: int
+    segments: tuple[Segment, ...]
+    trace_id: int = 0
+    """128-bit trace and 64-bit span id of the round's span, 0 when nobody traces."""
+    span_id: int = 0
+    wants_rejection: bool = False
+    """Rejection sampling: draft probabilities [num drafted rows, V] travel beside the hidden states."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.num_rows for s in self.segments)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(s.num_sampled for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReply:
+    """The verifier's choices, one per sampled row in the order of the segments."""
+
+    round_id: int
+    tokens: Ints
+    """[S] the target's token after each sampled row."""
+    accepted: Ints
+    """[S] only for rejection sampling: 1 where the row's *next* drafted token survived; else empty."""
+    logprobs: Floats
+    """[S] log-probability of `tokens`; empty when no segment wants them."""
+    top_ids: Ints
+    """[S, n] best alternatives, n the largest top_logprobs of the round; empty shape (S, 0) if none."""
+    top_logprobs: Floats
+    verify_s: float
+    """Seconds the verify rank computed, on its own clock."""
+    received_to_sent_s: float
+    """Seconds from having the whole message to sending the reply."""
+
+
+class VerifyChannel(Protocol):
+    """The draft stage's end: rounds go out, replies come back in the same order."""
+
+    @property
+    def peer(self) -> str: ...
+    def send(
+        self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
+    ) -> int:
+        """Starts a round; returns the bytes sent. Does not wait for the reply."""
+        ...
+
+    def receive(self) -> VerifyReply:
+        """Waits for the oldest outstanding reply; raises PeerLost after the deadline."""
+        ...
+
+    def reply_is_here(self) -> bool:
+        """Whether `receive` would return at once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RoundSource(Protocol):
+    """The verify rank's end."""
+
+    def next_round(self) -> tuple[RoundHeader, Tensor, Tensor | None] | None:
+        """The next round, or None when the draft stage has closed the channel."""
+        ...
+
+    def reply(self, reply: VerifyReply) -> None: ...

@@ -1,0 +1,190 @@
+"""The values that cross seams: requests, drafts, verdicts, outcomes, statistics.
+
+Frozen, free of tensors and of text: token ids inside, text at the rim. Nothing here knows Ray,
+torch or HTTP.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NewType
+
+TokenId = NewType("TokenId", int)
+RequestId = NewType("RequestId", str)
+PageId = NewType("PageId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen; the same meaning as in the OpenAI API and in vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """Noise is keyed by (seed, position, token): the same seed gives the same text anywhere."""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text, the model's own end tokens included unless `ignore_eos`."""
+    top_logprobs: int | None = None
+    """How many alternatives to report beside each token's log-probability; None reports nothing."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def needs_full_row(self) -> bool:
+        """Whether a vocabulary shard's local maximum is not enough to choose."""
+        return (
+            self.needs_history
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+            or (not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0))
+        )
+
+
+ControllerName = Literal["fixed", "threshold", "beta", "calibration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What one request says about speculation. It can change the time a text takes, never the text."""
+
+    mode: Literal["off", "auto"] = "auto"
+    controller: ControllerName | None = None
+    """None takes the service's default."""
+    max_draft_tokens: int | None = None
+    """None takes the service's ceiling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request is its prompt, its parameters, its seed and its tokens so far; the rest is cache."""
+
+    request_id: RequestId
+    prompt: tuple[TokenId, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams = SpeculationParams()
+    generated: tuple[TokenId, ...] = ()
+    """Tokens that have already left, when a request is resumed elsewhere."""
+    workload: str = "default"
+    """The class whose pooled prior warms this request's belief."""
+    traceparent: str | None = None
+    """W3C trace context of the HTTP request this belongs to."""
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the exit head says of the token it would draft next.
+
+    Computed before the token is drafted: a controller may look at all of it and cannot bias the
+    text, since every token is verified by the rule of coupled sampling.
+    """
+
+    depth: int
+    """How many tokens this draft already has."""
+    top1_prob: float
+    top2_margin: float
+    """Probability of the best minus that of the second best."""
+    entropy: float
+    """In nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the verifier said of one draft."""
+
+    num_drafted: int
+    num_accepted: int
+    next_token: TokenId
+    """The verifier's own token: recovered after a rejection, bonus when none was."""
+
+    @property
+    def rejected(self) -> bool:
+        return self.num_accepted < self.num_drafted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One request's round as a controller may learn from it: counts and evidence, no text."""
+
+    request_id: RequestId
+    num_drafted: int
+    num_accepted: int
+    evidence: tuple[Evidence, ...] = ()
+    """One per drafted token, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities under the target, before temperature and filters."""
+
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """Tokens of one request that leave after one round."""
+
+    request_id: RequestId
+    tokens: tuple[TokenId, ...]
+    num_accepted: int
+    """The first `num_accepted` of them were drafted; the rest is the verifier's own."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_drafted: int = 0
+    num_cached_prompt_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStats:
+    """Where the time of one round went, and what came of it. Units are seconds and counts."""
+
+    round_id: int
+    cohort: int
+    num_requests: int
+    num_rows: int
+    num_prefill_rows: int
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    plan_s: float
+    draft_s: float
+    transfer_s: float
+    """Time in flight that was neither drafting here nor computing on the verify rank."""
+    verify_s: float
+    commit_s: float
+    started_unix_s: float
+    sent_bytes: int = 0
+    request_ids: tuple[RequestId, ...] = ()
+    traceparents: tuple[str | None, ...] = ()
+    drafted_by_position: tuple[int, ...] = field(default=())
+    accepted_by_position: tuple[int, ...] = field(default=())
+
+    @property
+    def total_s(self) -> float:
+        return self.plan_s + self.draft_s + self.transfer_s + self.verify_s + self.commit_s
