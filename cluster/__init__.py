@@ -1,0 +1,1 @@
+"""Decides whether machines are fit for the service, and what it would gain on them."""

@@ -1,0 +1,1 @@
+"""Early-exit speculative decoding, split over stages: the engine and everything under it."""

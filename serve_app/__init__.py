@@ -1,0 +1,1 @@
+"""The service people meet: command line, HTTP, Ray Serve deployments."""

@@ -1,0 +1,1 @@
+"""Decides what is measured and against what; every figure carries its recipe."""

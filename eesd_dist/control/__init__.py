@@ -1,0 +1,1 @@
+"""Decides how long to keep drafting, from counts and evidence, never tensors."""

@@ -1,0 +1,1 @@
+"""Decides what the exit head learns from its target."""

@@ -1,0 +1,1 @@
+"""Decides what happens in a round, and in which order."""

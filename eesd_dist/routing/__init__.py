@@ -1,0 +1,1 @@
+"""Decides which pipeline serves a request, and keeps the pooled beliefs."""

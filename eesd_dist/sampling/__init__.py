@@ -1,0 +1,1 @@
+"""Decides every token, by one rule that drafting and verifying share."""

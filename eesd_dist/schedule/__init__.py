@@ -1,0 +1,1 @@
+"""Decides who runs in a round and which pages they hold, without a tensor."""

@@ -1,0 +1,1 @@
+"""Turns returned statistics into metrics and spans; decides nothing for the engine."""

@@ -1,0 +1,1 @@
+"""Turns text into token ids and back; ids inside, text at the rim."""

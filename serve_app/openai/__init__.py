@@ -1,0 +1,1 @@
+"""Decides how the OpenAI API is spoken: fields, errors, streams."""

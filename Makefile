@@ -1,0 +1,41 @@
+# One word each. `make serve` or `make test` alone, on a machine with Python 3.11, is enough.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := eesd_dist serve_app cluster tests infra
+
+.PHONY: install serve test test-slow check format bench
+
+install: $(STAMP)
+
+# The stamp makes the second time quick; a changed dependency makes it install again.
+$(STAMP): pyproject.toml infra/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("found Python " + sys.version.split()[0] + ", need 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time downloads torch and Ray: some minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: install
+	$(BIN)/eesd serve
+
+test: install
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+check: install
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: install
+	$(BIN)/eesd bench offline --quick

@@ -1,0 +1,15 @@
+"""What every test may rely on: one thread a process, no trace export, no Ray found by chance."""
+
+import os
+
+# Before torch or Ray is imported anywhere, and inherited by every process a test starts. Two
+# threads on two busy cores wait for each other longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray would otherwise write a token to the home directory and disagree with itself about using it.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A collector or cluster of the person running the tests is none of the tests' business.
+for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "RAY_ADDRESS"):
+    os.environ.pop(name, None)
+# Nothing a test needs lies on a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
