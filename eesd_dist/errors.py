@@ -19,6 +19,18 @@ one table, in `serve_app.openai.errors`, and nowhere else.
 class EesdError(Exception):
     """Root of the tree; never raised itself."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors travel between processes, and most constructors take no plain message."""
+        return (_rebuilt, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuilt(
+    kind: type[EesdError], args: tuple[object, ...], state: dict[str, object]
+) -> EesdError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class ConfigError(EesdError):
     """What the operator wrote does not fit together."""
@@ -78,13 +90,6 @@ class PeerLost(EngineError):
         self.peer = peer
         self.operation = operation
         self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_peer_lost, (self.peer, self.operation, self.reason))
-
-
-def _peer_lost(peer: str, operation: str, reason: str) -> PeerLost:
-    return PeerLost(peer=peer, operation=operation, reason=reason)
 
 
 class WireError(EngineError):
