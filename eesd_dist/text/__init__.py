@@ -1,1 +1,8 @@
 """Turns text into token ids and back; ids inside, text at the rim."""
+
+from eesd_dist.text.pieces import Pieces
+from eesd_dist.text.stop_strings import Checked, StopStrings
+from eesd_dist.text.stream_decoder import StreamDecoder
+from eesd_dist.text.tokenizer import TextCodec, Tokenizer
+
+__all__ = ["Checked", "Pieces", "StopStrings", "StreamDecoder", "TextCodec", "Tokenizer"]

@@ -1,0 +1,104 @@
+"""Which bytes one token stands for.
+
+Read off the decoder that tokenizer.json describes. Llama-family tokenizers are of two kinds:
+byte-level BPE (Llama 3, Qwen), where every character of a token names a byte, and SentencePiece
+with byte fallback (Llama 1 and 2, Mistral), where a token is text with a mark for the space or
+one raw byte `<0x..>`. A token's bytes never depend on its neighbours, which is what makes exact
+incremental decoding possible. Other decoders are refused. Knows nothing of prompts or requests.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+
+from eesd_dist.errors import CheckpointError
+
+_RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the rest is moved above 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    itself = {chr(byte): byte for byte in printable}
+    return itself | {chr(256 + i): byte for i, byte in enumerate(moved)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How a vocabulary entry becomes bytes."""
+
+    kind: Literal["byte-level", "sentencepiece"]
+    replacements: tuple[tuple[str, str], ...] = ()
+    """What SentencePiece decoders replace, the mark for the space above all."""
+    has_raw_bytes: bool = False
+    """Whether `<0x..>` entries are bytes."""
+    strips_first_space: bool = False
+    """Whether a whole text, decoded from its beginning, loses its first space."""
+
+    @classmethod
+    def of_decoder(cls, decoder: object, *, file: object) -> Self:
+        """`decoder` is the section of that name in tokenizer.json."""
+        parts = list(_parts(decoder))
+        kinds = [part.get("type") for part in parts]
+        if "ByteLevel" in kinds:
+            return cls(kind="byte-level")
+        if "ByteFallback" not in kinds and "Metaspace" not in kinds:
+            raise CheckpointError(
+                file=file,
+                found=f"a decoder of {kinds or 'no kind'}",
+                expected="ByteLevel, or ByteFallback or Metaspace as Llama-family tokenizers have",
+            )
+        return cls(
+            kind="sentencepiece",
+            replacements=tuple(_replacements(parts)),
+            has_raw_bytes="ByteFallback" in kinds,
+            strips_first_space=any(_strips(part) for part in parts),
+        )
+
+    def bytes_of(self, entry: str) -> bytes:
+        if self.kind == "byte-level":
+            return _byte_level(entry)
+        raw = _RAW_BYTE.fullmatch(entry) if self.has_raw_bytes else None
+        if raw:
+            return bytes([int(raw[1], 16)])
+        for old, new in self.replacements:
+            entry = entry.replace(old, new)
+        return entry.encode()
+
+
+def _byte_level(entry: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in entry)
+    except KeyError:
+        # An added token in plain text: it stands for itself.
+        return entry.encode()
+
+
+def _parts(decoder: object) -> Iterator[Mapping[str, object]]:
+    if not isinstance(decoder, Mapping):
+        return
+    if decoder.get("type") == "Sequence":
+        for part in cast("Sequence[object]", decoder.get("decoders", ())):
+            yield from _parts(part)
+    else:
+        yield decoder
+
+
+def _replacements(parts: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str]]:
+    for part in parts:
+        pattern = part.get("pattern")
+        if part.get("type") == "Replace" and isinstance(pattern, Mapping) and "String" in pattern:
+            yield str(pattern["String"]), str(part["content"])
+        if part.get("type") == "Metaspace":
+            yield str(part["replacement"]), " "
+
+
+def _strips(part: Mapping[str, object]) -> bool:
+    if part.get("type") == "Metaspace":
+        return part.get("prepend_scheme", "always") != "never"
+    return part.get("type") == "Strip" and part.get("content") == " " and part.get("start") == 1

@@ -1,0 +1,233 @@
+"""A checkpoint folder's tokenizer and chat template.
+
+Everything is read from the local folder; no hub is ever asked. Beginnings of text are marked
+exactly where the tokenizer itself marks them, never twice. Foreign exceptions become ours here.
+Knows nothing of sampling, requests or streams.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
+
+from eesd_dist.errors import CheckpointError, RequestError
+from eesd_dist.text.pieces import Pieces
+from eesd_dist.types import TokenId
+
+_RESERVED_TEMPLATE_OPTIONS = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "documents",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class TextCodec(Protocol):
+    """What the rim needs to know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are; every one the tokenizer gives is smaller."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[TokenId, ...]: ...
+    @property
+    def special_token_ids(self) -> frozenset[TokenId]: ...
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]: ...
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], **template_options: object
+    ) -> tuple[TokenId, ...]: ...
+    def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str: ...
+    def token_bytes(self, token: TokenId) -> bytes:
+        """Empty for an id that stands for nothing."""
+        ...
+
+
+class Tokenizer:
+    """The tokenizer of a folder, through transformers."""
+
+    def __init__(
+        self, backend: Any, *, pieces: Pieces, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """`backend` is a transformers tokenizer; `load` makes one and checks that it fits."""
+        self._backend = backend
+        self._pieces = pieces
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
+        self._special_token_ids = _special_ids(backend)
+        self._bytes: dict[TokenId, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path, *, model_vocab_size: int | None = None) -> Self:
+        """`model_vocab_size` None takes config.json's, where there is one."""
+        backend = _load_backend(folder)
+        config = _read_json(folder / "config.json")
+        if model_vocab_size is None:
+            model_vocab_size = cast("int | None", config.get("vocab_size"))
+        num_ids = _num_ids(backend)
+        if model_vocab_size is not None and num_ids > model_vocab_size:
+            raise CheckpointError(
+                file=folder / "tokenizer.json",
+                found=f"token ids up to {num_ids - 1}",
+                expected=f"ids below the model's vocabulary of {model_vocab_size}",
+                advice="this tokenizer belongs to another model",
+            )
+        eos = _eos_ids(backend, config, _read_json(folder / "generation_config.json"))
+        return cls(
+            backend,
+            pieces=Pieces.of_decoder(_decoder_of(backend), file=folder / "tokenizer.json"),
+            vocab_size=model_vocab_size if model_vocab_size is not None else num_ids,
+            eos_token_ids=eos,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's, which may be padded beyond the tokenizer's own."""
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[TokenId, ...]:
+        return self._eos_token_ids
+
+    @property
+    def special_token_ids(self) -> frozenset[TokenId]:
+        return self._special_token_ids
+
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
+        if not _is_unicode(prompt):
+            raise RequestError(
+                "the text has half of a surrogate pair in it, which is no character: send it as "
+                "valid UTF-8",
+                param="prompt",
+            )
+        ids = self._backend.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        return tuple(ids)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], **template_options: object
+    ) -> tuple[TokenId, ...]:
+        """Through the folder's template, which itself says where special tokens stand."""
+        text = self.render_chat(messages, **template_options)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, object]], **template_options: object
+    ) -> str:
+        import jinja2  # transformers needs it for templates, and nothing else here does
+
+        if self._backend.chat_template is None:
+            raise RequestError(
+                "this model has no chat template: send a prompt to /v1/completions instead, or "
+                "put a chat_template.jinja into the model's folder",
+                param="messages",
+            )
+        if reserved := sorted(_RESERVED_TEMPLATE_OPTIONS & template_options.keys()):
+            raise RequestError(
+                f"{', '.join(reserved)} cannot be given to the chat template",
+                param="chat_template_kwargs",
+            )
+        options = {"add_generation_prompt": True} | template_options
+        try:
+            text = self._backend.apply_chat_template(list(messages), tokenize=False, **options)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return cast("str", text)
+
+    def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
+        """The text these tokens are from its beginning to its end."""
+        skipped = self._special_token_ids if skip_special_tokens else frozenset()
+        kept = [self.token_bytes(token) for token in tokens if token not in skipped]
+        text = b"".join(kept).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._pieces.strips_first_space else text
+
+    def token_bytes(self, token: TokenId) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._look_up(token)
+        return known
+
+    def _look_up(self, token: TokenId) -> bytes:
+        entry = self._backend.convert_ids_to_tokens(int(token))
+        return b"" if entry is None else self._pieces.bytes_of(entry)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _load_backend(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise CheckpointError(file=folder, found="no folder", expected="a checkpoint folder")
+    # Importing transformers takes seconds and brings torch; only who loads a tokenizer pays.
+    from transformers import AutoTokenizer
+
+    try:
+        backend = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    # The Rust library raises bare Exception for a tokenizer.json that it cannot read.
+    except Exception as error:
+        raise CheckpointError(
+            file=folder,
+            found=f"a tokenizer that does not load ({error})",
+            expected="tokenizer.json and tokenizer_config.json as transformers writes them",
+        ) from error
+    # A truncation setting in the file is dropped at the first call; after it the tokenizer is
+    # never altered again and may be used from several threads.
+    backend.encode("")
+    return backend
+
+
+def _decoder_of(backend: Any) -> object:
+    inner = getattr(backend, "backend_tokenizer", None)
+    return None if inner is None else json.loads(inner.to_str()).get("decoder")
+
+
+def _num_ids(backend: Any) -> int:
+    highest: int = max(backend.get_vocab().values(), default=-1)
+    return highest + 1
+
+
+def _special_ids(backend: Any) -> frozenset[TokenId]:
+    added = (id_ for id_, token in backend.added_tokens_decoder.items() if token.special)
+    return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *added))
+
+
+def _eos_ids(backend: Any, *configs: Mapping[str, object]) -> list[int]:
+    """Every end token that the tokenizer or a config names, the tokenizer's first."""
+    found = [backend.eos_token_id, *(config.get("eos_token_id") for config in configs)]
+    flat = [id_ for entry in found for id_ in (entry if isinstance(entry, list) else [entry])]
+    return list(dict.fromkeys(id_ for id_ in flat if isinstance(id_, int)))
+
+
+def _read_json(file: Path) -> Mapping[str, object]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            file=file, found=f"no JSON ({error})", expected="a JSON object"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            file=file, found=f"a JSON {type(content).__name__}", expected="a JSON object"
+        )
+    return content

@@ -1,0 +1,76 @@
+"""Oracle: the whole text cut at the first stop string that is complete."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eesd_dist.text import StopStrings
+
+
+def _push_all(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None, int]:
+    text, num_pieces = "", 0
+    for piece in pieces:
+        checked = stops.push([piece])
+        text += checked.text
+        num_pieces += checked.num_pieces
+        if checked.matched is not None:
+            return text, checked.matched, num_pieces
+    return text + stops.finish(), None, num_pieces
+
+
+def _naive(text: str, stops: list[str]) -> str:
+    for end in range(len(text) + 1):
+        endings = [stop for stop in stops if text[:end].endswith(stop)]
+        if endings:
+            return text[: end - max(map(len, endings))]
+    return text
+
+
+_letters = st.text("ab", max_size=4)
+_stops = st.lists(st.text("ab", min_size=1, max_size=3), max_size=3)
+
+
+@given(pieces=st.lists(_letters, max_size=8), stops=_stops)
+def test_the_text_is_cut_where_the_first_stop_string_is_complete(
+    pieces: list[str], stops: list[str]
+) -> None:
+    text, matched, num_pieces = _push_all(StopStrings(stops), pieces)
+    assert text == _naive("".join(pieces), stops)
+    if matched is not None:
+        assert text + matched == "".join(pieces[:num_pieces])[: len(text + matched)]
+        assert len(text + matched) > len("".join(pieces[: num_pieces - 1]))
+
+
+@given(pieces=st.lists(_letters, max_size=8), stops=_stops, include=st.booleans())
+def test_it_does_not_matter_how_many_pieces_come_at_a_time(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    at_once = StopStrings(stops, include_in_output=include)
+    checked = at_once.push(pieces)
+    rest = "" if checked.matched else at_once.finish()
+    one_by_one = _push_all(StopStrings(stops, include_in_output=include), pieces)
+    assert one_by_one == (checked.text + rest, checked.matched, checked.num_pieces)
+
+
+def test_a_possible_beginning_is_held_back_and_let_go_when_it_was_none() -> None:
+    stops = StopStrings(["END"])
+    assert stops.push(["it is the E"]).text == "it is the "
+    assert stops.push(["N"]).text == ""
+    assert stops.push(["OUGH"]).text == "ENOUGH"
+    assert stops.finish() == ""
+
+
+def test_a_match_across_three_tokens_says_which_token_was_the_last() -> None:
+    checked = StopStrings(["\n\n"]).push(["one", "\n", "\ntwo", "three"])
+    assert (checked.text, checked.matched, checked.num_pieces) == ("one", "\n\n", 3)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a stop")])
+def test_the_stop_string_stays_only_when_asked_for(include: bool, text: str) -> None:
+    stops = StopStrings(["stop"], include_in_output=include)
+    assert stops.push(["a ", "st", "op", " b"]).text == text
+
+
+def test_the_first_pieces_can_be_exempt() -> None:
+    stops = StopStrings(["a"], min_pieces=2)
+    assert stops.push(["a", "ba", "ca"]).text == "abac"

@@ -1,0 +1,138 @@
+"""Oracle: transformers' own decode of the same tokens."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eesd_dist.errors import CheckpointError, RequestError
+from eesd_dist.text import Tokenizer
+from eesd_dist.types import TokenId
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, write_byte_level
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=30))
+def test_a_text_comes_back_unchanged(byte_level: Tokenizer, text: str) -> None:
+    assert byte_level.decode(byte_level.encode(text)) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_decoding_agrees_with_transformers_even_on_broken_bytes(
+    byte_level: Tokenizer,
+    transformers_byte_level: PreTrainedTokenizerBase,
+    data: st.DataObject,
+    skip: bool,
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=20))
+    theirs = AutoTokenizer.from_pretrained(byte_level_folder, local_files_only=True)
+    assert byte_level.decode([TokenId(i) for i in ids], skip_special_tokens=skip) == theirs.decode(
+        ids, skip_special_tokens=skip
+    )
+
+
+@pytest.mark.parametrize("text", ["the cat", " the  the.", "é 🙂 the", "", "Ωthe"])
+def test_byte_fallback_decodes_as_transformers_does(
+    byte_fallback: Tokenizer, byte_fallback_folder: Path, text: str
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(byte_fallback_folder, local_files_only=True)
+    ids = byte_fallback.encode(text)
+    assert list(ids) == theirs.encode(text)
+    assert byte_fallback.decode(ids) == theirs.decode(ids) == text
+
+
+def test_a_chat_goes_through_the_template_of_the_folder(byte_level: Tokenizer) -> None:
+    tokens = byte_level.encode_chat([{"role": "user", "content": "hi"}])
+    text = byte_level.decode(tokens, skip_special_tokens=False)
+    assert text == "<|bos|><|user|>hi<|end|><|assistant|>"
+    assert tokens[0] == SPECIAL_TOKENS.index("<|bos|>")
+
+
+def test_template_options_reach_the_template(byte_level: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert byte_level.render_chat(chat, add_generation_prompt=False).endswith("<|end|>")
+    with pytest.raises(RequestError, match="return_tensors"):
+        byte_level.encode_chat(chat, return_tensors="pt")
+
+
+def test_what_the_template_refuses_is_the_callers_fault(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="no tools here") as caught:
+        byte_level.encode_chat([{"role": "tool", "content": "42"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template_says_so(byte_fallback: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="no chat template"):
+        byte_fallback.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_all_end_tokens_of_tokenizer_and_configs_are_known(tmp_path: Path) -> None:
+    folder = write_byte_level(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    assert Tokenizer.load(folder).eos_token_ids == (0, 3)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(byte_level_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="below the model's vocabulary of 100"):
+        Tokenizer.load(byte_level_folder, model_vocab_size=100)
+
+
+def test_a_padded_vocabulary_is_fine_and_its_empty_ids_decode_to_nothing(
+    byte_level_folder: Path,
+) -> None:
+    tokenizer = Tokenizer.load(byte_level_folder, model_vocab_size=1024)
+    assert tokenizer.vocab_size == 1024
+    assert tokenizer.decode([TokenId(1000)]) == ""
+
+
+def test_a_folder_that_is_not_there_is_an_error_and_no_download(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint folder"):
+        Tokenizer.load(tmp_path / "meta-llama" / "Llama-3.1-8B")
+
+
+def test_a_broken_file_is_named(tmp_path: Path, byte_level_folder: Path) -> None:
+    folder = shutil.copytree(byte_level_folder, tmp_path / "broken")
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"')
+    with pytest.raises(CheckpointError, match="does not load"):
+        Tokenizer.load(folder)
+
+
+def test_a_decoder_of_another_family_is_refused(tmp_path: Path, byte_level_folder: Path) -> None:
+    folder = shutil.copytree(byte_level_folder, tmp_path / "other")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer.load(folder)
+
+
+def test_half_a_surrogate_pair_is_the_callers_fault(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        byte_level.encode("\ud83d")
+
+
+def test_the_beginning_mark_is_added_only_where_the_tokenizer_does_it(
+    tmp_path: Path, byte_level: Tokenizer
+) -> None:
+    marking = write_byte_level(tmp_path, chat_template=CHAT_TEMPLATE)
+    content = json.loads((marking / "tokenizer.json").read_text())
+    bos = SPECIAL_TOKENS.index("<|bos|>")
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|bos|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [bos], "tokens": ["<|bos|>"]}},
+    }
+    (marking / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(marking)
+    assert bos not in byte_level.encode("hi")
+    assert tokenizer.encode("hi").count(TokenId(bos)) == 1
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]).count(TokenId(bos)) == 1
