@@ -157,6 +157,8 @@ class Emission:
     finish_reason: FinishReason | None = None
     num_drafted: int = 0
     num_cached_prompt_tokens: int = 0
+    queue_s: float | None = None
+    """On the first emission: seconds between the request's arrival and its first round, if known."""
     error: str | None = None
 
 

@@ -30,10 +30,8 @@ def test_decoding_agrees_with_transformers_even_on_broken_bytes(
     skip: bool,
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=20))
-    theirs = AutoTokenizer.from_pretrained(byte_level_folder, local_files_only=True)
-    assert byte_level.decode([TokenId(i) for i in ids], skip_special_tokens=skip) == theirs.decode(
-        ids, skip_special_tokens=skip
-    )
+    ours = byte_level.decode([TokenId(i) for i in ids], skip_special_tokens=skip)
+    assert ours == transformers_byte_level.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("text", ["the cat", " the  the.", "é 🙂 the", "", "Ωthe"])
