@@ -1,0 +1,168 @@
+"""What a `ray up` file says: which nodes, started how, with which environment.
+
+It holds every file against Ray's own schema, filled with Ray's own defaults, and then against the
+few rules that Ray does not check and that cost hours when broken. It starts nothing and knows
+nothing of the machine it runs on.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NotRequired, TypedDict, cast
+
+import click
+import jsonschema
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from eesd_dist.errors import ConfigError
+
+AuthMode = Literal["token", "disabled"]
+
+HEALTH_FLAGS = (
+    "RAY_health_check_period_ms",
+    "RAY_health_check_timeout_ms",
+    "RAY_health_check_failure_threshold",
+)
+"""With Ray's defaults a cut link takes 65 s to be noticed."""
+
+_SEPARATORS = re.compile(r"\s*(?:;|&&|\|\||\n)\s*")
+
+
+class _Provider(TypedDict):
+    type: str
+
+
+class _NodeEntry(TypedDict):
+    resources: dict[str, int]
+    min_workers: NotRequired[int]
+    max_workers: NotRequired[int]
+
+
+class _Prepared(TypedDict):
+    """What of a file we read once Ray's schema has passed it."""
+
+    cluster_name: str
+    provider: _Provider
+    head_node_type: str
+    available_node_types: dict[str, _NodeEntry]
+    max_workers: int
+    head_start_ray_commands: list[str]
+    worker_start_ray_commands: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """One kind of node, as the autoscaler counts it."""
+
+    name: str
+    min_workers: int
+    max_workers: int
+    resources: tuple[tuple[str, int], ...]
+    """Declared ones; empty where Ray finds them out by itself (always so on premises)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    """A `ray up` file that has passed."""
+
+    path: Path
+    name: str
+    provider: str
+    head_node_type: str
+    node_types: tuple[NodeType, ...]
+    max_workers: int
+    auth_mode: AuthMode
+    head_environment: tuple[tuple[str, str], ...]
+    """What the head's start commands export."""
+    worker_environment: tuple[tuple[str, str], ...]
+
+
+def load_cluster_file(path: Path) -> ClusterFile:
+    """Reads and checks one file; every fault is a ConfigError that names the file."""
+    prepared = _prepare(path, _read_mapping(path))
+    head = exported(prepared["head_start_ray_commands"])
+    worker = exported(prepared["worker_start_ray_commands"])
+    _require_health_flags(path, head)
+    return ClusterFile(
+        path=path,
+        name=prepared["cluster_name"],
+        provider=prepared["provider"]["type"],
+        head_node_type=prepared["head_node_type"],
+        node_types=_node_types(prepared),
+        max_workers=prepared["max_workers"],
+        auth_mode=_auth_mode(path, head=head, worker=worker),
+        head_environment=tuple(sorted(head.items())),
+        worker_environment=tuple(sorted(worker.items())),
+    )
+
+
+def exported(commands: Iterable[str]) -> dict[str, str]:
+    """What `export A=b C=d` in a list of shell commands sets, later ones winning."""
+    found: dict[str, str] = {}
+    for command in commands:
+        for part in _SEPARATORS.split(command):
+            words = part.split(maxsplit=1)
+            if len(words) == 2 and words[0] == "export":
+                pairs = (word.partition("=") for word in shlex.split(words[1]))
+                found.update({name: value for name, sign, value in pairs if sign})
+    return found
+
+
+def _read_mapping(path: Path) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {type(content).__name__}, expected a mapping of sections")
+    return content
+
+
+def _prepare(path: Path, content: dict[str, object]) -> _Prepared:
+    try:
+        prepared = prepare_config(content)
+        validate_config(prepared)
+    except jsonschema.ValidationError as error:
+        where = "/".join(str(step) for step in error.absolute_path) or "top level"
+        raise ConfigError(f"{path}: {where}: {error.message} (Ray's schema)") from error
+    except click.ClickException as error:
+        raise ConfigError(f"{path}: {error.message} (Ray's loader)") from error
+    except (KeyError, NotImplementedError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path}: refused by Ray: {error}") from error
+    return cast(_Prepared, prepared)
+
+
+def _node_types(prepared: _Prepared) -> tuple[NodeType, ...]:
+    return tuple(
+        NodeType(
+            name=name,
+            min_workers=entry.get("min_workers", 0),
+            max_workers=entry.get("max_workers", 0),
+            resources=tuple(sorted(entry["resources"].items())),
+        )
+        for name, entry in prepared["available_node_types"].items()
+    )
+
+
+def _auth_mode(path: Path, *, head: Mapping[str, str], worker: Mapping[str, str]) -> AuthMode:
+    """Left open, `ray start` and `ray.init` decide differently and refuse each other."""
+    modes = {"head": head.get("RAY_AUTH_MODE"), "worker": worker.get("RAY_AUTH_MODE")}
+    mode = modes["head"]
+    if mode != modes["worker"] or mode not in ("token", "disabled"):
+        raise ConfigError(
+            f"{path}: RAY_AUTH_MODE is {modes['head']} in head_start_ray_commands and "
+            f"{modes['worker']} in worker_start_ray_commands: export `token` or `disabled` in both"
+        )
+    return "token" if mode == "token" else "disabled"
+
+
+def _require_health_flags(path: Path, head: Mapping[str, str]) -> None:
+    missing = [flag for flag in HEALTH_FLAGS if not head.get(flag, "").isdigit()]
+    if missing:
+        raise ConfigError(
+            f"{path}: head_start_ray_commands does not export {', '.join(missing)}: with Ray's "
+            "defaults a cut link is noticed after 65 s"
+        )
