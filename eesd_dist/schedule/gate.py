@@ -1,0 +1,67 @@
+"""Which requests can be served at all.
+
+Refuses what no waiting would help; whether there is room now is the scheduler's question.
+"""
+
+from collections.abc import Iterable
+
+from eesd_dist.errors import PromptTooLong, RequestError
+from eesd_dist.types import Request
+
+
+class Gate:
+    """The limits of one engine, as a request meets them."""
+
+    def __init__(
+        self, *, max_model_len: int, vocab_size: int, num_pages: int, page_size: int
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._num_pages = num_pages
+        self._page_size = page_size
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError saying what to change."""
+        self._check_length(request)
+        self._check_vocabulary((*request.prompt, *request.generated), param="prompt")
+        biased = (token for token, _ in request.sampling.logit_bias)
+        self._check_vocabulary(biased, param="logit_bias")
+        self._check_pages(request)
+
+    def _check_length(self, request: Request) -> None:
+        num_prompt, num_generated = len(request.prompt), len(request.generated)
+        max_tokens = request.sampling.max_tokens
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        if num_prompt >= self._max_model_len:
+            raise PromptTooLong(num_tokens=num_prompt, limit=self._max_model_len - 1)
+        if max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {max_tokens}: ask for at least 1", param="max_tokens"
+            )
+        if num_generated >= min(max_tokens, self._max_model_len - num_prompt):
+            raise RequestError(
+                f"{num_generated} tokens were generated already, with max_tokens {max_tokens} and "
+                f"{self._max_model_len} positions in the model nothing is left to generate",
+                param="max_tokens",
+            )
+
+    def _check_vocabulary(self, tokens: Iterable[int], *, param: str) -> None:
+        foreign = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
+        if foreign is not None:
+            raise RequestError(
+                f"{param} has token {foreign}, the vocabulary is 0 to {self._vocab_size - 1}",
+                param=param,
+            )
+
+    def _check_pages(self, request: Request) -> None:
+        longest = min(len(request.prompt) + request.sampling.max_tokens, self._max_model_len)
+        # The last token leaves without having been computed itself.
+        num_needed = -(-(longest - 1) // self._page_size)
+        if num_needed > self._num_pages:
+            raise RequestError(
+                f"prompt and max_tokens together need {num_needed} pages of {self._page_size} "
+                f"tokens, the cache has {self._num_pages}: lower max_tokens, or raise "
+                "cache.num_pages",
+                param="max_tokens",
+            )

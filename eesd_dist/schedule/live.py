@@ -1,0 +1,110 @@
+"""A request that is being served: its tokens so far, and how much of them is in the KV pages.
+
+Knows when its own text ends. Refuses to know who else is running and where pages come from.
+"""
+
+from collections.abc import Sequence
+
+from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId
+
+
+class LiveRequest:
+    """One request between its arrival and its last token.
+
+    `tokens` is all that may not be lost; pages, cohort and `num_computed` are cache.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "cohort",
+        "first_scheduled_s",
+        "in_flight",
+        "is_aborted",
+        "last_turn",
+        "max_draft_tokens",
+        "max_len",
+        "num_cached_prompt_tokens",
+        "num_computed",
+        "num_prompt",
+        "pages",
+        "request",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        ticket: int,
+        arrival_s: float,
+        max_model_len: int,
+        max_draft_tokens: int,
+    ) -> None:
+        self.request = request
+        self.ticket = ticket
+        """Order of arrival; a preempted request keeps it."""
+        self.arrival_s = arrival_s
+        self.first_scheduled_s: float | None = None
+        self.num_prompt = len(request.prompt)
+        self.tokens: list[TokenId] = [*request.prompt, *request.generated]
+        self.max_len = min(self.num_prompt + request.sampling.max_tokens, max_model_len)
+        """Prompt and answer together never grow longer than this."""
+        self.max_draft_tokens = _draft_ceiling(request, service=max_draft_tokens)
+        self.num_computed = 0
+        """Positions whose keys and values are valid in every stage."""
+        self.pages: list[PageId] = []
+        self.cohort = 0
+        self.num_cached_prompt_tokens = 0
+        self.last_turn = 0
+        """When it was planned last, in plans; who waited longest goes first if not all fit."""
+        self.in_flight = False
+        self.is_aborted = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def salt(self) -> str:
+        """Whose pages it can share: only a request that drafts fills the exit head's own KV."""
+        return "exit" if self.max_draft_tokens > 0 else "plain"
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last token has not been computed."""
+        return len(self.tokens) - self.num_computed == 1
+
+    @property
+    def max_draft(self) -> int:
+        """Draft tokens of which each could still be wanted; the verifier's own token is extra."""
+        return max(0, min(self.max_draft_tokens, self.max_len - len(self.tokens) - 1))
+
+    def extend(self, tokens: Sequence[TokenId]) -> FinishReason | None:
+        """Appends tokens up to the one that ends the text, and says why it ended if it did."""
+        sampling = self.request.sampling
+        for token in tokens:
+            may_stop = self.num_generated >= sampling.min_tokens
+            self.tokens.append(token)
+            if may_stop and token in sampling.stop_token_ids:
+                return FinishReason.STOP
+            if len(self.tokens) >= self.max_len:
+                return FinishReason.LENGTH
+        return None
+
+
+def _draft_ceiling(request: Request, *, service: int) -> int:
+    speculation = request.speculation
+    if speculation.mode == "off":
+        return 0
+    if speculation.max_draft_tokens is None:
+        return service
+    return min(service, speculation.max_draft_tokens)

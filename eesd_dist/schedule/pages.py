@@ -1,0 +1,209 @@
+"""Which KV page belongs to whom.
+
+One allocator at rank 0 decides for every stage: page p is page p in each stage's store. A page is
+exactly one of
+
+    free      nobody's, and its content means nothing
+    cached    nobody's, but its content is findable by the tokens it was computed from
+    owned     in the page table of one request, or of several that share a prefix
+
+Stages read consecutive pages without copying, so pages are handed out in runs as long as possible.
+This module knows page numbers and token ids; it refuses to know requests, rounds and tensors.
+"""
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from eesd_dist.types import PageId
+
+_FREE = 1
+_HOLE = re.compile(b"\x01+")
+
+
+class PageAllocator:
+    """Hands out pages, counts their owners and remembers what full pages were computed from."""
+
+    def __init__(self, *, num_pages: int, page_size: int, prefix_caching: bool) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self._is_free = bytearray([_FREE]) * num_pages
+        self._num_unused = num_pages
+        self._num_owners = [0] * num_pages
+        # Least recently used first; only pages without an owner.
+        self._cached: OrderedDict[PageId, None] = OrderedDict()
+        # A page may know its digest without being findable: another had the same content first.
+        self._digest_of: dict[PageId, bytes] = {}
+        self._page_of: dict[bytes, PageId] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had now: free ones, and cached ones that would be evicted."""
+        return self._num_unused + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages without an owner whose content is still findable."""
+        return len(self._cached)
+
+    def num_owners(self, page: PageId) -> int:
+        return self._num_owners[page]
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that hold so many positions."""
+        return -(-num_positions // self.page_size)
+
+    def allocate(
+        self, count: int, *, after: PageId | None, expected: int = 0
+    ) -> list[PageId] | None:
+        """`count` pages with one owner each, or None (and nothing taken) when there are not enough.
+
+        They continue after page `after` while that is free; otherwise a new run starts where
+        `expected` pages (these and those the request is likely to ask for later) have room.
+        """
+        if count > self.num_free:
+            return None
+        self._evict(count - self._num_unused)
+        taken = [] if after is None else self._take_run(after + 1, count)
+        while len(taken) < count:
+            missing = count - len(taken)
+            start = self._start_of_run(max(missing, expected - len(taken)), at_least=missing)
+            taken += self._take_run(start, missing)
+        return taken
+
+    def retain(self, pages: Sequence[PageId]) -> None:
+        """One more owner for each page."""
+        for page in pages:
+            if self._num_owners[page] == 0:
+                del self._cached[page]
+            self._num_owners[page] += 1
+
+    def release(self, pages: Sequence[PageId]) -> None:
+        """One owner less for each page; a page without any becomes cached or free."""
+        # The last page goes first, so that eviction eats a prefix from its far end.
+        for page in reversed(pages):
+            assert self._num_owners[page] > 0, f"page {page} was released by nobody"
+            self._num_owners[page] -= 1
+            if self._num_owners[page] == 0:
+                self._abandon(page)
+
+    def match_prefix(self, tokens: Sequence[int], *, salt: str) -> list[PageId]:
+        """The longest run of full cached pages these tokens begin with, each with one more owner.
+
+        Never all of the tokens: the last one stays to be computed, since its row gets the verdict.
+        """
+        found: list[PageId] = []
+        if not self._page_of:
+            return found
+        digest = _root(salt)
+        for index in range((len(tokens) - 1) // self.page_size):
+            digest = self._next_digest(digest, tokens, index)
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        self.retain(found)
+        return found
+
+    def register(
+        self, tokens: Sequence[int], pages: Sequence[PageId], *, num_computed: int, salt: str
+    ) -> None:
+        """Makes the pages that lie completely below `num_computed` findable by their tokens."""
+        if not self.prefix_caching:
+            return
+        num_full = num_computed // self.page_size
+        first = num_full
+        while first > 0 and pages[first - 1] not in self._digest_of:
+            first -= 1
+        digest = self._digest_of[pages[first - 1]] if first > 0 else _root(salt)
+        for index in range(first, num_full):
+            digest = self._next_digest(digest, tokens, index)
+            self._digest_of[pages[index]] = digest
+            self._page_of.setdefault(digest, pages[index])
+
+    def forget_cached(self) -> None:
+        """No page is findable any more: a stage has lost its store."""
+        self._evict(len(self._cached))
+        self._digest_of.clear()
+        self._page_of.clear()
+
+    def check(self) -> None:
+        """Raises AssertionError naming the law of conservation that broke, if one did."""
+        for page in map(PageId, range(self.num_pages)):
+            states = {
+                "free": bool(self._is_free[page]),
+                "cached": page in self._cached,
+                "owned": self._num_owners[page] > 0,
+            }
+            names = [name for name, holds in states.items() if holds]
+            assert len(names) == 1, f"page {page} is {names}: exactly one of {list(states)} is law"
+            assert not (states["free"] and page in self._digest_of), f"free page {page} is known"
+        unused = self._is_free.count(_FREE)
+        assert unused == self._num_unused, f"{unused} pages are free, counted {self._num_unused}"
+        for digest, page in self._page_of.items():
+            assert self._digest_of.get(page) == digest, f"page {page} is found by foreign tokens"
+        for page in self._cached:
+            assert self._is_findable(page), f"page {page} is cached, and no tokens find it"
+
+    def _take_run(self, start: int, limit: int) -> list[PageId]:
+        """At most `limit` consecutive free pages from `start` on."""
+        stop = start
+        while stop < self.num_pages and stop - start < limit and self._is_free[stop]:
+            self._is_free[stop] = 0
+            self._num_owners[stop] = 1
+            stop += 1
+        self._num_unused -= stop - start
+        return [PageId(page) for page in range(start, stop)]
+
+    def _start_of_run(self, room: int, *, at_least: int) -> int:
+        """Where a run that may grow to `room` pages best begins."""
+        start, stop = self._largest_hole()
+        if stop - start < room and self._cached:
+            # A request reads its run in every round to come: worth as many of the coldest pages.
+            self._evict(room)
+            start, stop = self._largest_hole()
+        if start > 0 and self._num_owners[start - 1] > 0:
+            # The run before this hole may still grow: leave it half of what we can spare.
+            size = stop - start
+            start += max(0, size - (room if room <= size else at_least)) // 2
+        return start
+
+    def _largest_hole(self) -> tuple[int, int]:
+        """The longest run of free pages, the first of equals; (0, 0) when none is free."""
+        spans = (match.span() for match in _HOLE.finditer(self._is_free))
+        return max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+
+    def _abandon(self, page: PageId) -> None:
+        if self._is_findable(page):
+            self._cached[page] = None
+        else:
+            self._digest_of.pop(page, None)
+            self._free(page)
+
+    def _evict(self, count: int) -> None:
+        """Frees the `count` least recently used cached pages, or all when there are fewer."""
+        for _ in range(min(count, len(self._cached))):
+            page, _nothing = self._cached.popitem(last=False)
+            del self._page_of[self._digest_of.pop(page)]
+            self._free(page)
+
+    def _free(self, page: PageId) -> None:
+        self._is_free[page] = _FREE
+        self._num_unused += 1
+
+    def _is_findable(self, page: PageId) -> bool:
+        digest = self._digest_of.get(page)
+        return digest is not None and self._page_of.get(digest) == page
+
+    def _next_digest(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
+        """Names page `index` by all tokens up to its end; 128 bits, so that no two meet."""
+        first = index * self.page_size
+        content = array("q", tokens[first : first + self.page_size]).tobytes()
+        return blake2b(parent + content, digest_size=16).digest()
+
+
+def _root(salt: str) -> bytes:
+    return blake2b(salt.encode(), digest_size=16).digest()

@@ -1,0 +1,468 @@
+"""Who runs in a round, with how many rows and in which pages.
+
+Prefill chunks, decoding and drafting are one thing here: a request with known tokens that are not
+computed yet, and with room for a draft behind the last of them. Pages that run short cost drafts
+first and then the youngest request's place; tokens are never lost.
+
+Refuses to know tensors, stages, controllers and text. One thread owns a scheduler.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from eesd_dist.config import SchedulerConfig
+from eesd_dist.errors import QueueFull, RequestError
+from eesd_dist.schedule.gate import Gate
+from eesd_dist.schedule.live import LiveRequest
+from eesd_dist.schedule.pages import PageAllocator
+from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanItem:
+    """One request's rows in a round: `num_known` known tokens from `start`, then its draft."""
+
+    live: LiveRequest
+    start: int
+    num_known: int
+    is_final: bool
+    """The last known token is the request's last token: it gets a verdict and may draft."""
+    max_draft: int
+    pages: tuple[PageId, ...]
+    """Page table covering positions [0, start + num_known + max_draft)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundPlan:
+    """A round's requests. Its cohort takes no part in another one until this is committed."""
+
+    cohort: int
+    items: tuple[PlanItem, ...]
+    preempted: tuple[RequestId, ...]
+    """Requests that lost their pages since the last plan and will be computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a round made of one final item."""
+
+    tokens: tuple[TokenId, ...]
+    """The accepted draft tokens, then the verifier's own."""
+    num_drafted: int
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerUsage:
+    """How full the scheduler is now, and what it did so far."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    """Free ones and cached ones that would be evicted."""
+    num_cached_pages: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    """Of admitted requests, `num_cached_prompt_tokens` among them."""
+    num_cached_prompt_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over one page allocator, in one cohort or in two that take turns."""
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        pages: PageAllocator,
+        max_model_len: int,
+        max_draft_tokens: int,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._pages = pages
+        self._max_model_len = max_model_len
+        self._max_draft_tokens = max_draft_tokens
+        self._clock = clock
+        self._gate = Gate(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            num_pages=pages.num_pages,
+            page_size=pages.page_size,
+        )
+        self._num_cohorts = 2 if config.overlap else 1
+        # A page table's fair share: the room a new run is given where there is more than it needs.
+        self._fair_share = pages.num_pages // config.max_running
+        self._waiting: list[LiveRequest] = []  # by ticket, so a preempted request comes first
+        self._running: dict[RequestId, LiveRequest] = {}
+        self._outstanding: list[RoundPlan] = []
+        self._preempted: list[RequestId] = []
+        self._num_tickets = 0
+        self._num_plans = 0
+        self._num_preemptions = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_prompt_tokens = 0
+
+    @property
+    def num_cohorts(self) -> int:
+        return self._num_cohorts
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def live(self, request_id: RequestId) -> LiveRequest | None:
+        """The request with this id, running or waiting."""
+        if request_id in self._running:
+            return self._running[request_id]
+        return next((live for live in self._waiting if live.request_id == request_id), None)
+
+    def usage(self) -> SchedulerUsage:
+        return SchedulerUsage(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=self._pages.num_pages,
+            num_free_pages=self._pages.num_free,
+            num_cached_pages=self._pages.num_cached,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_prompt_tokens=self._num_cached_prompt_tokens,
+        )
+
+    def add(self, request: Request) -> None:
+        """Puts a request into the queue, or raises RequestError or QueueFull."""
+        self._gate.check(request)
+        if self.live(request.request_id) is not None:
+            raise RequestError(
+                f"request {request.request_id} is being served already: choose another id",
+                param="request_id",
+            )
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFull(num_waiting=len(self._waiting), limit=self._config.max_waiting)
+        self._waiting.append(
+            LiveRequest(
+                request,
+                ticket=self._num_tickets,
+                arrival_s=self._clock(),
+                max_model_len=self._max_model_len,
+                max_draft_tokens=self._max_draft_tokens,
+            )
+        )
+        self._num_tickets += 1
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Drops a request; one in flight keeps its pages until its round is committed.
+
+        False when there is no such request, or none any more. No emission follows.
+        """
+        live = self.live(request_id)
+        if live is None or live.is_aborted:
+            return False
+        live.is_aborted = True
+        if request_id not in self._running:
+            self._waiting.remove(live)
+        elif not live.in_flight:
+            self._leave(live)
+        return True
+
+    def plan(self, cohort: int) -> RoundPlan | None:
+        """The next round of a cohort; None when there is nothing it could do now."""
+        self._balance()
+        num_preemptions = self._num_preemptions
+        known = self._choose_decoding(cohort)
+        budget = self._config.token_budget - len(known)
+        budget = self._choose_prefill(cohort, known, budget=budget)
+        if self._num_preemptions == num_preemptions:
+            self._admit(cohort, known, budget=budget)
+        if not known:
+            return None
+        return self._depart(cohort, known)
+
+    def commit(self, plan: RoundPlan, results: Mapping[RequestId, Committed]) -> list[Emission]:
+        """What leaves after a round. `results` has an entry for each final item not aborted."""
+        assert plan in self._outstanding, "a plan is committed once, and not after a reset"
+        self._outstanding.remove(plan)
+        emissions = []
+        for item in plan.items:
+            live = item.live
+            live.in_flight = False
+            if live.is_aborted:
+                self._leave(live)
+            elif item.is_final:
+                emissions.append(self._commit_final(item, results[live.request_id]))
+            else:
+                self._advance(live, num_computed=item.start + item.num_known)
+        return emissions
+
+    def fail_all(self) -> list[RequestId]:
+        """Forgets every request, outstanding plan and cached page; returns whom to tell."""
+        failed = [live for live in self._in_order() if not live.is_aborted]
+        self._lose_stores()
+        self._waiting.clear()
+        return [live.request_id for live in failed]
+
+    def reset_computed(self) -> list[RequestId]:
+        """A stage has lost its store: every running request goes back to be computed again.
+
+        Outstanding plans are void and must not be committed. Returns who was running.
+        """
+        victims = [live for live in self._running.values() if not live.is_aborted]
+        self._lose_stores()
+        for live in victims:
+            insort(self._waiting, live, key=_ticket)
+        return [live.request_id for live in victims]
+
+    def check(self) -> None:
+        """Raises AssertionError when page tables and the allocator disagree."""
+        self._pages.check()
+        num_owners = [0] * self._pages.num_pages
+        for live in self._running.values():
+            for page in live.pages:
+                num_owners[page] += 1
+        for page, count in zip(map(PageId, range(len(num_owners))), num_owners, strict=True):
+            found = self._pages.num_owners(page)
+            assert count == found, f"page {page} is in {count} tables and has {found} owners"
+        for live in self._waiting:
+            assert not live.pages, f"{live.request_id} waits and holds {len(live.pages)} pages"
+
+    # Cohorts.
+
+    def _smaller_cohort(self, *, prefer: int) -> int:
+        sizes = self._sizes()
+        return min(range(self._num_cohorts), key=lambda cohort: (sizes[cohort], cohort != prefer))
+
+    def _balance(self) -> None:
+        """While one cohort has two requests more than the other, one that is at rest moves."""
+        if self._num_cohorts == 1:
+            return
+        sizes = self._sizes()
+        larger = 0 if sizes[0] > sizes[1] else 1
+        num_moves = abs(sizes[0] - sizes[1]) // 2
+        if num_moves == 0:
+            return
+        at_rest = [v for v in self._running.values() if v.cohort == larger and not v.in_flight]
+        for live in at_rest[len(at_rest) - min(num_moves, len(at_rest)) :]:
+            live.cohort = 1 - larger
+
+    def _sizes(self) -> list[int]:
+        in_second = sum(live.cohort for live in self._running.values())
+        return [len(self._running) - in_second, in_second]
+
+    # Choosing. `known` collects how many known tokens of each request the round computes.
+
+    def _choose_decoding(self, cohort: int) -> dict[LiveRequest, int]:
+        """Requests that need one row each; who waited longest goes first if not all fit."""
+        ready = [live for live in self._at_rest(cohort) if live.is_decoding]
+        if len(ready) > self._config.token_budget:
+            ready.sort(key=lambda live: (live.last_turn, live.ticket))
+            del ready[self._config.token_budget :]
+        short = [live for live in ready if self._num_missing(live, ahead=0) > 0]
+        stuck = {live for live in short if not self._secure(live)}
+        # Whoever secured its own pages may still have lost them to an older request after that.
+        return {v: 1 for v in ready if v not in stuck and v.request_id in self._running}
+
+    def _choose_prefill(self, cohort: int, known: dict[LiveRequest, int], *, budget: int) -> int:
+        """Chunks of prompts already under way, the oldest first; returns the budget left."""
+        for live in self._at_rest(cohort):
+            if budget <= 0:
+                break
+            if not live.is_decoding:
+                known[live] = self._chunk(live, budget=budget)
+                budget -= known[live]
+        return budget
+
+    def _admit(self, cohort: int, known: dict[LiveRequest, int], *, budget: int) -> None:
+        """Lets the head of the queue in while it finds pages, a place and a row to begin with."""
+        while self._waiting and len(self._running) < self._config.max_running:
+            joined = self._smaller_cohort(prefer=cohort)
+            if joined == cohort and budget <= 0:
+                return
+            live = self._waiting[0]
+            if not self._enter(live, cohort=joined):
+                return
+            del self._waiting[0]
+            if joined == cohort:
+                known[live] = self._chunk(live, budget=budget)
+                budget -= known[live]
+
+    def _at_rest(self, cohort: int) -> list[LiveRequest]:
+        return [v for v in self._running.values() if v.cohort == cohort and not v.in_flight]
+
+    def _chunk(self, live: LiveRequest, *, budget: int) -> int:
+        return min(live.num_tokens - live.num_computed, self._config.prefill_chunk, budget)
+
+    # Pages.
+
+    def _enter(self, live: LiveRequest, *, cohort: int) -> bool:
+        """Gives a waiting request the pages of all its known tokens, if one more would be left."""
+        live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
+        num_cached = len(live.pages) * self._pages.page_size
+        missing = self._num_missing(live, ahead=0)
+        # Alone, a request may take the very last page: nobody is there to need it.
+        num_kept = 1 if self._running else 0
+        if missing + num_kept > self._pages.num_free or not self._grow(live, missing):
+            self._pages.release(live.pages)
+            live.pages = []
+            return False
+        live.num_computed = num_cached
+        live.cohort = cohort
+        self._running[live.request_id] = live
+        if live.first_scheduled_s is None:
+            self._count_arrival(live)
+        return True
+
+    def _count_arrival(self, live: LiveRequest) -> None:
+        live.first_scheduled_s = self._clock()
+        live.num_cached_prompt_tokens = min(live.num_computed, live.num_prompt)
+        self._num_prompt_tokens += live.num_prompt
+        self._num_cached_prompt_tokens += live.num_cached_prompt_tokens
+
+    def _num_missing(self, live: LiveRequest, *, ahead: int) -> int:
+        """Pages it lacks for its known tokens and `ahead` more."""
+        return self._pages.pages_for(live.num_tokens + ahead) - len(live.pages)
+
+    def _grow(self, live: LiveRequest, count: int) -> bool:
+        """Appends `count` pages to its table, or none when there are not so many."""
+        longest = self._pages.pages_for(live.max_len - 1)
+        added = self._pages.allocate(
+            count,
+            after=live.pages[-1] if live.pages else None,
+            expected=min(longest, self._fair_share) - len(live.pages),
+        )
+        live.pages += added or ()
+        return added is not None
+
+    def _secure(self, live: LiveRequest) -> bool:
+        """Gets pages for all known tokens of a running request, whoever has to give way.
+
+        False when it gave way itself or has to wait for a round that is in flight.
+        """
+        if live.request_id not in self._running:
+            return False
+        if self._grow(live, self._num_missing(live, ahead=0)):
+            return True
+        self._trim(self._running.values())
+        while not self._grow(live, self._num_missing(live, ahead=0)):
+            at_rest = [v for v in self._running.values() if not v.in_flight]
+            if len(at_rest) == 1:
+                return False
+            victim = max(at_rest, key=_ticket)
+            self._preempt(victim)
+            if victim is live:
+                return False
+        return True
+
+    def _trim(self, lives: Iterable[LiveRequest]) -> None:
+        """Takes back pages that were meant for drafts."""
+        for live in lives:
+            surplus = -self._num_missing(live, ahead=0)
+            if surplus > 0 and not live.in_flight:
+                self._pages.release(live.pages[-surplus:])
+                del live.pages[-surplus:]
+
+    def _preempt(self, live: LiveRequest) -> None:
+        self._leave(live)
+        insort(self._waiting, live, key=_ticket)
+        self._preempted.append(live.request_id)
+        self._num_preemptions += 1
+
+    def _leave(self, live: LiveRequest) -> None:
+        """Out of the running, with its tokens and without its pages."""
+        del self._running[live.request_id]
+        self._pages.release(live.pages)
+        live.pages = []
+        live.num_computed = 0
+        live.in_flight = False
+
+    def _lose_stores(self) -> None:
+        for live in list(self._running.values()):
+            self._leave(live)
+        self._outstanding.clear()
+        self._preempted.clear()
+        self._pages.forget_cached()
+
+    def _in_order(self) -> list[LiveRequest]:
+        return sorted([*self._running.values(), *self._waiting], key=_ticket)
+
+    # Departure and arrival of a round.
+
+    def _depart(self, cohort: int, known: Mapping[LiveRequest, int]) -> RoundPlan:
+        self._num_plans += 1
+        plan = RoundPlan(
+            cohort=cohort,
+            items=tuple(self._item(live, num_known) for live, num_known in known.items()),
+            preempted=tuple(self._preempted),
+        )
+        self._preempted.clear()
+        self._outstanding.append(plan)
+        return plan
+
+    def _item(self, live: LiveRequest, num_known: int) -> PlanItem:
+        start = live.num_computed
+        end = start + num_known
+        is_final = end == live.num_tokens
+        max_draft = self._draft_room(live) if is_final else 0
+        live.in_flight = True
+        live.last_turn = self._num_plans
+        return PlanItem(
+            live=live,
+            start=start,
+            num_known=num_known,
+            is_final=is_final,
+            max_draft=max_draft,
+            pages=tuple(live.pages[: self._pages.pages_for(end + max_draft)]),
+        )
+
+    def _draft_room(self, live: LiveRequest) -> int:
+        """How far it may draft, after getting what pages can be spared for that."""
+        max_draft = live.max_draft
+        missing = self._num_missing(live, ahead=max_draft)
+        if missing <= 0:
+            return max_draft
+        # A draft never takes the page that another request's known tokens may need next.
+        num_spare = self._pages.num_free - (len(self._running) - 1)
+        self._grow(live, max(0, min(missing, num_spare)))
+        return min(max_draft, len(live.pages) * self._pages.page_size - live.num_tokens)
+
+    def _commit_final(self, item: PlanItem, result: Committed) -> Emission:
+        live = item.live
+        assert result.num_accepted <= result.num_drafted <= item.max_draft, live.request_id
+        assert len(result.tokens) == result.num_accepted + 1, live.request_id
+        before = live.num_tokens
+        finish_reason = live.extend(result.tokens)
+        num_kept = live.num_tokens - before
+        self._advance(live, num_computed=min(before + result.num_accepted, live.num_tokens - 1))
+        if finish_reason is not None:
+            self._leave(live)
+        elif self._pages.num_free < len(self._running):
+            self._trim([live])
+        return Emission(
+            request_id=live.request_id,
+            tokens=result.tokens[:num_kept],
+            num_accepted=min(result.num_accepted, num_kept),
+            logprobs=result.logprobs[:num_kept],
+            finish_reason=finish_reason,
+            num_drafted=result.num_drafted,
+            num_cached_prompt_tokens=live.num_cached_prompt_tokens,
+        )
+
+    def _advance(self, live: LiveRequest, *, num_computed: int) -> None:
+        size = self._pages.page_size
+        if num_computed // size > live.num_computed // size:
+            self._pages.register(live.tokens, live.pages, num_computed=num_computed, salt=live.salt)
+        live.num_computed = num_computed
+
+
+def _ticket(live: LiveRequest) -> int:
+    return live.ticket

@@ -1,0 +1,208 @@
+"""Pages: conservation, runs, owners, prefixes and eviction."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eesd_dist.schedule.pages import PageAllocator
+from eesd_dist.types import PageId
+from tests.unit.schedule.toy_stages import make_pages
+
+
+def _take(
+    pages: PageAllocator, count: int, after: int | None = None, expected: int = 0
+) -> list[PageId]:
+    taken = pages.allocate(count, after=None if after is None else PageId(after), expected=expected)
+    assert taken is not None
+    return taken
+
+
+def _serve(pages: PageAllocator, tokens: list[int], *, salt: str = "exit") -> list[PageId]:
+    """A request that computes all its tokens and leaves; returns the table it had."""
+    table = pages.match_prefix(tokens, salt=salt)
+    missing = pages.pages_for(len(tokens)) - len(table)
+    table += _take(pages, missing, after=table[-1] if table else None)
+    pages.register(tokens, table, num_computed=len(tokens), salt=salt)
+    pages.release(table)
+    return table
+
+
+def test_pages_come_in_one_run() -> None:
+    pages = make_pages(16)
+    assert _take(pages, 5) == [0, 1, 2, 3, 4]
+    assert _take(pages, 2, after=4) == [5, 6]
+
+
+def test_two_runs_leave_each_other_room_to_grow() -> None:
+    pages = make_pages(32)
+    first = _take(pages, 2, expected=8)
+    second = _take(pages, 2, expected=8)
+    for _ in range(6):
+        first += _take(pages, 1, after=first[-1], expected=8 - len(first))
+        second += _take(pages, 1, after=second[-1], expected=8 - len(second))
+    for run in (first, second):
+        assert run == list(range(run[0], run[0] + 8))
+
+
+def test_sixteen_growing_requests_each_stay_in_one_run() -> None:
+    pages = make_pages(512)
+    runs = [_take(pages, 3, expected=16) for _ in range(16)]
+    for _ in range(13):
+        for run in runs:
+            run += _take(pages, 1, after=run[-1], expected=16 - len(run))
+    assert all(run == list(range(run[0], run[0] + 16)) for run in runs)
+
+
+def test_a_run_that_meets_another_goes_on_in_the_largest_hole() -> None:
+    pages = make_pages(12)
+    everything = _take(pages, 12)
+    pages.release(everything[2:4])
+    pages.release(everything[6:10])
+    assert _take(pages, 3, after=1) == [2, 3, 7]
+    pages.check()
+
+
+def test_too_few_pages_take_nothing() -> None:
+    pages = make_pages(4)
+    _take(pages, 3)
+    assert pages.allocate(2, after=None) is None
+    assert pages.num_free == 1
+    pages.check()
+
+
+def test_a_shared_page_is_free_after_its_last_owner() -> None:
+    pages = make_pages(4, prefix_caching=False)
+    shared = _take(pages, 2)
+    pages.retain(shared)
+    pages.release(shared)
+    assert pages.num_free == 2
+    pages.release(shared)
+    assert pages.num_free == 4
+    pages.check()
+
+
+def test_releasing_a_page_nobody_owns_is_a_bug_that_is_named() -> None:
+    pages = make_pages(4)
+    with pytest.raises(AssertionError, match="page 3 was released by nobody"):
+        pages.release([PageId(3)])
+
+
+def test_a_prefix_is_found_again_up_to_its_last_full_page() -> None:
+    pages = make_pages(16, page_size=4)
+    table = _serve(pages, list(range(11)))
+    assert pages.match_prefix([*range(11), 99, 98], salt="exit") == table[:2]
+    assert pages.num_owners(table[0]) == 1
+    assert pages.num_owners(table[2]) == 0
+
+
+def test_the_last_token_is_never_taken_from_the_cache() -> None:
+    pages = make_pages(16, page_size=4)
+    table = _serve(pages, list(range(8)))
+    assert pages.match_prefix(list(range(8)), salt="exit") == table[:1]
+
+
+def test_a_page_is_found_only_behind_the_same_beginning_and_salt() -> None:
+    pages = make_pages(16, page_size=4)
+    _serve(pages, list(range(9)))
+    assert pages.match_prefix([7, *range(1, 9)], salt="exit") == []
+    assert pages.match_prefix(list(range(9)), salt="plain") == []
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pages = make_pages(16, prefix_caching=False)
+    _serve(pages, list(range(12)))
+    assert pages.match_prefix(list(range(12)), salt="exit") == []
+    assert pages.num_cached == 0
+
+
+def test_pages_that_are_computed_in_steps_are_found_like_those_computed_at_once() -> None:
+    pages = make_pages(16, page_size=4)
+    tokens = list(range(13))
+    table = _take(pages, 4)
+    for num_computed in (3, 4, 9, 13):
+        pages.register(tokens, table, num_computed=num_computed, salt="exit")
+        assert len(pages.match_prefix([*tokens, 0], salt="exit")) == num_computed // 4
+
+
+def test_the_second_copy_of_a_page_is_freed_and_the_first_stays_findable() -> None:
+    pages = make_pages(16, page_size=4)
+    tokens = list(range(8))
+    first, second = _take(pages, 2), _take(pages, 2)
+    pages.register(tokens, first, num_computed=8, salt="exit")
+    pages.register(tokens, second, num_computed=8, salt="exit")
+    pages.release(second)
+    pages.release(first)
+    pages.check()
+    assert pages.num_cached == 2
+    assert pages.match_prefix([*tokens, 9], salt="exit") == first
+
+
+def test_the_prefix_used_longest_ago_is_evicted_first_and_from_its_end() -> None:
+    pages = make_pages(8, page_size=4)
+    old, young = list(range(100, 116)), list(range(200, 216))
+    old_table = _serve(pages, old)
+    _serve(pages, young)
+    assert pages.num_cached == pages.num_free == 8
+    _take(pages, 3)
+    pages.check()
+    assert pages.match_prefix([*old, 0], salt="exit") == old_table[:1]
+    assert len(pages.match_prefix([*young, 0], salt="exit")) == 4
+
+
+def test_a_new_run_takes_the_place_of_cold_pages_rather_than_scattered_free_ones() -> None:
+    pages = make_pages(16, page_size=4)
+    _serve(pages, list(range(32)))
+    others = _take(pages, 8)
+    pages.release(others[::2])
+    taken = _take(pages, 4)
+    assert taken == list(range(taken[0], taken[0] + 4))
+    pages.check()
+
+
+def test_after_a_store_is_lost_nothing_is_findable() -> None:
+    pages = make_pages(8, page_size=4)
+    _serve(pages, list(range(16)))
+    held = pages.match_prefix(list(range(16)), salt="exit")
+    pages.forget_cached()
+    assert pages.match_prefix(list(range(16)), salt="exit") == []
+    pages.release(held)
+    pages.check()
+    assert pages.num_cached == 0
+    assert pages.num_free == 8
+
+
+def test_the_law_that_broke_is_named() -> None:
+    pages = make_pages(4)
+    _take(pages, 1)
+    pages._is_free[0] = 1
+    with pytest.raises(AssertionError, match=r"page 0 is \['free', 'owned'\]"):
+        pages.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pages_are_conserved_whatever_happens(data: st.DataObject) -> None:
+    pages = make_pages(12, page_size=2)
+    tables: list[tuple[list[int], list[PageId]]] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        if tables and data.draw(st.booleans()):
+            tokens, table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
+            computed = data.draw(st.integers(0, len(tokens)))
+            pages.register(tokens, table, num_computed=computed, salt="exit")
+            pages.release(table)
+        else:
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
+            table = pages.match_prefix(tokens, salt="exit")
+            added = pages.allocate(
+                pages.pages_for(len(tokens)) - len(table),
+                after=table[-1] if table else None,
+                expected=data.draw(st.integers(0, 8)),
+            )
+            if added is None:
+                pages.release(table)
+            else:
+                tables.append((tokens, table + added))
+        pages.check()
+        owned = [page for _, table in tables for page in table]
+        assert all(pages.num_owners(page) == owned.count(page) for page in set(owned))
+        assert pages.num_free == 12 - len(set(owned))

@@ -1,0 +1,150 @@
+"""Two stages without a model: what a page slot holds, and what the target would say, are hashes.
+
+The store remembers from which tokens each slot was computed. A round reads every slot before its
+first row and fails if one does not hold what this request's tokens would have put there, so a page
+shared wrongly, freed too early or registered too soon is found at the first read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from eesd_dist.schedule.pages import PageAllocator
+from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.types import Emission, FinishReason, PageId, Request, RequestId, TokenId
+
+VOCAB_SIZE = 50
+END = TokenId(49)
+
+
+def toy_token(position: int, seed: int) -> TokenId:
+    """The target's token at a position, whatever came before."""
+    return TokenId(hash((position, seed)) % VOCAB_SIZE)
+
+
+def toy_answer(request: Request, *, max_model_len: int) -> tuple[list[TokenId], FinishReason]:
+    """What plain decoding gives, written down as plainly as possible."""
+    sampling = request.sampling
+    answer: list[TokenId] = []
+    while True:
+        token = toy_token(len(request.prompt) + len(answer), sampling.seed)
+        may_stop = len(answer) >= sampling.min_tokens
+        answer.append(token)
+        if may_stop and token in sampling.stop_token_ids:
+            return answer, FinishReason.STOP
+        if len(answer) == sampling.max_tokens:
+            return answer, FinishReason.LENGTH
+        if len(request.prompt) + len(answer) == max_model_len:
+            return answer, FinishReason.LENGTH
+
+
+@dataclass
+class ToyStages:
+    """Runs a plan: fills the pages, drafts, and accepts as many draft tokens as chance says."""
+
+    page_size: int
+    random: Random
+    acceptance: float = 0.6
+    keys: dict[tuple[PageId, int], int] = field(default_factory=dict)
+    head_keys: dict[tuple[PageId, int], int] = field(default_factory=dict)
+
+    def run(self, plan: RoundPlan) -> dict[RequestId, Committed]:
+        results = {}
+        for item in plan.items:
+            self._read(item)
+            if item.is_final:
+                results[item.live.request_id] = self._draft_and_verify(item)
+            else:
+                self._write(item, self._known(item))
+        return results
+
+    def lose(self) -> None:
+        self.keys.clear()
+        self.head_keys.clear()
+
+    def _known(self, item: PlanItem) -> list[TokenId]:
+        return item.live.tokens[: item.start + item.num_known]
+
+    def _draft_and_verify(self, item: PlanItem) -> Committed:
+        known, seed = self._known(item), item.live.request.sampling.seed
+        num_drafted = self.random.randint(0, item.max_draft)
+        num_accepted = 0
+        while num_accepted < num_drafted and self.random.random() < self.acceptance:
+            num_accepted += 1
+        right = [toy_token(len(known) + i, seed) for i in range(num_drafted + 1)]
+        wrong = [TokenId((token + 1) % VOCAB_SIZE) for token in right]
+        self._write(item, known + right[:num_accepted] + wrong[num_accepted:num_drafted])
+        return Committed(
+            tokens=tuple(right[: num_accepted + 1]),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+        )
+
+    def _slot(self, item: PlanItem, position: int) -> tuple[PageId, int]:
+        return item.pages[position // self.page_size], position % self.page_size
+
+    def _read(self, item: PlanItem) -> None:
+        keys = _prefix_hashes(item.live.tokens)
+        for position in range(item.start):
+            slot = self._slot(item, position)
+            assert self.keys.get(slot) == keys[position], f"position {position} is not its own"
+            if item.live.max_draft_tokens > 0:
+                assert self.head_keys.get(slot) == keys[position], f"no head at {position}"
+
+    def _write(self, item: PlanItem, tokens: list[TokenId]) -> None:
+        for position, key in enumerate(_prefix_hashes(tokens)):
+            if position < item.start:
+                continue
+            slot = self._slot(item, position)
+            self.keys[slot] = key
+            self.head_keys.pop(slot, None)
+            if item.live.max_draft_tokens > 0:
+                self.head_keys[slot] = key
+
+
+def _prefix_hashes(tokens: list[TokenId]) -> list[int]:
+    hashes, last = [], 0
+    for token in tokens:
+        last = hash((last, token))
+        hashes.append(last)
+    return hashes
+
+
+class Ledger:
+    """What each client received, and why its stream ended."""
+
+    def __init__(self) -> None:
+        self.answers: dict[RequestId, list[TokenId]] = {}
+        self.reasons: dict[RequestId, FinishReason] = {}
+
+    def write(self, emissions: list[Emission]) -> None:
+        for emission in emissions:
+            assert emission.request_id not in self.reasons, "a stream goes on after its end"
+            self.answers.setdefault(emission.request_id, []).extend(emission.tokens)
+            if emission.finish_reason is not None:
+                self.reasons[emission.request_id] = emission.finish_reason
+
+
+def run_until_idle(
+    scheduler: Scheduler, stages: ToyStages, ledger: Ledger, *, max_rounds: int = 5_000
+) -> None:
+    """Cohorts take turns: while one round's results are under way the next one is planned."""
+    pending: dict[int, tuple[RoundPlan, Mapping[RequestId, Committed]]] = {}
+    for turn in range(max_rounds):
+        cohort = turn % scheduler.num_cohorts
+        if cohort in pending:
+            plan, results = pending.pop(cohort)
+            ledger.write(scheduler.commit(plan, results))
+            scheduler.check()
+        next_plan = scheduler.plan(cohort)
+        if next_plan is not None:
+            pending[cohort] = (next_plan, stages.run(next_plan))
+        if not scheduler.has_work():
+            return
+    raise AssertionError(f"work is left after {max_rounds} rounds: {scheduler.usage()}")
+
+
+def make_pages(
+    num_pages: int = 64, page_size: int = 4, *, prefix_caching: bool = True
+) -> PageAllocator:
+    return PageAllocator(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
