@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -113,6 +114,26 @@ class SpeculationConfig(Section):
 
     calibration_form: Literal["gaussian", "beta"] = "beta"
     """Which of the two forms of Calibration-TS."""
+
+    calibration_strength: NonNegativeFloat = 256.0
+    """Kappa of the beta form: the calibrated probability is worth this many judged tokens. 0 is
+    Beta-TS."""
+
+    calibration_prior_std: PositiveFloat = 0.05
+    """s0 of the gaussian form: how far the calibrated probability is expected to be off."""
+
+    calibration_variance_floor: PositiveFloat = 0.04
+    """Gaussian form: variance a request's past rate keeps as a forecast of its next token, however
+    many rounds it has seen. Tokens of one text differ; about 0.04 is a spread of 0.2."""
+
+    stop_rule: Literal["auto", "bernoulli", "optimal", "steady"] = "auto"
+    """What turns sampled acceptance probabilities into a length. `bernoulli`: a toss of the sampled
+    coin per token, the published rule. `optimal`: draft on while the round's expected tokens per
+    second rise, by the measured cost model. `steady`: while the next token earns more per second
+    than the request has earned so far. `auto`: `optimal` when costs are known, else `bernoulli`."""
+
+    log_evidence: bool = False
+    """Outcomes carry the exit head's evidence even when no controller asks for it."""
 
     seed: int = 0
     """Seeds the controllers' draws; they can never change a text."""

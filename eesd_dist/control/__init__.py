@@ -1,1 +1,8 @@
-"""Decides how long to keep drafting, from counts and evidence, never tensors."""
+"""Controllers: how many tokens to draft. Counts and seconds in, yes or no out; no tensors."""
+
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.controllers import Controller, make_controller
+from eesd_dist.control.cost import CostModel
+
+__all__ = ["Belief", "Calibrator", "Controller", "CostModel", "make_controller"]

@@ -1,1 +1,13 @@
 """Decides which pipeline serves a request, and keeps the pooled beliefs."""
+
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.routing.directory import Member, PipelineDirectory, PipelineId, PipelineReport
+
+__all__ = [
+    "BeliefBook",
+    "DraftPlan",
+    "Member",
+    "PipelineDirectory",
+    "PipelineId",
+    "PipelineReport",
+]

@@ -1,0 +1,109 @@
+"""What a request's rounds have taught so far, as five plain numbers.
+
+Decides how counts are learnt from an outcome, forgotten, scaled and pooled. Refuses to know how a
+length is chosen from them (controllers) and who keeps them (`routing.beliefs`).
+
+Censoring: of k drafted tokens with r accepted, the first r were judged good and, when r < k, the
+next one was judged bad. Later tokens were never judged, so they teach nothing; counting k - r
+failures would bias every estimate down.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from eesd_dist.errors import ConfigError
+from eesd_dist.types import Outcome
+
+_UNIFORM = 1.0
+"""Both parameters of the uniform prior; what is above it are counts, and only they are forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """A Beta posterior over "the next drafted token is accepted", and the counts behind it."""
+
+    alpha: float = _UNIFORM
+    beta: float = _UNIFORM
+    num_tested: float = 0.0
+    """Judged tokens, discounted; the calibration forms mix these counts with their own prior."""
+    num_accepted: float = 0.0
+    """Of those, the accepted ones."""
+    num_rounds: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def num_rejected(self) -> float:
+        return max(self.num_tested - self.num_accepted, 0.0)
+
+    @property
+    def weight(self) -> float:
+        """How many judged tokens this belief is worth."""
+        return max(self.alpha + self.beta - 2 * _UNIFORM, 0.0)
+
+    def after(self, outcome: Outcome, *, discount: float = 1.0) -> "Belief":
+        """The posterior after one more round; earlier counts are multiplied with `discount`.
+
+        A round without a draft judges nothing and still forgets: a controller that stopped
+        drafting becomes uncertain again, and tries again.
+        """
+        accepted = outcome.num_accepted
+        rejected = 1 if accepted < outcome.num_drafted else 0
+        old = self.scaled(discount)
+        return Belief(
+            alpha=old.alpha + accepted,
+            beta=old.beta + rejected,
+            num_tested=old.num_tested + accepted + rejected,
+            num_accepted=old.num_accepted + accepted,
+            num_rounds=self.num_rounds + 1,
+        )
+
+    def scaled(self, factor: float) -> "Belief":
+        """The same opinion, held with `factor` times the weight."""
+        return Belief(
+            alpha=_UNIFORM + factor * (self.alpha - _UNIFORM),
+            beta=_UNIFORM + factor * (self.beta - _UNIFORM),
+            num_tested=factor * self.num_tested,
+            num_accepted=factor * self.num_accepted,
+            num_rounds=self.num_rounds,
+        )
+
+    def bounded(self, max_weight: float) -> "Belief":
+        """The same opinion, worth at most `max_weight` judged tokens: warm, and not fixed."""
+        return self if self.weight <= max_weight else self.scaled(max_weight / self.weight)
+
+    def merged(self, other: "Belief") -> "Belief":
+        """Both bodies of counts together."""
+        return Belief(
+            alpha=self.alpha + other.alpha - _UNIFORM,
+            beta=self.beta + other.beta - _UNIFORM,
+            num_tested=self.num_tested + other.num_tested,
+            num_accepted=self.num_accepted + other.num_accepted,
+            num_rounds=self.num_rounds + other.num_rounds,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, object]) -> "Belief":
+        numbers = {field.name: _number(data, field.name) for field in fields(Belief)}
+        if numbers["alpha"] <= 0 or numbers["beta"] <= 0:
+            raise ConfigError(f"belief: found {dict(data)}, expected positive alpha and beta")
+        return Belief(
+            alpha=numbers["alpha"],
+            beta=numbers["beta"],
+            num_tested=numbers["num_tested"],
+            num_accepted=numbers["num_accepted"],
+            num_rounds=int(numbers["num_rounds"]),
+        )
+
+
+def _number(data: Mapping[str, object], name: str) -> float:
+    value = data.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"belief: found {name}={value!r}, expected a number that is not negative")
+    return float(value)

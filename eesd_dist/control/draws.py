@@ -1,0 +1,68 @@
+"""Chance, drawn once and used for many distributions.
+
+Thompson sampling with `redraw: round` needs one draw of chance for a whole round, while
+Calibration-TS has another posterior for every token. A `Deviate` is that one draw: asked for
+Beta(a, b) or N(mean, std) it answers as a sampler with those parameters would have, had it met this
+very chance. Each answer alone is an exact draw; answers of one deviate move together (a lucky round
+is lucky for all its tokens).
+
+Gamma draws: Marsaglia and Tsang, "A simple method for generating gamma variables", 2000, which
+accepts its first normal more than 95 times in a hundred and is smooth in the shape; that is why
+the coupling holds where `random.betavariate` would break it.
+"""
+
+import math
+from random import Random
+
+
+class Deviate:
+    """One draw of chance."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._normal = rng.gauss(0.0, 1.0)
+        self._good = _GammaChance(rng)
+        self._bad = _GammaChance(rng)
+
+    def normal(self, mean: float, std: float) -> float:
+        return mean + std * self._normal
+
+    def beta(self, a: float, b: float) -> float:
+        """A draw of Beta(a, b), as the share of one of two gamma draws, in logarithms so that tiny
+        parameters do not become 0/0."""
+        odds_log = self._bad.log_gamma_draw(b) - self._good.log_gamma_draw(a)
+        return 1.0 / (1.0 + math.exp(min(odds_log, 700.0)))
+
+
+class _GammaChance:
+    """The stream of chance behind one gamma variable, kept so that it can be met again."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._tries: list[tuple[float, float]] = []
+        self._boost_log = math.log(1.0 - rng.random())
+
+    def log_gamma_draw(self, shape: float) -> float:
+        if shape < 1.0:  # Gamma(a) = Gamma(a + 1) * U^(1/a)
+            return self._log_draw(shape + 1.0) + self._boost_log / max(shape, 1e-12)
+        return self._log_draw(shape)
+
+    def _log_draw(self, shape: float) -> float:
+        d = shape - 1.0 / 3.0
+        c = 1.0 / math.sqrt(9.0 * d)
+        attempt = 0
+        while True:
+            x, log_u = self._try(attempt)
+            attempt += 1
+            root = 1.0 + c * x
+            if root <= 0.0:
+                continue
+            v = root * root * root
+            if log_u < 0.5 * x * x + d * (1.0 - v + math.log(v)):
+                return math.log(d * v)
+
+    def _try(self, index: int) -> tuple[float, float]:
+        while index >= len(self._tries):
+            u = 1.0 - self._rng.random()
+            self._tries.append((self._rng.gauss(0.0, 1.0), math.log(u)))
+        return self._tries[index]

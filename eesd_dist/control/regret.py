@@ -1,0 +1,77 @@
+"""What could have been earned, from logs.
+
+Verifying a draft of k tokens with r accepted tells what every other length would have yielded:
+min(r, j) for j <= k, and r for a longer one when a token was rejected. Only lengths beyond a draft
+that survived whole are censored. So the oracle (the accepted count of each round) and the best
+fixed length in hindsight are computable from outcomes and a cost model, with no second run.
+
+Acceptance beyond a censored draft is estimated from the rounds that got that far (the product of
+conditional acceptance rates, Kaplan and Meier 1958); when a controller stops where it expects a
+rejection that estimate leans up, against the controller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.types import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hindsight:
+    """Tokens per second by the cost model: as it was, and as it could have been."""
+
+    rate: float
+    plain_rate: float
+    oracle_rate: float
+    """Every round drafted exactly what was accepted of it."""
+    best_fixed_length: int
+    best_fixed_rate: float
+    fixed_rates: tuple[float, ...]
+    """Index is the length; 0 is plain decoding."""
+
+    @property
+    def oracle_regret(self) -> float:
+        """Share of the oracle's rate that was missed."""
+        return 1.0 - self.rate / self.oracle_rate
+
+    @property
+    def over_best_fixed(self) -> float:
+        return self.rate / self.best_fixed_rate
+
+
+def oracle_length(outcome: Outcome) -> int:
+    """The shortest draft that would have yielded as much; a lower bound when all was accepted."""
+    return outcome.num_accepted
+
+
+def position_rates(outcomes: Sequence[Outcome], *, max_length: int) -> tuple[float, ...]:
+    """Acceptance of draft position i among the rounds that tested it; 0 where none did."""
+    tested, accepted = [0] * max_length, [0] * max_length
+    for outcome in outcomes:
+        judged = min(outcome.num_drafted, outcome.num_accepted + 1)
+        for position in range(min(judged, max_length)):
+            tested[position] += 1
+            accepted[position] += position < outcome.num_accepted
+    return tuple(a / t if t else 0.0 for a, t in zip(accepted, tested, strict=True))
+
+
+def hindsight(outcomes: Sequence[Outcome], *, cost: CostModel, max_length: int) -> Hindsight:
+    """Judges a logged row of rounds."""
+    tokens = sum(1 + outcome.num_accepted for outcome in outcomes)
+    spent = sum(cost.seconds(outcome.num_drafted) for outcome in outcomes)
+    at_best = sum(cost.seconds(oracle_length(outcome)) for outcome in outcomes)
+    survival = tuple(accumulate(position_rates(outcomes, max_length=max_length), mul))
+    fixed = tuple(cost.rate(length, survival) for length in range(max_length + 1))
+    best = max(range(max_length + 1), key=lambda length: (fixed[length], -length))
+    plain = 1.0 / cost.seconds(0)
+    return Hindsight(
+        rate=tokens / spent if spent else plain,
+        plain_rate=plain,
+        oracle_rate=tokens / at_best if at_best else plain,
+        best_fixed_length=best,
+        best_fixed_rate=fixed[best],
+        fixed_rates=fixed,
+    )

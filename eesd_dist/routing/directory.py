@@ -1,0 +1,119 @@
+"""Which pipelines there are, how busy they are, and which one takes a request.
+
+Decides membership by heartbeat and placement by load. Refuses to know what a pipeline is made of
+and how it is reached: an address is a word it passes on. The clock and the dice come from outside.
+
+Between two heartbeats the directory counts what it has handed out itself, so that a burst does not
+all land on the pipeline that was idle a moment ago.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Literal, NewType
+
+from eesd_dist.errors import CapacityError
+
+PipelineId = NewType("PipelineId", str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """What a pipeline says of itself with every heartbeat."""
+
+    pipeline_id: PipelineId
+    address: str
+    """How callers reach it; not looked at here."""
+    num_running: int = 0
+    num_waiting: int = 0
+    draining: bool = False
+    """True takes no new request, and goes on with the old ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A pipeline as the directory sees it."""
+
+    report: PipelineReport
+    heard_s: float
+    """On the directory's own clock."""
+    num_assigned: int = 0
+    """Handed out since the last heartbeat, which may not know of them yet."""
+
+    @property
+    def load(self) -> int:
+        return self.report.num_running + self.report.num_waiting + self.num_assigned
+
+
+class PipelineDirectory:
+    """Members live from heartbeat to heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        rng: Random,
+        expiry_s: float = 5.0,
+        choice: Literal["least_loaded", "two_choices"] = "least_loaded",
+    ) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._expiry_s = expiry_s
+        self._choice = choice
+        self._members: dict[PipelineId, Member] = {}
+
+    def heartbeat(self, report: PipelineReport) -> None:
+        """Joins, or says again that it is there and how busy it is."""
+        self._members[report.pipeline_id] = Member(report=report, heard_s=self._clock())
+
+    def leave(self, pipeline_id: PipelineId) -> None:
+        self._members.pop(pipeline_id, None)
+
+    def expire(self) -> tuple[PipelineId, ...]:
+        """Forgets the silent ones and names them."""
+        deadline = self._clock() - self._expiry_s
+        silent = tuple(i for i, member in self._members.items() if member.heard_s < deadline)
+        for pipeline_id in silent:
+            del self._members[pipeline_id]
+        return silent
+
+    def members(self) -> tuple[Member, ...]:
+        self.expire()
+        return tuple(self._members.values())
+
+    def choose(self, *, excluded: Collection[PipelineId] = ()) -> PipelineReport:
+        """The pipeline for one more request; `excluded` are those the caller has seen fail.
+
+        `two_choices` takes the less busy of two drawn at random: nearly as even as looking at all
+        of them, and steadier when many routers act on old reports.
+        """
+        candidates = [
+            member
+            for member in self.members()
+            if not member.report.draining and member.report.pipeline_id not in excluded
+        ]
+        if not candidates:
+            raise CapacityError(
+                f"no pipeline takes requests now: {len(self._members)} known, all of them draining "
+                f"or among the {len(excluded)} that just failed; try again in a moment"
+            )
+        if self._choice == "two_choices" and len(candidates) > 2:
+            candidates = self._rng.sample(candidates, 2)
+        return self._assign(self._least_loaded(candidates))
+
+    def describe(self) -> list[dict[str, object]]:
+        """Plain JSON, for an operator's eyes."""
+        now_s = self._clock()
+        return [
+            asdict(member.report) | {"load": member.load, "silent_s": now_s - member.heard_s}
+            for member in self.members()
+        ]
+
+    def _least_loaded(self, candidates: list[Member]) -> Member:
+        least = min(member.load for member in candidates)
+        return self._rng.choice([member for member in candidates if member.load == least])
+
+    def _assign(self, member: Member) -> PipelineReport:
+        report = member.report
+        self._members[report.pipeline_id] = replace(member, num_assigned=member.num_assigned + 1)
+        return report
