@@ -1,4 +1,4 @@
-"""Controllers: how many tokens to draft. Counts and seconds in, yes or no out; no tensors."""
+"""Decides how long to keep drafting, from counts and evidence, never tensors."""
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator

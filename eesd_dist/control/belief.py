@@ -16,7 +16,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.types import Outcome
 
 _UNIFORM = 1.0
-"""Both parameters of the uniform prior; what is above it are counts, and only they are forgotten."""
+"""Both parameters of the uniform prior; what is above are counts, and only they are forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

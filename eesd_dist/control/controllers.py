@@ -112,8 +112,8 @@ class ThompsonController:
 
     `redraw: token` draws new chance for every token. `redraw: round` draws it once: Beta-TS then
     has one theta for the round, so that P(continue k times) = prod_{i<k} (alpha+i)/(alpha+beta+i)
-    under the Bernoulli rule. Calibration-TS has another posterior for every token; there the round's one
-    `Deviate` is met again by each of them.
+    under the Bernoulli rule. Calibration-TS has another posterior for every token; there the
+    round's one `Deviate` is met again by each of them.
     """
 
     def __init__(
