@@ -57,7 +57,7 @@ class LiveRequest:
         self.cohort = 0
         self.num_cached_prompt_tokens = 0
         self.last_turn = 0
-        """When it was planned last, in plans; who waited longest goes first if not all fit."""
+        """Which turn of all turns was its last; who waited longest goes first if not all fit."""
         self.in_flight = False
         self.is_aborted = False
 

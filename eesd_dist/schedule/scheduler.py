@@ -102,7 +102,7 @@ class Scheduler:
         self._outstanding: list[RoundPlan] = []
         self._preempted: list[RequestId] = []
         self._num_tickets = 0
-        self._num_plans = 0
+        self._num_turns = 0
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
         self._num_cached_prompt_tokens = 0
@@ -265,7 +265,7 @@ class Scheduler:
         """Requests that need one row each; who waited longest goes first if not all fit."""
         ready = [live for live in self._at_rest(cohort) if live.is_decoding]
         if len(ready) > self._config.token_budget:
-            ready.sort(key=lambda live: (live.last_turn, live.ticket))
+            ready.sort(key=lambda live: live.last_turn)
             del ready[self._config.token_budget :]
         short = [live for live in ready if self._num_missing(live, ahead=0) > 0]
         stuck = {live for live in short if not self._secure(live)}
@@ -398,7 +398,6 @@ class Scheduler:
     # Departure and arrival of a round.
 
     def _depart(self, cohort: int, known: Mapping[LiveRequest, int]) -> RoundPlan:
-        self._num_plans += 1
         plan = RoundPlan(
             cohort=cohort,
             items=tuple(self._item(live, num_known) for live, num_known in known.items()),
@@ -414,7 +413,8 @@ class Scheduler:
         is_final = end == live.num_tokens
         max_draft = self._draft_room(live) if is_final else 0
         live.in_flight = True
-        live.last_turn = self._num_plans
+        self._num_turns += 1
+        live.last_turn = self._num_turns
         return PlanItem(
             live=live,
             start=start,

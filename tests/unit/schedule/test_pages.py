@@ -185,7 +185,7 @@ def test_pages_are_conserved_whatever_happens(data: st.DataObject) -> None:
     pages = make_pages(12, page_size=2)
     tables: list[tuple[list[int], list[PageId]]] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        if tables and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and tables:
             tokens, table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
             computed = data.draw(st.integers(0, len(tokens)))
             pages.register(tokens, table, num_computed=computed, salt="exit")
