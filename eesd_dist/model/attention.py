@@ -1,0 +1,165 @@
+"""Attention over paged keys and values, and over whole sequences.
+
+Decides how query heads meet their keys; whoever calls it has decided which rows and which keys.
+Query heads arrive in the order (query within group, KV head), so that the queries of one KV head
+lie at an even stride and the result is a row again without a copy.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eesd_dist.model.rows import AttentionGroup, AttentionKind, RowPlan, RowSegment
+
+# Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
+# KV head, E channels of a head, S slots, N keys, B sequences, L their length.
+
+
+class LayerPages:
+    """The keys and values of one layer, slot by slot.
+
+    Starts at zero: a masked slot that was never written is finite, and adds exactly nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_slots, 2 * num_kv_heads, head_dim)
+        self.slots_SHE = torch.zeros(shape, dtype=dtype, device=device)
+        by_head = self.slots_SHE.transpose(0, 1).unsqueeze(0)
+        self._keys_1KSE, self._values_1KSE = by_head.chunk(2, dim=1)
+        self._num_kv_heads = num_kv_heads
+
+    def write(self, keys_values_THE: Tensor, rows: RowPlan) -> None:
+        keys_values_RHE = keys_values_THE[: rows.num_rows]
+        if rows.slots_are_consecutive:
+            self.slots_SHE.narrow(0, rows.first_slot, rows.num_rows).copy_(keys_values_RHE)
+        else:
+            self.slots_SHE.index_copy_(0, rows.slots_R, keys_values_RHE)
+
+    def read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, N, E]: a view where the pages lie side by side."""
+        if group.slots_N is None:
+            first, num_keys = group.first_slot, group.num_keys
+            return (
+                self._keys_1KSE.narrow(2, first, num_keys),
+                self._values_1KSE.narrow(2, first, num_keys),
+            )
+        gathered_1HNE = self.slots_SHE.index_select(0, group.slots_N).transpose(0, 1).unsqueeze(0)
+        return (
+            gathered_1HNE.narrow(1, 0, self._num_kv_heads),
+            gathered_1HNE.narrow(1, self._num_kv_heads, self._num_kv_heads),
+        )
+
+
+def attend_paged(
+    heads_THE: Tensor, pages: LayerPages, rows: RowPlan, kind: AttentionKind
+) -> Tensor:
+    """Writes the rows' keys and values, then lets every row look at its own; [T, G * K * E]."""
+    num_rows, num_heads, head_dim = heads_THE.shape
+    per_kv = kind.queries_per_kv
+    num_kv = num_heads // (per_kv + 2)
+    pages.write(heads_THE.narrow(1, per_kv * num_kv, 2 * num_kv), rows)
+    queries_QKE = heads_THE.narrow(1, 0, per_kv * num_kv).reshape(-1, num_kv, head_dim)
+    queries_1KQE = queries_QKE.transpose(0, 1).unsqueeze(0)
+    groups = rows.groups(kind)
+    width = per_kv * num_kv * head_dim
+    if len(groups) == 1 and groups[0].window_rows == num_rows:
+        keys, values = pages.read(groups[0])
+        mixed_1KQE = F.scaled_dot_product_attention(
+            queries_1KQE, keys, values, attn_mask=groups[0].mask
+        )
+        return mixed_1KQE.transpose(1, 2).reshape(num_rows, width)
+    mixed_TD = heads_THE.new_zeros(num_rows, width)
+    for group in groups:
+        window_1KQE = queries_1KQE.narrow(
+            2, group.window_start * per_kv, group.window_rows * per_kv
+        )
+        keys, values = pages.read(group)
+        mixed_1KQE = F.scaled_dot_product_attention(
+            window_1KQE, keys, values, attn_mask=group.mask
+        )
+        window_WD = mixed_1KQE.transpose(1, 2).reshape(group.window_rows, width)
+        wanted_RD = window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
+        mixed_TD.narrow(0, group.first_row, group.num_rows).copy_(wanted_RD)
+    return mixed_TD
+
+
+def attend_whole(
+    heads_THE: Tensor, *, num_sequences: int, queries_per_kv: int, window: int | None
+) -> Tensor:
+    """Causal attention within `num_sequences` equally long sequences, without any cache."""
+    num_rows, num_heads, head_dim = heads_THE.shape
+    num_kv = num_heads // (queries_per_kv + 2)
+    length = num_rows // num_sequences
+    heads_BGKLE = heads_THE.view(num_sequences, length, -1, num_kv, head_dim).permute(0, 2, 3, 1, 4)
+    queries_BHLE = heads_BGKLE[:, :queries_per_kv].flatten(1, 2)
+    keys_BHLE, values_BHLE = (
+        heads_BGKLE[:, at].repeat(1, queries_per_kv, 1, 1)
+        for at in (queries_per_kv, queries_per_kv + 1)
+    )
+    mask = None if window is None else _window_mask(length, window, heads_THE.device)
+    mixed_BHLE = F.scaled_dot_product_attention(
+        queries_BHLE, keys_BHLE, values_BHLE, attn_mask=mask, is_causal=mask is None
+    )
+    return mixed_BHLE.transpose(1, 2).reshape(num_rows, queries_per_kv * num_kv * head_dim)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    at_L = torch.arange(length, device=device)
+    distance_LL = at_L[:, None] - at_L[None, :]
+    return (distance_LL >= 0) & (distance_LL < window)
+
+
+@cache
+def grouping_is_exact(
+    *,
+    num_kv_heads: int,
+    queries_per_kv: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,
+) -> bool:
+    """Whether rows that attend together get the bits they get alone, on this machine."""
+    del num_threads  # part of the question's identity only
+    kind = AttentionKind(queries_per_kv=queries_per_kv, window=None, dtype=dtype)
+    num_pages = max(3, -(-300 // page_size))
+    generator = torch.Generator().manual_seed(20240603)
+    num_heads = (queries_per_kv + 2) * num_kv_heads
+    total = num_pages * page_size
+    heads_THE = torch.randn(total, num_heads, head_dim, generator=generator).to(device, dtype)
+    pages = LayerPages(
+        num_slots=total,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+    def mixed(start: int, num_rows: int) -> Tensor:
+        segment = RowSegment(start, num_rows, range(num_pages))
+        rows = RowPlan.build([segment], page_size=page_size, device=device, numerics="invariant")
+        padded_THE = heads_THE.new_zeros(rows.num_padded, num_heads, head_dim)
+        padded_THE[:num_rows] = heads_THE[start : start + num_rows]
+        return attend_paged(padded_THE, pages, rows, kind)[:num_rows]
+
+    together_TD = mixed(0, total)
+    checked = sorted({*range(0, total, max(1, math.isqrt(total) - 1)), page_size - 1, page_size})
+    if any(not torch.equal(mixed(at, 1)[0], together_TD[at]) for at in checked):
+        return False
+    return all(
+        torch.equal(mixed(at, count), together_TD[at : at + count])
+        for at in (0, page_size - 2, total - page_size - 3)
+        for count in (2, 3, 5, 8, page_size)
+    )

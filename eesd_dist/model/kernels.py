@@ -1,0 +1,231 @@
+"""Which routine multiplies by a weight matrix, and why its rows can be trusted.
+
+A candidate packs a weight once and then multiplies rows by it. For `numerics: invariant` a
+candidate is taken only after a self-check on the actual shape: row i of a product must have the
+same bits whatever the number of rows beside it, for row counts as `padded_rows` rounds them.
+`fast` takes the first candidate unchecked and pads nothing. Knows no layers and no requests.
+
+The order of candidates is fixed by the machine's capability and never by a stopwatch, so that two
+processes on equal machines choose alike. With bfloat16 weights on a CPU, activations and KV are
+float32, except for `fast` on a CPU with bfloat16 instructions.
+
+The half-precision candidate (FBGEMM) keeps bfloat16 weights in float16: exact for 0 and for
+2**-17 <= |w| <= 65504 (a bfloat16 has 8 significant bits, so that it fits down there as a
+subnormal); smaller ones are rounded by less than 3e-8, on every rank and in every run alike, and
+larger ones send the matrix to the next candidate.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eesd_dist.config import DType, Numerics
+from eesd_dist.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Shapes: M rows, I channels in, O channels out.
+Linear = Callable[[Tensor], Tensor]
+"""x_MI -> y_MO."""
+
+Pack = Callable[[Tensor, Tensor | None], Linear]
+"""weight_OI, bias_O -> the product with it."""
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_LARGEST_HALF = 65504.0
+_SMALLEST_EXACT_HALF = 2.0**-17
+_CHECK_BUDGET_FLOP = 4e9
+
+
+def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
+    """The row count at which products are computed: the next one the self-check answers for.
+
+    On a CPU single-row products are another routine (gemv), and FBGEMM's kernels for one and two
+    left-over rows add up in another order than those for three to six. On CUDA the count chooses
+    the tiling, hence a few fixed ones.
+    """
+    if numerics == "fast":
+        return num_rows
+    if device.type == "cuda":
+        bucket = 16
+        while bucket < min(num_rows, 256):
+            bucket *= 2
+        return -(-num_rows // bucket) * bucket
+    padded = max(num_rows, 4)
+    while padded % 6 in (1, 2):
+        padded += 1
+    return padded
+
+
+def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
+    """x with rows of zeros below, `num_rows` in all."""
+    missing = num_rows - x_MI.shape[0]
+    return F.pad(x_MI, (0, 0, 0, missing)) if missing else x_MI
+
+
+def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """The library's own product, which autograd can follow."""
+    return lambda x_MI: F.linear(x_MI, weight_OI, bias_O)
+
+
+def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    return plain_linear(weight_OI.float(), None if bias_O is None else bias_O.float())
+
+
+def _fbgemm_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    bias = None if bias_O is None else bias_O.float()
+    multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
+    with warnings.catch_warnings():  # deprecated without a successor of its speed
+        warnings.simplefilter("ignore", UserWarning)
+        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.float().contiguous())
+        multiply(torch.zeros(1, weight_OI.shape[1]), packed, bias)
+    return lambda x_MI: multiply(x_MI, packed, bias)
+
+
+def _fits_half(weight_OI: Tensor) -> bool:
+    return bool(weight_OI.abs().max() <= _LARGEST_HALF)
+
+
+def _onednn_pack(dtype: torch.dtype) -> Pack:
+    def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        ops = torch.ops.mkldnn
+        packed = ops._reorder_linear_weight(weight_OI.to(dtype).contiguous(), 8)
+        bias = None if bias_O is None else bias_O.to(dtype)
+
+        def multiply(x_MI: Tensor) -> Tensor:
+            product: Tensor = ops._linear_pointwise(x_MI, packed, bias, "none", [], "")
+            return product
+
+        return multiply
+
+    return pack
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to multiply by a weight matrix."""
+
+    name: str
+    pack: Pack
+    holds: Callable[[Tensor], bool] = lambda weight_OI: True
+
+
+_FBGEMM = Candidate("fbgemm float16 weights", _fbgemm_linear, _fits_half)
+_LIBRARY = Candidate("library float32", _upcast_linear)
+_ONEDNN = Candidate("onednn packed float32", _onednn_pack(torch.float32))
+_ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack(torch.bfloat16))
+_NATIVE = Candidate("library", plain_linear)
+
+
+class LinearPacker:
+    """Turns weight matrices into products for one device, weight type and promise."""
+
+    def __init__(self, *, dtype: DType, numerics: Numerics, device: torch.device) -> None:
+        self._numerics: Numerics = numerics
+        self._device = device
+        self.weight_dtype = TORCH_DTYPES[dtype]
+        self.candidates, self.compute_dtype = _candidates(dtype, numerics, device)
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """The first candidate that holds these weights and keeps the promise."""
+        weight_OI = weight_OI.to(device=self._device, dtype=self.weight_dtype)
+        bias_O = None if bias_O is None else bias_O.to(self._device, self.weight_dtype)
+        for candidate in self.candidates:
+            if candidate.holds(weight_OI) and self._keeps_promise(candidate, weight_OI):
+                _report_rounding(candidate, weight_OI)
+                return candidate.pack(weight_OI, bias_O)
+        names = ", ".join(candidate.name for candidate in self.candidates)
+        raise ConfigError(
+            f"no product with a {tuple(weight_OI.shape)} matrix gives rows that are independent "
+            f"of their neighbours on this machine (tried: {names}): set model.numerics to fast, "
+            "and read the mismatch rate of `eesd bench exact`"
+        )
+
+    def _keeps_promise(self, candidate: Candidate, weight_OI: Tensor) -> bool:
+        return self._numerics == "fast" or rows_are_independent(
+            candidate,
+            num_out=weight_OI.shape[0],
+            num_in=weight_OI.shape[1],
+            dtype=self.compute_dtype,
+            device=self._device,
+            num_threads=torch.get_num_threads(),
+        )
+
+
+def _candidates(
+    dtype: DType, numerics: Numerics, device: torch.device
+) -> tuple[Sequence[Candidate], torch.dtype]:
+    if device.type == "cuda":
+        return (_NATIVE,), TORCH_DTYPES[dtype]
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    float32 = (_ONEDNN, _LIBRARY) if wide else (_LIBRARY, _ONEDNN)
+    if dtype == "float32":
+        return _available(float32), torch.float32
+    if numerics == "fast" and wide and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (_ONEDNN_BFLOAT16,), torch.bfloat16
+    return _available((_FBGEMM, _ONEDNN, _LIBRARY)), torch.float32
+
+
+def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Private routines may be missing from a build; the library's own never is."""
+    missing = set()
+    if "FBGEMM" not in torch.backends.quantized.supported_engines and not hasattr(
+        torch, "fbgemm_pack_gemm_matrix_fp16"
+    ):
+        missing.add(_FBGEMM.name)
+    if not torch.backends.mkldnn.is_available():
+        missing.add(_ONEDNN.name)
+    return tuple(candidate for candidate in candidates if candidate.name not in missing)
+
+
+@cache
+def rows_are_independent(
+    candidate: Candidate,
+    *,
+    num_out: int,
+    num_in: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,
+) -> bool:
+    """Whether this machine computes a row alike beside any number of neighbours, bit for bit.
+
+    Matrices too large for the budget are checked on their first output channels.
+    """
+    num_out = min(num_out, max(64, int(_CHECK_BUDGET_FLOP / (2 * 1000 * num_in)) // 16 * 16))
+    generator = torch.Generator().manual_seed(20240603)
+    weight_OI = torch.randn(num_out, num_in, generator=generator).bfloat16().to(dtype) * 0.02
+    x_MI = torch.randn(256, num_in, generator=generator).to(device=device, dtype=dtype)
+    product = candidate.pack(weight_OI.to(device), None)
+
+    def count(num_rows: int) -> int:
+        return padded_rows(num_rows, numerics="invariant", device=device)
+
+    step = count(1)
+    alone_MO = torch.cat([product(x_MI[at : at + step]) for at in range(0, 256, step)])
+    counts = sorted({min(count(rows), 256) for rows in (*range(1, 41), 64, 96, 129, 254)})
+    agrees = all(torch.equal(product(x_MI[:rows]), alone_MO[:rows]) for rows in counts)
+    if not agrees:
+        logger.warning(
+            "linear_self_check_failed candidate=%s out=%d in=%d threads=%d",
+            candidate.name,
+            num_out,
+            num_in,
+            num_threads,
+        )
+    return agrees
+
+
+def _report_rounding(candidate: Candidate, weight_OI: Tensor) -> None:
+    if candidate is not _FBGEMM:
+        return
+    size_OI = weight_OI.float().abs()
+    rounded = int(((size_OI > 0) & (size_OI < _SMALLEST_EXACT_HALF)).sum())
+    logger.debug("weights_rounded count=%d of=%d", rounded, weight_OI.numel())

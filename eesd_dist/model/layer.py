@@ -1,0 +1,282 @@
+"""One decoder layer: the only copy of the forward pass, for serving and for training.
+
+`LayerWeights` are the parameters, in the order that computes fast; `DecoderLayer` is the layer
+ready to run, made from them with whatever product the caller packs them into. Attention and
+positions are passed in: the layer knows neither pages nor sequences.
+
+Order of the fused rows: query heads as (query within group, KV head), then keys, then values; the
+two channels that a rotation mixes are neighbours.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eesd_dist.model.kernels import Linear, Pack
+from eesd_dist.model.parallel import Shard, summed_over_ranks
+from eesd_dist.model.rope import interleave_pairs, separate_pairs
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import Checkpoint
+from eesd_dist.transport.contracts import TensorGroup
+
+# Shapes: T rows, D hidden channels, I intermediate channels, H heads of all sorts, K KV heads,
+# G queries per KV head, E channels of a head, O rows of a fused weight, P pairs of channels.
+Attend = Callable[[Tensor], Tensor]
+"""heads_THE -> mixed_TD: keeps the keys and values, lets the queries look at theirs."""
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight, in float32 inside.
+
+    One batched product makes mean and eps together: a third of the calls of the textbook form.
+    """
+
+    def __init__(self, weight_D: Tensor, *, eps: float, dtype: torch.dtype) -> None:
+        self._weight_D = weight_D.to(dtype)
+        self._eps_111 = torch.full((1, 1, 1), eps, device=weight_D.device)
+        self._share = 1.0 / weight_D.shape[-1]
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        wide_TD = x_TD.float()
+        scale_T11 = torch.baddbmm(
+            self._eps_111, wide_TD.unsqueeze(1), wide_TD.unsqueeze(2), alpha=self._share
+        ).rsqrt_()
+        return (wide_TD * scale_T11.squeeze(2)).to(x_TD.dtype).mul_(self._weight_D)
+
+
+class HeadNorm:
+    """The same over every query and key head, with one weight for queries and one for keys."""
+
+    def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
+        self._weight_HE = weight_HE.to(dtype)
+        self._eps = eps
+
+    def __call__(self, heads_THE: Tensor) -> Tensor:
+        wide_THE = heads_THE.float()
+        scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self._weight_HE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """A layer ready to run."""
+
+    attention_norm: RmsNorm
+    qkv: Linear
+    head_norm: HeadNorm | None
+    output: Linear
+    mlp_norm: RmsNorm
+    gate_up: Linear
+    down: Linear
+    num_kv_heads: int
+    head_dim: int
+
+    def forward(self, x_TD: Tensor, rotation_T1P: Tensor, attend: Attend) -> Tensor:
+        heads_THE = self.qkv(self.attention_norm(x_TD)).view(x_TD.shape[0], -1, self.head_dim)
+        rotated_THE = self._rotate(heads_THE, rotation_T1P)
+        x_TD = x_TD + self.output(attend(rotated_THE))
+        gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
+        return x_TD + self.down(F.silu(gate_TI).mul_(up_TI))
+
+    def _rotate(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
+        """Turns queries and keys to their positions, in place: the fused product is ours alone."""
+        num_turned = heads_THE.shape[1] - self.num_kv_heads
+        turned_THE = heads_THE.narrow(1, 0, num_turned)
+        if self.head_norm is None and heads_THE.dtype == torch.float32:
+            torch.view_as_complex(turned_THE.unflatten(2, (-1, 2))).mul_(rotation_T1P)
+            return heads_THE
+        normed_THE = turned_THE if self.head_norm is None else self.head_norm(turned_THE)
+        pairs_THP = torch.view_as_complex(normed_THE.float().unflatten(2, (-1, 2)))
+        turned_THE.copy_(torch.view_as_real(pairs_THP * rotation_T1P).flatten(2))
+        return heads_THE
+
+
+class LayerWeights(nn.Module):
+    """One rank's part of one layer's parameters."""
+
+    def __init__(self, spec: ModelSpec, shard: Shard, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._eps = spec.rms_norm_eps
+        self._per_kv = spec.queries_per_kv
+        self._head_dim = spec.head_dim
+        self._num_kv = len(shard.kv_heads)
+        self._num_channels = len(shard.channels)
+        self.parts = nn.ParameterDict(tensors)
+
+    @classmethod
+    def read(
+        cls, checkpoint: Checkpoint, prefix: str, spec: ModelSpec, shard: Shard, dtype: torch.dtype
+    ) -> Self:
+        """From the tensors below `prefix` of a Hugging Face checkpoint, this shard's slices only."""
+        reader = _LayerReader(checkpoint, prefix, spec, shard, dtype)
+        return cls(spec, shard, reader.tensors())
+
+    def layer(self, pack: Pack, group: TensorGroup, *, dtype: torch.dtype) -> DecoderLayer:
+        """The layer made of products that `pack` makes of these weights."""
+        parts = self.parts
+
+        def packed(name: str) -> Linear:
+            bias = parts[f"{name}_bias"] if f"{name}_bias" in parts else None
+            return pack(parts[f"{name}_weight"], bias)
+
+        return DecoderLayer(
+            attention_norm=RmsNorm(parts["attention_norm"], eps=self._eps, dtype=dtype),
+            qkv=packed("qkv"),
+            head_norm=self._head_norm(dtype),
+            output=summed_over_ranks(packed("output"), group),
+            mlp_norm=RmsNorm(parts["mlp_norm"], eps=self._eps, dtype=dtype),
+            gate_up=packed("gate_up"),
+            down=summed_over_ranks(packed("down"), group),
+            num_kv_heads=self._num_kv,
+            head_dim=self._head_dim,
+        )
+
+    def _head_norm(self, dtype: torch.dtype) -> HeadNorm | None:
+        if "q_norm" not in self.parts:
+            return None
+        num_queries = self._per_kv * self._num_kv
+        weight_HE = torch.cat(
+            [
+                self.parts["q_norm"].expand(num_queries, -1),
+                self.parts["k_norm"].expand(self._num_kv, -1),
+            ]
+        )
+        return HeadNorm(weight_HE, eps=self._eps, dtype=dtype)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """These parameters under the names and in the order of a Hugging Face checkpoint."""
+        found: dict[str, Tensor] = {}
+        for kind in ("weight", "bias"):
+            found |= self._attention_tensors(kind)
+            for fused, names in (("gate_up", ("gate_proj", "up_proj")), ("down", ("down_proj",))):
+                if f"{fused}_{kind}" in self.parts:
+                    pieces = self.parts[f"{fused}_{kind}"].chunk(len(names))
+                    found |= {
+                        f"mlp.{name}.{kind}": piece
+                        for name, piece in zip(names, pieces, strict=True)
+                    }
+        found["input_layernorm.weight"] = self.parts["attention_norm"]
+        found["post_attention_layernorm.weight"] = self.parts["mlp_norm"]
+        for name in ("q_norm", "k_norm"):
+            if name in self.parts:
+                found[f"self_attn.{name}.weight"] = separate_pairs(
+                    self.parts[name], head_dim=self._head_dim
+                )
+        return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
+
+    def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
+        dim, num_kv, per_kv = self._head_dim, self._num_kv, self._per_kv
+        found = {}
+        if f"qkv_{kind}" in self.parts:
+            sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
+            q, k, v = self.parts[f"qkv_{kind}"].split(sizes)
+            q = separate_pairs(q, head_dim=dim)
+            found["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
+            found["self_attn.k_proj"] = separate_pairs(k, head_dim=dim)
+            found["self_attn.v_proj"] = v
+        if kind == "weight":
+            columns = self.parts["output_weight"].t()
+            found["self_attn.o_proj"] = _swap_heads(columns, per_kv, num_kv, dim).t()
+        elif "output_bias" in self.parts:
+            found["self_attn.o_proj"] = self.parts["output_bias"]
+        return {f"{name}.{kind}": tensor for name, tensor in found.items()}
+
+
+def _swap_heads(rows: Tensor, outer: int, inner: int, head_dim: int) -> Tensor:
+    """Rows [outer * inner * head_dim, ...] with the two head axes exchanged."""
+    split = rows.reshape(outer, inner, head_dim, *rows.shape[1:])
+    return split.transpose(0, 1).reshape(rows.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReader:
+    """Reads one layer's slices and puts them into the fused order."""
+
+    checkpoint: Checkpoint
+    prefix: str
+    spec: ModelSpec
+    shard: Shard
+    dtype: torch.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        spec, dim = self.spec, self.spec.head_dim
+        hidden = (spec.hidden_size,)
+        found = {
+            "attention_norm": self._vector("input_layernorm.weight", spec.hidden_size),
+            "mlp_norm": self._vector("post_attention_layernorm.weight", spec.hidden_size),
+            "qkv_weight": self._qkv("weight", hidden),
+            "output_weight": self._output_weight(),
+            "gate_up_weight": self._gate_up("weight", hidden),
+            "down_weight": self._read(
+                "mlp.down_proj.weight",
+                (spec.hidden_size, spec.intermediate_size),
+                columns=self.shard.channels,
+            ),
+        }
+        if spec.qkv_bias:
+            found["qkv_bias"] = self._qkv("bias", ())
+        if spec.mlp_bias:
+            found["gate_up_bias"] = self._gate_up("bias", ())
+        if spec.output_bias and self.shard.adds_bias:
+            found["output_bias"] = self._vector("self_attn.o_proj.bias", spec.hidden_size)
+        if spec.mlp_bias and self.shard.adds_bias:
+            found["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
+        if spec.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                weight_E = self._vector(f"self_attn.{name}.weight", dim)
+                found[name] = interleave_pairs(weight_E, head_dim=dim)
+        return found
+
+    def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
+        q = interleave_pairs(self._heads("q", kind, inner), head_dim=self.spec.head_dim)
+        q = _swap_heads(q, len(self.shard.kv_heads), self.spec.queries_per_kv, self.spec.head_dim)
+        k = interleave_pairs(self._heads("k", kind, inner), head_dim=self.spec.head_dim)
+        return torch.cat([q, k, self._heads("v", kind, inner)])
+
+    def _heads(self, letter: str, kind: str, inner: tuple[int, ...]) -> Tensor:
+        spec, dim = self.spec, self.spec.head_dim
+        count = spec.num_heads if letter == "q" else spec.num_kv_heads
+        heads = self.shard.heads if letter == "q" else self.shard.kv_heads
+        return self._read(
+            f"self_attn.{letter}_proj.{kind}",
+            (count * dim, *inner),
+            rows=range(heads.start * dim, heads.stop * dim),
+        )
+
+    def _output_weight(self) -> Tensor:
+        spec, dim, heads = self.spec, self.spec.head_dim, self.shard.heads
+        weight_DO = self._read(
+            "self_attn.o_proj.weight",
+            (spec.hidden_size, spec.num_heads * dim),
+            columns=range(heads.start * dim, heads.stop * dim),
+        )
+        num_kv = len(self.shard.kv_heads)
+        return _swap_heads(weight_DO.t(), num_kv, spec.queries_per_kv, dim).t().contiguous()
+
+    def _gate_up(self, kind: str, inner: tuple[int, ...]) -> Tensor:
+        shape = (self.spec.intermediate_size, *inner)
+        return torch.cat(
+            [
+                self._read(f"mlp.{name}_proj.{kind}", shape, rows=self.shard.channels)
+                for name in ("gate", "up")
+            ]
+        )
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        return self._read(name, (size,))
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        return self.checkpoint.read(
+            self.prefix + name, shape=shape, rows=rows, columns=columns, dtype=self.dtype
+        )

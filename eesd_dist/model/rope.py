@@ -1,0 +1,203 @@
+"""Rotary positions: which angle turns which pair of channels.
+
+Decides the angles as transformers computes them (default, linear, dynamic, llama3, yarn), in
+float32 and in its order of operations. Knows nothing of layers, pages or requests.
+
+A key that was written once may never depend on what comes later, so the table covers the
+positions [0, max_position_embeddings) and no more: within them `dynamic` is the default rope, and
+past them, where it would turn the keys already written, nothing is computed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """The angles of one model, free of tensors so that a spec can be compared and sent."""
+
+    kind: str
+    inverse_frequencies: tuple[float, ...]
+    """One per pair of channels; float32 values."""
+    attention_scaling: float
+    """What cosine and sine are multiplied with (yarn); 1 elsewhere."""
+
+
+# Shapes: S positions, E pairs of channels (head_dim / 2).
+def rotation_table(rope: RopeSpec, *, num_positions: int, device: torch.device) -> Tensor:
+    """[S, E] complex64: multiplying a pair (a + ib) by entry (s, e) turns it to position s.
+
+    Angles are float32 products as in transformers; cosine and sine are taken in float64, so that
+    an entry is the same number whichever vector instruction computed it.
+    """
+    inverse_E = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+    angles_SE = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_E
+    angles_SE = angles_SE.double()
+    real_SE = angles_SE.cos().float() * rope.attention_scaling
+    imag_SE = angles_SE.sin().float() * rope.attention_scaling
+    return torch.complex(real_SE, imag_SE).to(device)
+
+
+def interleave_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
+    """Reorders rows [heads * head_dim, ...] so that the two channels of a pair are neighbours.
+
+    Checkpoints keep channel e beside e + head_dim/2; complex multiplication wants them adjacent.
+    Queries and keys are permuted alike, so that no attention score changes.
+    """
+    paired = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return paired.transpose(1, 2).reshape(rows.shape)
+
+
+def separate_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
+    """The inverse of `interleave_pairs`: back to the checkpoint's order."""
+    paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return paired.transpose(1, 2).reshape(rows.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """The `rope_parameters` of a config.json (or the older `rope_theta` and `rope_scaling`)."""
+
+    kind: str
+    theta: float
+    parameters: Mapping[str, object]
+    head_dim: int
+    max_position_embeddings: int
+    file: Path
+
+    @classmethod
+    def read(
+        cls, config: Mapping[str, object], *, head_dim: int, max_positions: int, file: Path
+    ) -> "RopeConfig":
+        found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(found, Mapping):
+            raise CheckpointError(file=file, found=f"rope_parameters {found!r}", expected="an object")
+        parameters = dict(found)
+        if "original_max_position_embeddings" in config:
+            parameters["original_max_position_embeddings"] = config[
+                "original_max_position_embeddings"
+            ]
+        parameters.setdefault("original_max_position_embeddings", max_positions)
+        theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if share not in (None, 1.0):
+            raise CheckpointError(
+                file=file, found=f"partial_rotary_factor {share!r}", expected="1.0 (whole heads)"
+            )
+        if kind not in _FREQUENCIES:
+            raise CheckpointError(
+                file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
+            )
+        return cls(
+            kind=str(kind),
+            theta=float(str(theta)),
+            parameters=parameters,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            file=file,
+        )
+
+    def spec(self) -> RopeSpec:
+        inverse_E, scaling = _FREQUENCIES[self.kind](self)
+        return RopeSpec(
+            kind=self.kind,
+            inverse_frequencies=tuple(inverse_E.tolist()),
+            attention_scaling=scaling,
+        )
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.parameters.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                file=self.file,
+                found=f"{key} {value!r} in the parameters of rope type {self.kind}",
+                expected="a number",
+            )
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.parameters.get(key) is None else self.number(key)
+
+    @property
+    def default_frequencies(self) -> Tensor:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1.0 / (self.theta**exponents)
+
+
+def _default(config: RopeConfig) -> tuple[Tensor, float]:
+    return config.default_frequencies, 1.0
+
+
+def _linear(config: RopeConfig) -> tuple[Tensor, float]:
+    return config.default_frequencies / config.number("factor"), 1.0
+
+
+def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    factor = config.number("factor")
+    low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
+    trained_length = config.number("original_max_position_embeddings")
+    inverse_E = config.default_frequencies
+    wavelength_E = 2 * math.pi / inverse_E
+    stretched_E = torch.where(wavelength_E > trained_length / low, inverse_E / factor, inverse_E)
+    blend_E = (trained_length / wavelength_E - low) / (high - low)
+    blended_E = (1 - blend_E) * stretched_E / factor + blend_E * stretched_E
+    is_short_E = wavelength_E < trained_length / high
+    is_long_E = wavelength_E > trained_length / low
+    return torch.where(~is_short_E & ~is_long_E, blended_E, stretched_E), 1.0
+
+
+def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
+    """Peng et al., arXiv 2309.00071, with transformers' reading of the optional keys."""
+    trained_length = config.number("original_max_position_embeddings")
+    factor = config.number("factor", config.max_position_embeddings / trained_length)
+    exponents_E = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    periods_E = config.theta**exponents_E
+    low, high = _yarn_range(config, trained_length)
+    ramp_E = (torch.arange(config.head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    kept_E = 1 - ramp_E.clamp(0, 1)
+    inverse_E = 1.0 / (factor * periods_E) * (1 - kept_E) + 1.0 / periods_E * kept_E
+    return inverse_E, _yarn_scaling(config, factor)
+
+
+def _yarn_range(config: RopeConfig, trained_length: float) -> tuple[float, float]:
+    def channel(num_rotations: float) -> float:
+        turns = trained_length / (num_rotations * 2 * math.pi)
+        return config.head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low = channel(config.number("beta_fast", 32.0) or 32.0)
+    high = channel(config.number("beta_slow", 1.0) or 1.0)
+    if config.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    return (low, high + 0.001) if low == high else (low, high)
+
+
+def _yarn_scaling(config: RopeConfig, factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = config.optional_number("attention_factor")
+    if given is not None:
+        return given
+    mscale, mscale_all = config.optional_number("mscale"), config.optional_number("mscale_all_dim")
+    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+
+
+_FREQUENCIES: Mapping[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,294 @@
+"""Any consecutive layers of a target, with the keys and values they have seen.
+
+The draft stage is [0, N), the verify stage [N, L), plain decoding [0, L): the same code with other
+ends. A span decides nothing: it computes the rows it is told, over the pages it is told. It never
+tracks gradients; call it within `torch.inference_mode()` to save their bookkeeping.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eesd_dist.config import DType, Numerics
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.attention import LayerPages, attend_paged, attend_whole, grouping_is_exact
+from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
+from eesd_dist.model.layer import DecoderLayer, LayerWeights, RmsNorm
+from eesd_dist.model.parallel import Shard
+from eesd_dist.model.rope import rotation_table
+from eesd_dist.model.rows import AttentionKind, RowPlan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import Checkpoint
+from eesd_dist.transport.contracts import TensorGroup
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+# Shapes: T rows, D hidden channels, V vocabulary (shard), B sequences, L their length, S positions,
+# P pairs of channels.
+class PagedLayers:
+    """Layers ready to run, each with its pages; shared by spans and exit heads."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        windows: Sequence[int | None],
+        *,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        numerics: Numerics,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
+        self.compute_dtype = dtype
+        self._layers = tuple(layers)
+        self._rotation_SP = rotation_table(
+            spec.rope, num_positions=spec.max_position_embeddings, device=device
+        )
+        num_kv_heads = layers[0].num_kv_heads if layers else spec.num_kv_heads
+        self._pages = [
+            LayerPages(
+                num_slots=num_pages * page_size,
+                num_kv_heads=num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            for _ in layers
+        ]
+        exact = numerics == "fast" or grouping_is_exact(
+            num_kv_heads=num_kv_heads,
+            queries_per_kv=spec.queries_per_kv,
+            head_dim=spec.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            num_threads=torch.get_num_threads(),
+        )
+        kind = AttentionKind(
+            queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=not exact
+        )
+        self._kinds = [replace(kind, window=window) for window in windows]
+
+    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
+        x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
+        rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
+        for layer, pages, kind in zip(self._layers, self._pages, self._kinds, strict=True):
+            x_TD = layer.forward(
+                x_TD,
+                rotation_T1P,
+                lambda heads_THE, pages=pages, kind=kind: attend_paged(
+                    heads_THE, pages, rows, kind
+                ),
+            )
+        return x_TD.narrow(0, 0, rows.num_rows)
+
+    def forward_full(self, hidden_BLD: Tensor) -> Tensor:
+        return forward_whole(
+            self._layers,
+            [kind.window for kind in self._kinds],
+            hidden_BLD.to(self.compute_dtype),
+            self._rotation_SP,
+        )
+
+
+def forward_whole(
+    layers: Sequence[DecoderLayer],
+    windows: Sequence[int | None],
+    hidden_BLD: Tensor,
+    rotation_SP: Tensor,
+) -> Tensor:
+    """Whole causal sequences from position 0, without pages; autograd can follow."""
+    num_sequences, length, width = hidden_BLD.shape
+    x_TD = hidden_BLD.reshape(-1, width)
+    rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
+    for layer, window in zip(layers, windows, strict=True):
+
+        def attend(
+            heads_THE: Tensor,
+            num_kv_heads: int = layer.num_kv_heads,
+            window: int | None = window,
+        ) -> Tensor:
+            return attend_whole(
+                heads_THE,
+                num_sequences=num_sequences,
+                queries_per_kv=heads_THE.shape[1] // num_kv_heads - 2,
+                window=window,
+            )
+
+        x_TD = layer.forward(x_TD, rotation_T1P, attend)
+    return x_TD.view(num_sequences, length, width)
+
+
+class LogitsHead:
+    """Final norm and LM head over any rows, padded as the product needs them."""
+
+    def __init__(
+        self, norm: RmsNorm, linear: Linear, *, packer: LinearPacker, numerics: Numerics
+    ) -> None:
+        self._norm = norm
+        self._linear = linear
+        self._compute_dtype = packer.compute_dtype
+        self._numerics: Numerics = numerics
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        """[T, V] float32; leading axes of any number."""
+        rows_TD = hidden_TD.reshape(-1, hidden_TD.shape[-1]).to(self._compute_dtype)
+        num_rows = rows_TD.shape[0]
+        padded = padded_rows(num_rows, numerics=self._numerics, device=rows_TD.device)
+        logits_TV = self._linear(self._norm(pad_rows(rows_TD, padded)))[:num_rows].float()
+        return logits_TV.view(*hidden_TD.shape[:-1], logits_TV.shape[-1])
+
+
+class LlamaSpan:
+    """Layers [first, last) of a target on one rank of its group."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        first: int,
+        last: int,
+        shard: Shard,
+        layers: PagedLayers,
+        embedding_VD: Tensor | None,
+        head: LogitsHead | None,
+    ) -> None:
+        self.spec = spec
+        self.first = first
+        self.last = last
+        self.compute_dtype = layers.compute_dtype
+        """Type of hidden states in and out."""
+        self.vocab_start = shard.vocabulary.start
+        self.vocab_size_local = len(shard.vocabulary)
+        self._layers = layers
+        self._embedding_VD = embedding_VD
+        self._head = head
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        first: int,
+        last: int,
+        *,
+        group: TensorGroup,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+    ) -> Self:
+        """Reads what this rank and span need and nothing else.
+
+        Raises CheckpointError for a folder that does not fit, ConfigError for a promise this
+        machine cannot keep.
+        """
+        if not 0 <= first <= last <= spec.num_layers:
+            raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
+        shard = Shard.of(spec, rank=group.rank, size=group.size)
+        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        with Checkpoint(Path(path)) as checkpoint:
+            layers = [
+                _read_layer(checkpoint, f"model.layers.{at}.", spec, shard, packer, group, device)
+                for at in range(first, last)
+            ]
+            embedding_VD = _read_embedding(checkpoint, spec, packer, device) if first == 0 else None
+            head = None
+            if last == spec.num_layers:
+                head = _read_head(checkpoint, spec, shard, packer, numerics, device)
+        paged = PagedLayers(
+            layers,
+            spec.sliding_windows[first:last],
+            spec=spec,
+            dtype=packer.compute_dtype,
+            numerics=numerics,
+            device=device,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
+        return cls(
+            spec=spec,
+            first=first,
+            last=last,
+            shard=shard,
+            layers=paged,
+            embedding_VD=embedding_VD,
+            head=head,
+        )
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Token ids of any shape to hidden states; only for a span that starts at layer 0."""
+        if self._embedding_VD is None:
+            raise ConfigError(f"a span that starts at layer {self.first} has no embedding")
+        return F.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
+
+    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
+        """The rows of one round; writes their keys and values."""
+        return self._layers.forward(hidden_TD, rows)
+
+    def forward_full(self, hidden_BLD: Tensor) -> Tensor:
+        """Whole causal sequences from position 0, no pages read or written."""
+        return self._layers.forward_full(hidden_BLD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """This rank's part [vocab_start, vocab_start + vocab_size_local) of the logits, float32."""
+        if self._head is None:
+            raise ConfigError(f"a span that ends before layer {self.spec.num_layers} has no LM head")
+        return self._head(hidden_TD)
+
+
+def _read_layer(
+    checkpoint: Checkpoint,
+    prefix: str,
+    spec: ModelSpec,
+    shard: Shard,
+    packer: LinearPacker,
+    group: TensorGroup,
+    device: torch.device,
+) -> DecoderLayer:
+    weights = LayerWeights.read(checkpoint, prefix, spec, shard, packer.weight_dtype)
+    weights.requires_grad_(False).to(device)
+    return weights.layer(packer.pack, group, dtype=packer.compute_dtype)
+
+
+def _read_embedding(
+    checkpoint: Checkpoint, spec: ModelSpec, packer: LinearPacker, device: torch.device
+) -> Tensor:
+    shape = (spec.vocab_size, spec.hidden_size)
+    return checkpoint.read(EMBEDDING, shape=shape, dtype=packer.weight_dtype).to(device)
+
+
+def read_lm_head(
+    checkpoint: Checkpoint, spec: ModelSpec, *, rows: range | None, dtype: torch.dtype
+) -> Tensor:
+    """The target's LM head (or the embedding tied to it), or a run of its rows."""
+    name = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
+    return checkpoint.read(
+        name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype
+    )
+
+
+def _read_head(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    shard: Shard,
+    packer: LinearPacker,
+    numerics: Numerics,
+    device: torch.device,
+) -> LogitsHead:
+    weight_VD = read_lm_head(
+        checkpoint, spec, rows=shard.vocabulary, dtype=packer.weight_dtype
+    )
+    norm_D = checkpoint.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=packer.weight_dtype)
+    norm = RmsNorm(norm_D.to(device), eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
+    return LogitsHead(norm, packer.pack(weight_VD), packer=packer, numerics=numerics)
