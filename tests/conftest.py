@@ -2,6 +2,8 @@
 
 import os
 
+from hypothesis import settings
+
 # Before torch or Ray is imported anywhere, and inherited by every process a test starts. Two
 # threads on two busy cores wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +15,7 @@ for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
     os.environ.pop(name, None)
 # Nothing a test needs lies on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# On a busy machine an example takes as long as it takes.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")

@@ -1,0 +1,409 @@
+"""Whether speculation would pay on machines one does not have yet.
+
+    python -m cluster.planner --config model/config.json --exit-layer 4 --verify-tp 8
+
+Predicts a round from the model's dimensions and a few figures of the machine: a layer takes as
+long as reading its weights and KV, or as multiplying its rows, whichever is longer. It measures
+nothing and knows no acceptance: that is given, and the acceptance at which speculation breaks even
+is told. Real kernels reach a part of the peak (`efficiency`); a start-up profile of the real
+machine overrules all of this.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.errors import CheckpointError, ConfigError
+
+_BISECTIONS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The dimensions of a Llama-family decoder that decide how many bytes a token costs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    bytes_per_weight: int = 2
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one decoder layer: q, k, v, o and the three matrices of the gated MLP."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One GPU, and how it reaches the others."""
+
+    memory_bytes_per_s: float = 3.35e12
+    flops_per_s: float = 9.9e14
+    efficiency: float = 1.0
+    """Part of both peaks that kernels reach."""
+    link_latency_s: float = 20e-6
+    """One way, draft stage to verify stage."""
+    link_bytes_per_s: float = 25e9
+    draft_all_reduce_s: float = 0.0
+    """One all-reduce of a few rows among the draft ranks; there are two in a layer."""
+    verify_all_reduce_s: float = 0.0
+    """The same among the verify ranks: slow when they stand on several nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Where the model is cut, and how many ranks hold each part."""
+
+    exit_layer: int
+    draft_tensor_parallel_size: int = 1
+    verify_tensor_parallel_size: int = 1
+    draft_vocab_size: int | None = None
+    """Rows of a truncated exit head's LM head; None: the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is served."""
+
+    num_requests: int = 1
+    context_tokens: int = 1024
+    acceptance: float = 0.8
+    """Chance that a drafted token survives, given that those before it did."""
+    max_draft_tokens: int = 8
+
+    @property
+    def num_cohorts(self) -> int:
+        """Two take turns as soon as there are two requests."""
+        return min(2, self.num_requests)
+
+    @property
+    def cohort_size(self) -> int:
+        return -(-self.num_requests // self.num_cohorts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthForecast:
+    """What one fixed draft length would give."""
+
+    num_draft_tokens: int
+    draft_s: float
+    transfer_s: float
+    verify_s: float
+    expected_tokens: float
+    """Per request and round."""
+    tokens_per_s: float
+    """Of all requests together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The forecast for one model, machine, split and load."""
+
+    draft_step_s: float
+    """One drafted token through [0, N) and the exit head."""
+    verify_pass_s: float
+    """Layers [N, L) and the LM head over one row of each request."""
+    plain_step_s: float
+    """Plain decoding with all layers on the verify ranks: the baseline one gives up."""
+    plain_tokens_per_s: float
+    cost: CostModel
+    """The same as controllers take it, for one request."""
+    lengths: tuple[LengthForecast, ...]
+    """Draft lengths 0, 1, 2 ...; 0 is plain decoding over the two stages."""
+    break_even_acceptance: float | None
+    """Above it the best length beats every plain decoding; None: not even 1.0 is enough."""
+
+    @property
+    def best(self) -> LengthForecast:
+        return max(self.lengths, key=lambda row: (row.tokens_per_s, -row.num_draft_tokens))
+
+    @property
+    def speedup(self) -> float:
+        """Best length over the faster of the two plain decodings."""
+        return self.best.tokens_per_s / self._best_plain
+
+    @property
+    def pays(self) -> bool:
+        return self.best.num_draft_tokens > 0 and self.speedup > 1.0
+
+    @property
+    def _best_plain(self) -> float:
+        return max(self.plain_tokens_per_s, self.lengths[0].tokens_per_s)
+
+
+def plan(shape: ModelShape, *, machine: Machine, split: Split, load: Load) -> Plan:
+    """Predicts every draft length up to the ceiling, and what acceptance it takes to win."""
+    _require_fit(shape, split=split, load=load)
+    forecast = _Forecast(shape=shape, machine=machine, split=split, load=load)
+    plain_step_s = forecast.plain_step_s()
+    plain_rate = load.num_requests / plain_step_s
+    return Plan(
+        draft_step_s=forecast.draft_step_s(load.cohort_size),
+        verify_pass_s=forecast.verify_s(load.cohort_size),
+        plain_step_s=plain_step_s,
+        plain_tokens_per_s=plain_rate,
+        cost=forecast.cost_model(),
+        lengths=forecast.lengths(load.acceptance),
+        break_even_acceptance=_break_even(forecast, plain_rate),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    """What each part of a round takes; docs/decisions/0004 has the reasoning."""
+
+    shape: ModelShape
+    machine: Machine
+    split: Split
+    load: Load
+
+    def draft_step_s(self, rows: int) -> float:
+        """N layers, the exit head's own layer and its LM head."""
+        vocabulary = self.split.draft_vocab_size or self.shape.vocab_size
+        ranks = self.split.draft_tensor_parallel_size
+        return self._draft_layers_s(self.split.exit_layer + 1, rows) + self._matrix_s(
+            self.shape.hidden_size * vocabulary, rows=rows, ranks=ranks
+        )
+
+    def verify_s(self, rows: int) -> float:
+        num_layers = self.shape.num_layers - self.split.exit_layer
+        return self._target_s(num_layers, rows)
+
+    def transfer_s(self, rows: int) -> float:
+        """Hidden states there; the reply is a few integers."""
+        size_bytes = rows * self.shape.hidden_size * self.shape.bytes_per_weight
+        return 2 * self.machine.link_latency_s + size_bytes / self.machine.link_bytes_per_s
+
+    def plain_step_s(self) -> float:
+        """All requests in one batch through all layers, on the verify ranks alone."""
+        return self._target_s(self.shape.num_layers, self.load.num_requests)
+
+    def lengths(self, acceptance: float) -> tuple[LengthForecast, ...]:
+        survival = accumulate([acceptance] * self.load.max_draft_tokens, mul)
+        # The verifier's own token, and each drafted one as often as it survives.
+        expected = accumulate(survival, initial=1.0)
+        return tuple(self._length(k, tokens) for k, tokens in enumerate(expected))
+
+    def cost_model(self) -> CostModel:
+        """For one request, in the terms controllers reckon with."""
+        alone = replace(self, load=replace(self.load, num_requests=1))
+        return CostModel(
+            draft_step_s=alone.draft_step_s(1),
+            verify_s=tuple(
+                alone.verify_s(rows) for rows in range(1, self.load.max_draft_tokens + 2)
+            ),
+            round_s=alone._draft_layers_s(self.split.exit_layer, 1) + alone.transfer_s(1),
+        )
+
+    def _length(self, k: int, expected_tokens: float) -> LengthForecast:
+        cohort = self.load.cohort_size
+        last_token_s = self._draft_layers_s(self.split.exit_layer, cohort)
+        draft_s = last_token_s + k * self.draft_step_s(cohort)
+        transfer_s = self.transfer_s(cohort * (k + 1))
+        verify_s = self.verify_s(cohort * (k + 1))
+        whole_s = draft_s + transfer_s + verify_s
+        # Cohorts that take turns: a round ends as often as the busier stage allows.
+        interval_s = max(draft_s, verify_s, whole_s / self.load.num_cohorts)
+        per_cohort = self.load.num_requests / self.load.num_cohorts
+        return LengthForecast(
+            num_draft_tokens=k,
+            draft_s=draft_s,
+            transfer_s=transfer_s,
+            verify_s=verify_s,
+            expected_tokens=expected_tokens,
+            tokens_per_s=per_cohort * expected_tokens / interval_s,
+        )
+
+    def _draft_layers_s(self, num_layers: int, rows: int) -> float:
+        ranks = self.split.draft_tensor_parallel_size
+        wait_s = self.machine.draft_all_reduce_s if ranks > 1 else 0.0
+        return num_layers * (self._layer_s(rows, ranks) + 2 * wait_s)
+
+    def _target_s(self, num_layers: int, rows: int) -> float:
+        """That many of the target's last layers and its LM head, on the verify ranks."""
+        ranks = self.split.verify_tensor_parallel_size
+        wait_s = self.machine.verify_all_reduce_s if ranks > 1 else 0.0
+        layers_s = num_layers * (self._layer_s(rows, ranks) + 2 * wait_s)
+        head_weights = self.shape.hidden_size * self.shape.vocab_size
+        return layers_s + self._matrix_s(head_weights, rows=rows, ranks=ranks) + wait_s
+
+    def _layer_s(self, rows: int, ranks: int) -> float:
+        # A request's rows share its KV; requests do not.
+        requests = min(rows, self.load.num_requests)
+        kv_bytes = requests * self.load.context_tokens * self.shape.kv_bytes_per_token
+        return self._matrix_s(self.shape.layer_weights, rows=rows, ranks=ranks, more_bytes=kv_bytes)
+
+    def _matrix_s(self, weights: int, *, rows: int, ranks: int, more_bytes: int = 0) -> float:
+        read_bytes = weights * self.shape.bytes_per_weight + more_bytes
+        read_s = read_bytes / self.machine.memory_bytes_per_s
+        multiply_s = 2 * weights * rows / self.machine.flops_per_s
+        return max(read_s, multiply_s) / (ranks * self.machine.efficiency)
+
+
+def _break_even(forecast: _Forecast, plain_rate: float) -> float | None:
+    plain = max(plain_rate, forecast.lengths(0.0)[0].tokens_per_s)
+
+    def wins(acceptance: float) -> bool:
+        return max(row.tokens_per_s for row in forecast.lengths(acceptance)[1:]) > plain
+
+    if forecast.load.max_draft_tokens == 0 or not wins(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
+
+
+def _require_fit(shape: ModelShape, *, split: Split, load: Load) -> None:
+    if not 1 <= split.exit_layer < shape.num_layers:
+        raise ConfigError(
+            f"exit layer {split.exit_layer} in a model of {shape.num_layers} layers: "
+            f"choose 1 to {shape.num_layers - 1}"
+        )
+    if not 0.0 <= load.acceptance <= 1.0:
+        raise ConfigError(f"acceptance {load.acceptance} is no probability: give 0 to 1")
+    if load.num_requests < 1:
+        raise ConfigError(f"{load.num_requests} requests: give at least 1")
+
+
+def read_shape(config: Path) -> ModelShape:
+    """From a checkpoint's config.json."""
+    try:
+        fields: dict[str, Any] = json.loads(config.read_text())
+        num_heads = int(fields["num_attention_heads"])
+        hidden_size = int(fields["hidden_size"])
+        return ModelShape(
+            num_layers=int(fields["num_hidden_layers"]),
+            hidden_size=hidden_size,
+            intermediate_size=int(fields["intermediate_size"]),
+            num_heads=num_heads,
+            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
+            head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
+            vocab_size=int(fields["vocab_size"]),
+        )
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            file=config, found=str(error), expected="a checkpoint's config.json"
+        ) from error
+    except KeyError as error:
+        raise CheckpointError(
+            file=config, found=f"no {error}", expected="the fields of a Llama-family decoder"
+        ) from error
+
+
+def render(forecast: Plan) -> str:
+    """The forecast for people: three figures, a table, and a plain verdict."""
+    lines = [
+        f"draft step   {_ms(forecast.draft_step_s)}   one drafted token",
+        f"verify pass  {_ms(forecast.verify_pass_s)}   one row of each request",
+        f"plain step   {_ms(forecast.plain_step_s)}   all layers on the verify ranks, "
+        f"{forecast.plain_tokens_per_s:.0f} tokens/s",
+        "",
+        "length   draft ms  transfer ms  verify ms  tokens/round   tokens/s",
+    ]
+    lines += [
+        f"{row.num_draft_tokens:>6}{row.draft_s * 1e3:>11.3f}{row.transfer_s * 1e3:>13.3f}"
+        f"{row.verify_s * 1e3:>11.3f}{row.expected_tokens:>14.2f}{row.tokens_per_s:>11.0f}"
+        for row in forecast.lengths
+    ]
+    return "\n".join([*lines, "", _verdict(forecast)])
+
+
+def _verdict(forecast: Plan) -> str:
+    threshold = forecast.break_even_acceptance
+    needed = (
+        "no acceptance would change that"
+        if threshold is None
+        else f"it breaks even at acceptance {threshold:.2f}"
+    )
+    if forecast.pays:
+        length = forecast.best.num_draft_tokens
+        return f"speculation pays: {forecast.speedup:.2f}x with drafts of {length}; {needed}"
+    return f"speculation does not pay here: {needed}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:8.3f} ms"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        forecast = plan(
+            read_shape(arguments.config),
+            machine=_machine(arguments),
+            split=Split(
+                exit_layer=arguments.exit_layer,
+                draft_tensor_parallel_size=arguments.draft_tp,
+                verify_tensor_parallel_size=arguments.verify_tp,
+                draft_vocab_size=arguments.draft_vocab_size,
+            ),
+            load=Load(
+                num_requests=arguments.requests,
+                context_tokens=arguments.context,
+                acceptance=arguments.acceptance,
+                max_draft_tokens=arguments.max_draft_tokens,
+            ),
+        )
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(render(forecast) + "\n")
+    return 0
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    return Machine(
+        memory_bytes_per_s=arguments.gpu_bandwidth_gbps * 1e9,
+        flops_per_s=arguments.gpu_tflops * 1e12,
+        efficiency=arguments.efficiency,
+        link_latency_s=arguments.link_latency_us * 1e-6,
+        link_bytes_per_s=arguments.link_bandwidth_gbps * 1e9,
+        draft_all_reduce_s=arguments.draft_all_reduce_us * 1e-6,
+        verify_all_reduce_s=arguments.verify_all_reduce_us * 1e-6,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    machine, load = Machine(), Load()
+    parser = argparse.ArgumentParser(prog="python -m cluster.planner", description=__doc__)
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="the target's config.json")
+    add("--exit-layer", type=int, required=True)
+    add("--draft-tp", type=int, default=1)
+    add("--verify-tp", type=int, default=1)
+    add("--draft-vocab-size", type=int)
+    add("--gpu-bandwidth-gbps", type=float, default=machine.memory_bytes_per_s / 1e9)
+    add("--gpu-tflops", type=float, default=machine.flops_per_s / 1e12)
+    add("--efficiency", type=float, default=machine.efficiency)
+    add("--link-latency-us", type=float, default=machine.link_latency_s * 1e6)
+    add("--link-bandwidth-gbps", type=float, default=machine.link_bytes_per_s / 1e9)
+    add("--draft-all-reduce-us", type=float, default=machine.draft_all_reduce_s * 1e6)
+    add("--verify-all-reduce-us", type=float, default=machine.verify_all_reduce_s * 1e6)
+    add("--requests", type=int, default=load.num_requests)
+    add("--context", type=int, default=load.context_tokens)
+    add("--acceptance", type=float, default=load.acceptance)
+    add("--max-draft-tokens", type=int, default=load.max_draft_tokens)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
