@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from eesd_dist.model.rows import AttentionGroup, AttentionKind, RowPlan, RowSegment
 
@@ -48,13 +48,13 @@ class LayerPages:
 
     def read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, N, E]: a view where the pages lie side by side."""
-        if group.slots_N is None:
+        if group.slots is None:
             first, num_keys = group.first_slot, group.num_keys
             return (
                 self._keys_1KSE.narrow(2, first, num_keys),
                 self._values_1KSE.narrow(2, first, num_keys),
             )
-        gathered_1HNE = self.slots_SHE.index_select(0, group.slots_N).transpose(0, 1).unsqueeze(0)
+        gathered_1HNE = self.slots_SHE.index_select(0, group.slots).transpose(0, 1).unsqueeze(0)
         return (
             gathered_1HNE.narrow(1, 0, self._num_kv_heads),
             gathered_1HNE.narrow(1, self._num_kv_heads, self._num_kv_heads),
@@ -75,7 +75,7 @@ def attend_paged(
     width = per_kv * num_kv * head_dim
     if len(groups) == 1 and groups[0].window_rows == num_rows:
         keys, values = pages.read(groups[0])
-        mixed_1KQE = F.scaled_dot_product_attention(
+        mixed_1KQE = functional.scaled_dot_product_attention(
             queries_1KQE, keys, values, attn_mask=groups[0].mask
         )
         return mixed_1KQE.transpose(1, 2).reshape(num_rows, width)
@@ -85,7 +85,7 @@ def attend_paged(
             2, group.window_start * per_kv, group.window_rows * per_kv
         )
         keys, values = pages.read(group)
-        mixed_1KQE = F.scaled_dot_product_attention(
+        mixed_1KQE = functional.scaled_dot_product_attention(
             window_1KQE, keys, values, attn_mask=group.mask
         )
         window_WD = mixed_1KQE.transpose(1, 2).reshape(group.window_rows, width)
@@ -95,23 +95,25 @@ def attend_paged(
 
 
 def attend_whole(
-    heads_THE: Tensor, *, num_sequences: int, queries_per_kv: int, window: int | None
+    heads_THE: Tensor, *, num_sequences: int, num_kv_heads: int, window: int | None
 ) -> Tensor:
     """Causal attention within `num_sequences` equally long sequences, without any cache."""
     num_rows, num_heads, head_dim = heads_THE.shape
-    num_kv = num_heads // (queries_per_kv + 2)
-    length = num_rows // num_sequences
-    heads_BGKLE = heads_THE.view(num_sequences, length, -1, num_kv, head_dim).permute(0, 2, 3, 1, 4)
+    queries_per_kv = num_heads // num_kv_heads - 2
+    shape_BLGKE = (num_sequences, num_rows // num_sequences, -1, num_kv_heads, head_dim)
+    heads_BGKLE = heads_THE.view(shape_BLGKE).permute(0, 2, 3, 1, 4)
     queries_BHLE = heads_BGKLE[:, :queries_per_kv].flatten(1, 2)
     keys_BHLE, values_BHLE = (
         heads_BGKLE[:, at].repeat(1, queries_per_kv, 1, 1)
         for at in (queries_per_kv, queries_per_kv + 1)
     )
-    mask = None if window is None else _window_mask(length, window, heads_THE.device)
-    mixed_BHLE = F.scaled_dot_product_attention(
+    mask = None
+    if window is not None:
+        mask = _window_mask(shape_BLGKE[1], window, heads_THE.device)
+    mixed_BHLE = functional.scaled_dot_product_attention(
         queries_BHLE, keys_BHLE, values_BHLE, attn_mask=mask, is_causal=mask is None
     )
-    return mixed_BHLE.transpose(1, 2).reshape(num_rows, queries_per_kv * num_kv * head_dim)
+    return mixed_BHLE.transpose(1, 2).reshape(num_rows, -1)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

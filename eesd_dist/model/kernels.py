@@ -23,7 +23,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
@@ -67,12 +67,12 @@ def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> i
 def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
     """x with rows of zeros below, `num_rows` in all."""
     missing = num_rows - x_MI.shape[0]
-    return F.pad(x_MI, (0, 0, 0, missing)) if missing else x_MI
+    return functional.pad(x_MI, (0, 0, 0, missing)) if missing else x_MI
 
 
 def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     """The library's own product, which autograd can follow."""
-    return lambda x_MI: F.linear(x_MI, weight_OI, bias_O)
+    return lambda x_MI: functional.linear(x_MI, weight_OI, bias_O)
 
 
 def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -175,14 +175,13 @@ def _candidates(
 
 def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Private routines may be missing from a build; the library's own never is."""
-    missing = set()
-    if "FBGEMM" not in torch.backends.quantized.supported_engines and not hasattr(
-        torch, "fbgemm_pack_gemm_matrix_fp16"
-    ):
-        missing.add(_FBGEMM.name)
-    if not torch.backends.mkldnn.is_available():
-        missing.add(_ONEDNN.name)
-    return tuple(candidate for candidate in candidates if candidate.name not in missing)
+    found = {
+        _LIBRARY.name: True,
+        _ONEDNN.name: hasattr(torch.ops.mkldnn, "_linear_pointwise"),
+        _FBGEMM.name: "fbgemm" in torch.backends.quantized.supported_engines
+        and hasattr(torch, "fbgemm_pack_gemm_matrix_fp16"),
+    }
+    return tuple(candidate for candidate in candidates if found[candidate.name])
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from eesd_dist.model.kernels import Linear, Pack
 from eesd_dist.model.parallel import Shard, summed_over_ranks
@@ -80,17 +80,17 @@ class DecoderLayer:
         rotated_THE = self._rotate(heads_THE, rotation_T1P)
         x_TD = x_TD + self.output(attend(rotated_THE))
         gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(F.silu(gate_TI).mul_(up_TI))
+        return x_TD + self.down(functional.silu(gate_TI).mul_(up_TI))
 
     def _rotate(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
         """Turns queries and keys to their positions, in place: the fused product is ours alone."""
         num_turned = heads_THE.shape[1] - self.num_kv_heads
         turned_THE = heads_THE.narrow(1, 0, num_turned)
         if self.head_norm is None and heads_THE.dtype == torch.float32:
-            torch.view_as_complex(turned_THE.unflatten(2, (-1, 2))).mul_(rotation_T1P)
+            torch.view_as_complex(turned_THE.view(*turned_THE.shape[:2], -1, 2)).mul_(rotation_T1P)
             return heads_THE
         normed_THE = turned_THE if self.head_norm is None else self.head_norm(turned_THE)
-        pairs_THP = torch.view_as_complex(normed_THE.float().unflatten(2, (-1, 2)))
+        pairs_THP = torch.view_as_complex(normed_THE.float().reshape(*normed_THE.shape[:2], -1, 2))
         turned_THE.copy_(torch.view_as_real(pairs_THP * rotation_T1P).flatten(2))
         return heads_THE
 
@@ -111,7 +111,7 @@ class LayerWeights(nn.Module):
     def read(
         cls, checkpoint: Checkpoint, prefix: str, spec: ModelSpec, shard: Shard, dtype: torch.dtype
     ) -> Self:
-        """From the tensors below `prefix` of a Hugging Face checkpoint, this shard's slices only."""
+        """From the tensors below `prefix` of a checkpoint, this shard's slices only."""
         reader = _LayerReader(checkpoint, prefix, spec, shard, dtype)
         return cls(spec, shard, reader.tensors())
 
@@ -120,7 +120,7 @@ class LayerWeights(nn.Module):
         parts = self.parts
 
         def packed(name: str) -> Linear:
-            bias = parts[f"{name}_bias"] if f"{name}_bias" in parts else None
+            bias = parts.get(f"{name}_bias")
             return pack(parts[f"{name}_weight"], bias)
 
         return DecoderLayer(

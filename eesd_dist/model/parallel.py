@@ -7,30 +7,10 @@ one needs none.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
-
-
-class SoloGroup:
-    """A group of one: every collective is the identity."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return [x]
-
-    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        if source != 0:
-            raise ConfigError(f"broadcast from rank {source} in a group of one")
-        return x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

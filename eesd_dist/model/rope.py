@@ -78,7 +78,9 @@ class RopeConfig:
     ) -> "RopeConfig":
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(found, Mapping):
-            raise CheckpointError(file=file, found=f"rope_parameters {found!r}", expected="an object")
+            raise CheckpointError(
+                file=file, found=f"rope_parameters {found!r}", expected="an object"
+            )
         parameters = dict(found)
         if "original_max_position_embeddings" in config:
             parameters["original_max_position_embeddings"] = config[

@@ -9,6 +9,7 @@ and pages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class AttentionGroup:
     window_rows: int
     first_slot: int
     num_keys: int
-    slots_N: Tensor | None
+    slots: Tensor | None
     """Slots to gather when the pages do not lie side by side; else they start at `first_slot`."""
     mask: Tensor | None
     """[1, 1, 1 or Q, N], added to the scores."""
@@ -86,7 +87,7 @@ class RowPlan:
         """Position of every row; 0 for padding."""
         self.first_slot = slots[0]
         self.slots_are_consecutive = slots[-1] - slots[0] == len(slots) - 1 and all(
-            later - earlier == 1 for earlier, later in zip(slots, slots[1:], strict=False)
+            later - earlier == 1 for earlier, later in pairwise(slots)
         )
         self.slots_R = torch.tensor(slots, device=device)
         """KV slot of every real row."""

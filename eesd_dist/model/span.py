@@ -7,12 +7,13 @@ tracks gradients; call it within `torch.inference_mode()` to save their bookkeep
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
@@ -85,9 +86,7 @@ class PagedLayers:
             x_TD = layer.forward(
                 x_TD,
                 rotation_T1P,
-                lambda heads_THE, pages=pages, kind=kind: attend_paged(
-                    heads_THE, pages, rows, kind
-                ),
+                partial(attend_paged, pages=pages, rows=rows, kind=kind),
             )
         return x_TD.narrow(0, 0, rows.num_rows)
 
@@ -111,20 +110,8 @@ def forward_whole(
     x_TD = hidden_BLD.reshape(-1, width)
     rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
     for layer, window in zip(layers, windows, strict=True):
-
-        def attend(
-            heads_THE: Tensor,
-            num_kv_heads: int = layer.num_kv_heads,
-            window: int | None = window,
-        ) -> Tensor:
-            return attend_whole(
-                heads_THE,
-                num_sequences=num_sequences,
-                queries_per_kv=heads_THE.shape[1] // num_kv_heads - 2,
-                window=window,
-            )
-
-        x_TD = layer.forward(x_TD, rotation_T1P, attend)
+        attend = partial(attend_whole, num_sequences=num_sequences, window=window)
+        x_TD = layer.forward(x_TD, rotation_T1P, partial(attend, num_kv_heads=layer.num_kv_heads))
     return x_TD.view(num_sequences, length, width)
 
 
@@ -230,7 +217,7 @@ class LlamaSpan:
         """Token ids of any shape to hidden states; only for a span that starts at layer 0."""
         if self._embedding_VD is None:
             raise ConfigError(f"a span that starts at layer {self.first} has no embedding")
-        return F.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
+        return functional.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
         """The rows of one round; writes their keys and values."""
@@ -241,9 +228,11 @@ class LlamaSpan:
         return self._layers.forward_full(hidden_BLD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """This rank's part [vocab_start, vocab_start + vocab_size_local) of the logits, float32."""
+        """Float32 logits of this rank's vocabulary: `vocab_size_local` from `vocab_start` on."""
         if self._head is None:
-            raise ConfigError(f"a span that ends before layer {self.spec.num_layers} has no LM head")
+            raise ConfigError(
+                f"a span that ends at layer {self.last} of {self.spec.num_layers} has no LM head"
+            )
         return self._head(hidden_TD)
 
 
@@ -273,9 +262,7 @@ def read_lm_head(
 ) -> Tensor:
     """The target's LM head (or the embedding tied to it), or a run of its rows."""
     name = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
-    return checkpoint.read(
-        name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype
-    )
+    return checkpoint.read(name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype)
 
 
 def _read_head(
@@ -286,9 +273,7 @@ def _read_head(
     numerics: Numerics,
     device: torch.device,
 ) -> LogitsHead:
-    weight_VD = read_lm_head(
-        checkpoint, spec, rows=shard.vocabulary, dtype=packer.weight_dtype
-    )
+    weight_VD = read_lm_head(checkpoint, spec, rows=shard.vocabulary, dtype=packer.weight_dtype)
     norm_D = checkpoint.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=packer.weight_dtype)
     norm = RmsNorm(norm_D.to(device), eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
     return LogitsHead(norm, packer.pack(weight_VD), packer=packer, numerics=numerics)

@@ -214,9 +214,7 @@ def _refuse_what_we_do_not_compute(fields: _Fields) -> None:
         raise fields.error("quantization_config", expected="plain float weights")
 
 
-def _sliding_windows(
-    fields: _Fields, family: Family, num_layers: int
-) -> tuple[int | None, ...]:
+def _sliding_windows(fields: _Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     if family.sliding_window is None:
         return (None,) * num_layers
     says_none = fields.says_null("sliding_window")

@@ -1,0 +1,210 @@
+"""What an exit head's config.json says: which target it reads, after which layer, with which head.
+
+The layout is that of the speculators library (config.json beside model.safetensors), so that its
+tools recognise the parts they know. Decides whether a head fits a target, and refuses one that does
+not: hidden states of another model, or other layers, would draft nonsense at full price.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.spec import ModelSpec, read_json
+
+HeadKind = Literal["shared", "own", "truncated"]
+"""Whose LM head: the target's, a copy trained on, or one over the draft vocabulary only."""
+
+MODEL_TYPE = "early_exit"
+LAYOUT_VERSION = "0.3.0"
+"""Version of the speculators layout that is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierIdentity:
+    """Which target a head was made for."""
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    sha256: str
+    """Over config.json and, where there is one, tokenizer.json."""
+
+    @classmethod
+    def of(cls, path: Path, spec: ModelSpec) -> Self:
+        digest = hashlib.sha256()
+        for name in ("config.json", "tokenizer.json"):
+            file = path / name
+            if file.exists():
+                digest.update(file.read_bytes())
+        return cls(
+            name_or_path=path.resolve().name,
+            architectures=(spec.architecture,),
+            num_hidden_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+            sha256=digest.hexdigest(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """One exit head, without its weights."""
+
+    exit_layer: int
+    """The head reads hidden states after this many layers of the target."""
+    kind: HeadKind
+    draft_vocab_size: int
+    verifier: VerifierIdentity
+    layer_config: Mapping[str, object]
+    """The one decoder layer, as a Hugging Face config of a model with a single layer."""
+    layer: ModelSpec
+
+    @classmethod
+    def for_target(
+        cls, path: Path, target: ModelSpec, *, exit_layer: int, kind: HeadKind, num_tokens: int
+    ) -> Self:
+        file = path / "config.json"
+        if not 0 < exit_layer < target.num_layers:
+            raise CheckpointError(
+                file=file,
+                found=f"{target.num_layers} layers",
+                expected=f"more than the exit layer {exit_layer}, which must be at least 1",
+            )
+        layer_config = single_layer_config(read_json(file))
+        return cls(
+            exit_layer=exit_layer,
+            kind=kind,
+            draft_vocab_size=num_tokens,
+            verifier=VerifierIdentity.of(path, target),
+            layer_config=layer_config,
+            layer=ModelSpec.from_config(layer_config, file=file),
+        )
+
+    @classmethod
+    def read(cls, folder: Path, *, target: ModelSpec, target_path: Path) -> Self:
+        """Raises CheckpointError when the head does not fit the target."""
+        file = folder / "config.json"
+        config = read_json(file)
+        _expect(file, "speculators_model_type", config.get("speculators_model_type"), MODEL_TYPE)
+        identity = VerifierIdentity.of(target_path, target)
+        found_verifier = _object(config.get("speculators_config"), file, "speculators_config")
+        _require_same(file, _object(found_verifier.get("verifier"), file, "verifier"), identity)
+        exit_layer = config.get("exit_layer")
+        if not isinstance(exit_layer, int) or not 0 < exit_layer < target.num_layers:
+            raise CheckpointError(
+                file=file,
+                found=f"exit_layer {exit_layer!r}",
+                expected=f"1 to {target.num_layers - 1}",
+            )
+        layer_config = _object(config.get("transformer_layer_config"), file, "layer config")
+        layer = ModelSpec.from_config(layer_config, file=file)
+        _expect(file, "hidden_size of the layer", layer.hidden_size, target.hidden_size)
+        _expect(file, "num_hidden_layers of the head", layer.num_layers, 1)
+        kind = _kind(config.get("head_type"), file)
+        draft_vocab_size = config.get("draft_vocab_size")
+        if not isinstance(draft_vocab_size, int) or not 0 < draft_vocab_size <= target.vocab_size:
+            raise CheckpointError(
+                file=file,
+                found=f"draft_vocab_size {draft_vocab_size!r}",
+                expected=f"1 to {target.vocab_size}, the target's vocabulary",
+            )
+        if kind != "truncated":
+            _expect(file, "draft_vocab_size", draft_vocab_size, target.vocab_size)
+        return cls(
+            exit_layer=exit_layer,
+            kind=kind,
+            draft_vocab_size=draft_vocab_size,
+            verifier=identity,
+            layer_config=layer_config,
+            layer=layer,
+        )
+
+    def to_json(self, *, dtype: str, provenance: Mapping[str, object]) -> dict[str, object]:
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": 8,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        return {
+            "architectures": ["EarlyExitSpeculator"],
+            "speculators_model_type": MODEL_TYPE,
+            "speculators_version": LAYOUT_VERSION,
+            "speculators_config": {
+                "algorithm": MODEL_TYPE,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": asdict(self.verifier),
+            },
+            "exit_layer": self.exit_layer,
+            "head_type": self.kind,
+            "tie_lm_head": self.kind == "shared",
+            "draft_vocab_size": self.draft_vocab_size,
+            "hidden_size": self.layer.hidden_size,
+            "target_hidden_size": self.verifier.hidden_size,
+            "transformer_layer_config": dict(self.layer_config),
+            "dtype": dtype,
+            "provenance": dict(provenance),
+        }
+
+
+def single_layer_config(config: Mapping[str, object]) -> dict[str, object]:
+    """The target's config for a model that consists of its last layer."""
+    single = {**config, "num_hidden_layers": 1}
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        single["layer_types"] = layer_types[-1:]
+    elif isinstance(config.get("max_window_layers"), int):
+        below = config["num_hidden_layers"]
+        single["max_window_layers"] = 0 if _is_above(config["max_window_layers"], below) else 1
+    return single
+
+
+def _is_above(first_windowed: object, num_layers: object) -> bool:
+    """Whether the last layer is one of those with a window."""
+    return (
+        isinstance(first_windowed, int)
+        and isinstance(num_layers, int)
+        and first_windowed < num_layers
+    )
+
+
+def _require_same(file: Path, found: Mapping[str, object], expected: VerifierIdentity) -> None:
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        _expect(file, f"verifier {key}", found.get(key), getattr(expected, key))
+    if found.get("sha256") != expected.sha256:
+        raise CheckpointError(
+            file=file,
+            found=f"a head made for {found.get('name_or_path')!r}",
+            expected=f"one made for {expected.name_or_path!r}: the hashes of config.json and "
+            "tokenizer.json differ",
+            advice="train a head for this target with `eesd distill`, or point at the right one",
+        )
+
+
+def _expect(file: Path, what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise CheckpointError(
+            file=file, found=f"{what} {found!r}", expected=f"{expected!r} to fit the target"
+        )
+
+
+def _object(value: object, file: Path, what: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise CheckpointError(file=file, found=f"{what} {value!r}", expected="an object")
+    return value
+
+
+def _kind(value: object, file: Path) -> HeadKind:
+    for kind in get_args(HeadKind):
+        if value == kind:
+            known: HeadKind = kind
+            return known
+    raise CheckpointError(
+        file=file, found=f"head_type {value!r}", expected=f"one of {', '.join(get_args(HeadKind))}"
+    )
