@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -51,6 +52,11 @@ class ModelConfig(Section):
 
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer; None takes the checkpoint's own limit."""
+
+    @field_validator("path", "head")
+    @classmethod
+    def _home_is_meant(cls, folder: Path | None) -> Path | None:
+        return None if folder is None else folder.expanduser()
 
 
 class CacheConfig(Section):

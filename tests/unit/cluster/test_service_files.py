@@ -1,0 +1,79 @@
+"""The service's own files: Serve configurations and the RayService manifest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.topology import load_cluster_file
+from serve_app.config import ServiceConfig, service_config
+
+CONFIGS = Path(__file__).parents[3] / "cluster" / "configs"
+
+
+def _serve_files() -> dict[str, ServeDeploySchema]:
+    manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
+    texts = {
+        "serve.yaml": (CONFIGS / "serve.yaml").read_text(),
+        "kuberay-rayservice.yaml": manifest["spec"]["serveConfigV2"],
+    }
+    return {
+        name: ServeDeploySchema.model_validate(yaml.safe_load(text)) for name, text in texts.items()
+    }
+
+
+def _service(name: str) -> ServiceConfig:
+    (application,) = _serve_files()[name].applications
+    return service_config(dict(application.args))
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay-rayservice.yaml"])
+def test_a_serve_file_passes_rays_schema_and_ours(name: str) -> None:
+    (application,) = _serve_files()[name].applications
+    assert application.import_path == "serve_app.app:build_app"
+    config = _service(name)
+    assert config.engine.model.path.is_absolute()
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay-rayservice.yaml"])
+def test_the_service_listens_where_its_file_says(name: str) -> None:
+    options = _serve_files()[name].http_options
+    config = _service(name)
+    assert (options.host, options.port) == (config.host, config.port)
+
+
+def test_the_aws_nodes_offer_what_one_pipeline_asks_for() -> None:
+    config = _service("serve.yaml")
+    offered = {
+        name: amount * node.min_workers
+        for node in load_cluster_file(CONFIGS / "aws.yaml").node_types
+        for name, amount in node.resources
+        if name.startswith("eesd_")
+    }
+    ranks = config.engine.parallel.verify_tensor_parallel_size
+    assert config.placement.draft.resources["eesd_draft"] <= offered["eesd_draft"]
+    assert config.placement.verify.resources["eesd_verify"] * ranks <= offered["eesd_verify"]
+
+
+def test_the_kubernetes_workers_offer_what_one_pipeline_asks_for() -> None:
+    manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
+    offered: dict[str, int] = {}
+    for group in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        # Quoted once for YAML and once for the shell that runs `ray start`.
+        resources = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        offered |= {name: amount * group["minReplicas"] for name, amount in resources.items()}
+    config = _service("kuberay-rayservice.yaml")
+    ranks = config.engine.parallel.verify_tensor_parallel_size
+    assert config.placement.draft.resources["eesd_draft"] <= offered["eesd_draft"]
+    assert config.placement.verify.resources["eesd_verify"] * ranks <= offered["eesd_verify"]
+
+
+def test_every_container_of_the_manifest_has_shared_memory_and_one_auth_mode() -> None:
+    manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
+    cluster = manifest["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]
+        assert any(mount["mountPath"] == "/dev/shm" for mount in container["volumeMounts"])
