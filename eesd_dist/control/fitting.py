@@ -26,9 +26,9 @@ def fit_calibrator(
         return Calibrator()
     rows = np.array([features(evidence) for evidence, _ in judged])
     accepted = np.array([was_accepted for _, was_accepted in judged], dtype=np.float64)
-    # in units of each feature's spread, so that one ridge means the same for all
-    scale = np.maximum(rows.std(axis=0), 1e-3)
-    scale[-1] = 1.0
+    # In units of each feature's spread, so that one ridge means the same for all; a feature that
+    # hardly varies (the bias above all) tells nothing and is held as tightly as one that does.
+    scale = np.maximum(rows.std(axis=0), 1.0)
     penalty = ridge * scale**2
     weights = _newton(rows, accepted, start, penalty, max_steps=max_steps)
     return Calibrator(**dict(zip(FEATURES, weights.tolist(), strict=True)), num_judged=len(judged))

@@ -1,0 +1,181 @@
+"""Controllers: their published formulas by simulation, and what they do in known worlds."""
+
+import math
+from random import Random
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control import Belief, Calibrator, Controller, CostModel, make_controller
+from eesd_dist.control.draws import Deviate
+from eesd_dist.control.regret import hindsight
+from eesd_dist.errors import ConfigError
+from eesd_dist.types import ControllerName
+from tests.unit.control.worlds import decode, draft_length, evidence, outcome, text
+
+CHEAP = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
+
+
+def controller(
+    name: ControllerName,
+    *,
+    belief: Belief | None = None,
+    cost: CostModel | None = None,
+    seed: int = 7,
+    **config: Any,
+) -> Controller:
+    return make_controller(
+        name,
+        config=SpeculationConfig(**config),
+        belief=belief or Belief(),
+        calibrator=None,
+        rng=Random(seed),
+        cost=cost,
+    )
+
+
+def test_fixed_drafts_its_length_every_round() -> None:
+    fixed = controller("fixed", fixed_length=3)
+    assert [draft_length(fixed, ceiling=8) for _ in range(3)] == [3, 3, 3]
+
+
+def test_threshold_stops_below_eta() -> None:
+    threshold = controller("threshold", threshold=0.6)
+    assert threshold.keep_drafting(evidence(0.6))
+    assert not threshold.keep_drafting(evidence(0.59))
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("fixed", False), ("threshold", True), ("beta", False), ("calibration", True)],
+)
+def test_only_those_that_look_at_evidence_ask_for_it(name: ControllerName, needs: bool) -> None:
+    assert controller(name).needs_evidence is needs
+
+
+@pytest.mark.parametrize("form", ["beta", "gaussian"])
+@pytest.mark.parametrize("cost", [None, CHEAP])
+def test_a_controller_that_only_sees_rejections_gives_up(form: str, cost: CostModel | None) -> None:
+    for name in ("beta", "calibration"):
+        pessimist = controller(name, cost=cost, discount=1.0, calibration_form=form)
+        for _ in range(2_000):
+            pessimist.observe(outcome(1, 0))
+        lengths = [draft_length(pessimist, ceiling=8, top1_prob=0.05) for _ in range(1_000)]
+        assert sum(length > 0 for length in lengths) < 80
+
+
+def test_a_controller_that_gave_up_tries_again() -> None:
+    """Rounds without a draft forget, so that a text that became easy is noticed."""
+    hopeful = controller("beta", cost=CHEAP, discount=0.95)
+    for _ in range(60):
+        hopeful.observe(outcome(8, 0))
+    assert sum(draft_length(hopeful, ceiling=8) > 0 for _ in range(50)) < 10
+    for _ in range(80):
+        hopeful.observe(outcome(0, 0))
+    assert sum(draft_length(hopeful, ceiling=8) > 0 for _ in range(50)) > 20
+
+
+def test_drawn_once_a_round_the_chance_to_continue_is_the_published_product() -> None:
+    alpha, beta, draws = 3.0, 2.0, 20_000
+    belief = Belief(alpha=alpha, beta=beta)
+    beta_ts = controller("beta", belief=belief, stop_rule="bernoulli", redraw="round")
+    lengths = [draft_length(beta_ts, ceiling=6) for _ in range(draws)]
+    for k in range(1, 7):
+        expected = math.prod((alpha + i) / (alpha + beta + i) for i in range(k))
+        assert sum(length >= k for length in lengths) / draws == pytest.approx(expected, abs=0.015)
+
+
+def test_drawn_every_token_only_the_posterior_mean_matters() -> None:
+    draws = 15_000
+    for strength in (1.0, 50.0):
+        belief = Belief(alpha=3 * strength, beta=2 * strength)
+        beta_ts = controller("beta", belief=belief, stop_rule="bernoulli", redraw="token")
+        lengths = [draft_length(beta_ts, ceiling=4) for _ in range(draws)]
+        for k in range(1, 5):
+            share = sum(length >= k for length in lengths) / draws
+            assert share == pytest.approx(0.6**k, abs=0.015)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1000), st.sampled_from(["token", "round"]), st.floats(0.0, 1.0))
+def test_without_weight_on_the_calibration_it_is_beta_ts(
+    seed: int, redraw: str, top1_prob: float
+) -> None:
+    belief = Belief(alpha=5.0, beta=2.0, num_tested=5, num_accepted=4)
+    lengths = [
+        [draft_length(one, ceiling=20, top1_prob=top1_prob) for _ in range(5)]
+        for one in (
+            controller("beta", belief=belief, seed=seed, redraw=redraw, stop_rule="bernoulli"),
+            controller(
+                "calibration",
+                belief=belief,
+                seed=seed,
+                redraw=redraw,
+                stop_rule="bernoulli",
+                calibration_strength=1e-12,
+            ),
+        )
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_calibration_drafts_longer_where_the_exit_head_is_sure() -> None:
+    for form in ("beta", "gaussian"):
+        belief = Belief().after(outcome(8, 5))
+        one = controller("calibration", belief=belief, cost=CHEAP, calibration_form=form)
+        sure = sum(draft_length(one, ceiling=8, top1_prob=0.97) for _ in range(200))
+        unsure = sum(draft_length(one, ceiling=8, top1_prob=0.15) for _ in range(200))
+        assert sure > 3 * unsure
+
+
+def test_the_gaussian_form_mixes_by_precision() -> None:
+    from eesd_dist.control.controllers import CalibratedGaussianPosterior
+
+    posterior = CalibratedGaussianPosterior(
+        calibrator=Calibrator(), prior_std=0.1, variance_floor=0.01
+    )
+    belief = Belief(alpha=9, beta=3, num_tested=10, num_accepted=8)
+    rng = Random(5)
+    draws = [posterior.theta(belief, evidence(0.5), Deviate(rng)) for _ in range(20_000)]
+    # m = 0.5 with variance 0.01; rbar = 0.8 with variance 0.16 / 10 = 0.016
+    mean = (0.5 / 0.01 + 0.8 / 0.016) / (1 / 0.01 + 1 / 0.016)
+    variance = 1 / (1 / 0.01 + 1 / 0.016)
+    assert sum(draws) / len(draws) == pytest.approx(mean, abs=0.003)
+    spread = sum((x - mean) ** 2 for x in draws) / len(draws)
+    assert spread == pytest.approx(variance, rel=0.05)
+
+
+@pytest.mark.parametrize("name", get_args(ControllerName))
+def test_the_same_seed_gives_the_same_choices(name: ControllerName) -> None:
+    tokens = text(Random(1), ease=1.0, spread=1.5, num_tokens=300)
+    runs = [decode(controller(name, cost=CHEAP), tokens, ceiling=8) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("rule", ["optimal", "steady"])
+def test_cost_aware_thompson_sampling_keeps_up_with_the_best_fixed_length(rule: str) -> None:
+    for ease in (3.0, 1.0, -2.0):
+        tokens = text(Random(2), ease=ease, spread=1.5, num_tokens=2_500)
+        rates = []
+        for length in range(9):
+            fixed = controller("fixed", fixed_length=length)
+            rounds = decode(fixed, tokens, ceiling=8)
+            rates.append(hindsight(rounds, cost=CHEAP, max_length=8).rate)
+        for name, least in (("beta", 0.95), ("calibration", 0.98)):
+            rounds = decode(controller(name, cost=CHEAP, stop_rule=rule), tokens, ceiling=8)
+            assert hindsight(rounds, cost=CHEAP, max_length=8).rate > least * max(rates)
+
+
+def test_a_cost_aware_rule_without_costs_is_refused_with_advice() -> None:
+    with pytest.raises(ConfigError, match="start-up profile"):
+        controller("beta", stop_rule="optimal")
+
+
+def test_evidence_that_is_not_a_number_costs_speed_alone() -> None:
+    for form in ("beta", "gaussian"):
+        one = controller("calibration", cost=CHEAP, calibration_form=form)
+        one.begin_round()
+        assert isinstance(one.keep_drafting(evidence(math.nan)), bool)

@@ -1,0 +1,99 @@
+"""Costs, and the length that earns most by them."""
+
+from itertools import accumulate
+from operator import mul
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eesd_dist.control import CostModel
+from eesd_dist.control.stopping import OptimalStop, SteadyStop
+from eesd_dist.errors import ConfigError
+from tests.unit.control.worlds import outcome
+
+thetas = st.floats(0.0, 1.0)
+drafts = st.floats(0.01, 1.0)
+slopes = st.floats(0.0, 0.3)
+
+
+def _linear(draft_step_s: float, slope: float) -> CostModel:
+    verify_s = tuple(1.0 + slope * i for i in range(9))
+    return CostModel(draft_step_s=draft_step_s, verify_s=verify_s, round_s=0.1)
+
+
+def _length(stop: OptimalStop | SteadyStop, theta: float) -> int:
+    stop.begin_round()
+    return next((k for k in range(8) if not stop.goes_on(theta)), 8)
+
+
+@given(thetas, drafts, slopes)
+def test_with_one_theta_the_optimal_rule_finds_the_length_of_highest_rate(
+    theta: float, draft_step_s: float, slope: float
+) -> None:
+    cost = _linear(draft_step_s, slope)
+    survival = list(accumulate([theta] * 8, mul))
+    length = _length(OptimalStop(cost=cost, max_draft_tokens=8), theta)
+    best = max(cost.rate(k, survival) for k in range(9))
+    assert cost.rate(length, survival) == pytest.approx(best)
+
+
+@given(thetas, drafts, slopes)
+def test_on_convex_costs_it_is_the_published_rule_of_one_step(
+    theta: float, draft_step_s: float, slope: float
+) -> None:
+    cost = _linear(draft_step_s, slope)
+    length, survival, tokens, best = 0, 1.0, 1.0, 1.0 / cost.seconds(0)
+    while length < 8:
+        marginal = survival * theta / (cost.seconds(length + 1) - cost.seconds(length))
+        if marginal <= best * (1 + 1e-9):
+            break
+        length += 1
+        survival *= theta
+        tokens += survival
+        best = max(best, tokens / cost.seconds(length))
+    assert abs(_length(OptimalStop(cost=cost, max_draft_tokens=8), theta) - length) <= (
+        1 if abs(marginal / best - 1) < 1e-6 else 0
+    )
+
+
+def test_a_step_in_verify_time_does_not_hide_the_longer_drafts_behind_it() -> None:
+    """Kernels work in blocks of rows: the fifth row costs much, the sixth to eighth nothing."""
+    cost = CostModel(draft_step_s=0.05, verify_s=(1.0,) * 4 + (1.4,) * 4)
+    assert _length(OptimalStop(cost=cost, max_draft_tokens=7), 0.95) == 7
+
+
+def test_when_drafting_never_pays_nothing_is_drafted() -> None:
+    cost = _linear(1.2, 0.2)
+    assert _length(OptimalStop(cost=cost, max_draft_tokens=8), 0.95) == 0
+    assert _length(SteadyStop(cost=cost, max_draft_tokens=8, theta=0.95), 0.95) == 0
+
+
+def test_the_steady_rule_settles_on_the_best_length_of_a_steady_world() -> None:
+    cost, rng, theta = _linear(0.1, 0.03), Random(5), 0.8
+    stop = SteadyStop(cost=cost, max_draft_tokens=8, theta=0.2)
+    lengths = []
+    for _ in range(300):
+        lengths.append(_length(stop, theta))
+        accepted = next((i for i in range(lengths[-1]) if rng.random() >= theta), lengths[-1])
+        stop.observe(outcome(lengths[-1], accepted))
+    best = cost.best_length(list(accumulate([theta] * 8, mul)))
+    assert abs(sum(lengths[100:]) / 200 - best) <= 1
+
+
+def test_beyond_the_table_the_last_slope_goes_on() -> None:
+    cost = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.1, 1.3))
+    assert cost.verify(4) == pytest.approx(1.7)
+    assert CostModel(draft_step_s=0.1, verify_s=(1.0,)).verify(5) == 1.0
+
+
+def test_costs_survive_json_and_nonsense_is_refused() -> None:
+    cost = _linear(0.1, 0.03)
+    assert CostModel.from_json(cost.to_json()) == cost
+    with pytest.raises(ConfigError, match="verify_s"):
+        CostModel.from_json({"draft_step_s": 0.1})
+    with pytest.raises(ConfigError, match="seconds"):
+        CostModel.from_json({"verify_s": ["fast"], "draft_step_s": 0.1})
+    with pytest.raises(ConfigError, match="profile"):
+        CostModel(draft_step_s=0.1, verify_s=())
