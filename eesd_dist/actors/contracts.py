@@ -1,0 +1,161 @@
+"""What the actors are told, what they answer, and what they need to be given.
+
+Values are frozen and travel between processes; nothing here imports torch, so that a pipeline
+replica, which only watches and passes on, stays thin. An item of a token stream is either the
+emissions of one or more rounds or the error that ended the stream: errors are handed over as
+values, because a raised one would reach the other side wrapped in Ray's own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EesdError
+from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats
+
+StreamItem = tuple[Emission, ...] | EesdError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One membership of a pipeline: who may talk to whom. A rank of an older one is ignored."""
+
+    number: int
+    store: Address
+    num_verify_ranks: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """The process behind an actor."""
+
+    pid: int
+    host: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopEnd:
+    """Why an actor's data-plane loop has ended; no error when it was asked to."""
+
+    error: EesdError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """A drafting actor's counts, for whoever watches."""
+
+    num_rounds: int
+    last_round_unix_s: float
+    """0 before the first round."""
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterNews:
+    """What the drafting actor tells the router, a few rounds at a time."""
+
+    pipeline: str
+    admitted: tuple[tuple[RequestId, str], ...]
+    """Requests and their workload classes."""
+    outcomes: tuple[Outcome, ...]
+    finished: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryOptions:
+    """Who watches, and under which name."""
+
+    model_name: str
+    otlp_endpoint: str | None = None
+    """OTLP over HTTP, when there is a collector."""
+    trace_folder: str | None = None
+    """Spans as files, when there is none."""
+
+
+class StepLike(Protocol):
+    """One turn of the round loop, as the drafting actor reads it."""
+
+    @property
+    def emissions(self) -> tuple[Emission, ...]: ...
+    @property
+    def rounds(self) -> tuple[RoundStats, ...]: ...
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]: ...
+    @property
+    def finished(self) -> tuple[RequestId, ...]: ...
+
+
+class LoadLike(Protocol):
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+
+
+class DraftMember(Protocol):
+    """The drafting actor's part of one generation."""
+
+    def add(self, request: Request) -> None: ...
+    def drop(self, request_id: RequestId) -> None: ...
+    def step(self, *, wait_s: float) -> StepLike: ...
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None: ...
+    def load(self) -> LoadLike: ...
+
+    def abort(self) -> None:
+        """Makes a blocked `step` raise at once, from another thread."""
+        ...
+
+
+class VerifyMember(Protocol):
+    """A verify rank's part of one generation."""
+
+    def run(self) -> None:
+        """The blocking loop; returns when the draft stage has closed the channel."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class Stages(Protocol):
+    """What runs inside an actor: the model's stages, or a toy in their place."""
+
+    def host_store(self) -> Address:
+        """A fresh rendezvous store in this process; the one before it may go."""
+        ...
+
+    def connect_draft(self, generation: Generation) -> None:
+        """Opens the drafting actor's connection; verify rank 0 opens its end at the same time."""
+        ...
+
+    def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
+        """Takes the drafting part, once every verify rank is ready for rounds.
+
+        Live requests of the generation before are kept and computed again from their tokens,
+        unless everything is to be built `anew`.
+        """
+        ...
+
+    def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember: ...
+
+
+StagesFactory = Callable[[EngineConfig, TelemetryOptions], Stages]
+"""Called inside the actor's process; it must be importable by name."""

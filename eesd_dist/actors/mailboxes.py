@@ -1,0 +1,73 @@
+"""One mailbox per live request, between the loop that makes tokens and the streams they leave by.
+
+Lives in an actor's event loop. A slow reader is never waited for: emissions that pile up leave
+together. A mailbox outlives a generation; what ends it is the last token, an error or its reader.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from eesd_dist.actors.contracts import StreamItem
+from eesd_dist.errors import EesdError, EngineError, RequestError
+from eesd_dist.types import Emission, RequestId
+
+
+class Mailbox:
+    def __init__(self) -> None:
+        self._emissions: list[Emission] = []
+        self._error: EesdError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, emission: Emission) -> None:
+        self._emissions.append(emission)
+        self._arrived.set()
+
+    def fail(self, error: EesdError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> StreamItem:
+        """Everything that has arrived; tokens before the error that followed them."""
+        while True:
+            if self._emissions:
+                taken = tuple(self._emissions)
+                self._emissions.clear()
+                return taken
+            if self._error is not None:
+                return self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+
+
+class Mailboxes:
+    def __init__(self) -> None:
+        self._boxes: dict[RequestId, Mailbox] = {}
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def open(self, request_id: RequestId) -> Mailbox:
+        if request_id in self._boxes:
+            raise RequestError(
+                f"request id {request_id} is already being served: choose another",
+                param="request_id",
+            )
+        box = self._boxes[request_id] = Mailbox()
+        return box
+
+    def close(self, request_id: RequestId) -> None:
+        """Whoever still reads from it is told that the request was cancelled."""
+        box = self._boxes.pop(request_id, None)
+        if box is not None:
+            box.fail(EngineError(f"request {request_id} was cancelled"))
+
+    def deliver(self, emissions: Iterable[Emission]) -> None:
+        """Emissions of requests whose reader has left are dropped."""
+        for emission in emissions:
+            box = self._boxes.get(emission.request_id)
+            if box is not None:
+                box.put(emission)
+
+    def fail_all(self, error: EesdError) -> None:
+        for box in self._boxes.values():
+            box.fail(error)

@@ -1,0 +1,40 @@
+"""What is true of every process that an actor runs in.
+
+Said once, when an actor is built: never at import, and never changed later.
+"""
+
+import os
+import socket
+
+import ray
+
+from eesd_dist.actors.contracts import Stages, TelemetryOptions, Whereabouts
+from eesd_dist.config import EngineConfig
+
+
+def prepare_process() -> None:
+    """Nothing an actor needs lies on a hub, and one thread more than asked for is one too many."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables that must stand before torch is imported, so before the process starts."""
+    count = str(num_threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+
+
+def whereabouts() -> Whereabouts:
+    return Whereabouts(
+        pid=os.getpid(),
+        host=ray.util.get_node_ip_address() or socket.gethostname(),
+        node_id=ray.get_runtime_context().get_node_id(),
+    )
+
+
+def engine_stages(config: EngineConfig, telemetry: TelemetryOptions) -> Stages:
+    """The real stages. Imported here, so that only the processes which run them pay for torch."""
+    from eesd_dist.actors.stages import EngineStages
+
+    return EngineStages(config, telemetry)

@@ -1,0 +1,152 @@
+"""The real stages inside the actors: engine and verify ranks over torch.distributed groups.
+
+The only file of the actors that imports torch; a pipeline replica hands on its name and never
+loads it. Groups are called `rounds` (drafting actor and verify rank 0) and `verify` (the tensor-
+parallel group); both belong to one generation and are dropped with it.
+"""
+
+from collections.abc import Mapping
+
+import ray
+import torch
+
+from eesd_dist.actors.contracts import (
+    Address,
+    DraftMember,
+    Generation,
+    TelemetryOptions,
+    VerifyMember,
+)
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_draft_engine, build_verify_stage, layout_of
+from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
+from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
+from eesd_dist.transport.group import ProcessGroup, SingleGroup
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.types import Request, RequestId
+
+_DRAFTER = "drafting actor"
+
+
+class EngineStages:
+    """One per actor process; keeps what outlives a generation."""
+
+    def __init__(self, config: EngineConfig, telemetry: TelemetryOptions) -> None:
+        torch.set_num_threads(config.parallel.num_threads)
+        self._config = config
+        self._telemetry = telemetry
+        self._device = layout_of(config).device
+        self._here = ray.util.get_node_ip_address()
+        self._store: StoreHost | None = None
+        """None until this process is asked to host one."""
+        self._rounds: ProcessGroup | None = None
+        """The newest generation's way to verify rank 0; None before the first."""
+        self._engine: EngineCore | None = None
+        """None until the first generation has come about, and while a new one is built."""
+
+    def host_store(self) -> Address:
+        self._store = StoreHost(address=self._here, timeout_s=self._config.parallel.timeout_s)
+        return Address(host=self._here, port=self._store.port)
+
+    def connect_draft(self, generation: Generation) -> None:
+        self._rounds = self._join(generation, "rounds", 0, (_DRAFTER, "verify rank 0"))
+
+    def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
+        group = self._rounds
+        assert group is not None, "connect_draft comes first"
+        channel = DistVerifyChannel(group)
+        if anew or self._engine is None:
+            self._engine = None
+            self._engine = self._build_engine(channel, generation)
+        else:
+            self._engine.attach(channel, generation=generation.number)
+        return _Drafting(self._engine, group)
+
+    def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember:
+        groups: list[ProcessGroup] = []
+        if rank == 0:
+            groups.append(self._join(generation, "rounds", 1, (_DRAFTER, "verify rank 0")))
+        size = generation.num_verify_ranks
+        if size == 1:
+            stage = build_verify_stage(self._config, SingleGroup())
+        else:
+            names = tuple(f"verify rank {r}" for r in range(size))
+            tensor_group = self._join(generation, "verify", rank, names)
+            groups.append(tensor_group)
+            stage = build_verify_stage(self._config, tensor_group)
+        return _Verifying(stage, groups, leads=rank == 0)
+
+    def _build_engine(self, channel: DistVerifyChannel, generation: Generation) -> EngineCore:
+        speculation = self._config.speculation
+        # Beliefs for when the router is silent; it knows more workloads than this pipeline does.
+        book = BeliefBook(ceiling=speculation.max_draft_tokens, discount=speculation.discount)
+        return build_draft_engine(self._config, channel, generation=generation.number, book=book)
+
+    def _join(
+        self, generation: Generation, name: str, rank: int, members: tuple[str, ...]
+    ) -> ProcessGroup:
+        store = connect_store(
+            generation.store.host, generation.store.port, timeout_s=generation.timeout_s
+        )
+        return build_group(
+            store,
+            generation=generation.number,
+            name=name,
+            rank=rank,
+            size=len(members),
+            timeout_s=generation.timeout_s,
+            device=self._device,
+            address=self._here,
+            members=members,
+        )
+
+
+class _Drafting:
+    """The engine over one generation's channel."""
+
+    def __init__(self, engine: EngineCore, group: ProcessGroup) -> None:
+        self._engine = engine
+        self._group = group
+
+    def add(self, request: Request) -> None:
+        self._engine.add(request)
+
+    def drop(self, request_id: RequestId) -> None:
+        self._engine.abort(request_id)
+
+    def step(self, *, wait_s: float) -> StepResult:
+        return self._engine.step(wait_s=wait_s)
+
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
+        self._engine.apply_plans(plans)
+
+    def load(self) -> EngineLoad:
+        return self._engine.load()
+
+    def abort(self) -> None:
+        self._group.abort("the generation was ended")
+
+
+class _Verifying:
+    """One verify rank's loop in one generation."""
+
+    def __init__(self, stage: VerifyStage, groups: list[ProcessGroup], *, leads: bool) -> None:
+        self._stage = stage
+        self._groups = groups
+        # Built now: from here on the drafting actor may send.
+        self._source = DistRoundSource(groups[0]) if leads else None
+
+    def run(self) -> None:
+        try:
+            if self._source is not None:
+                serve_rounds(self._stage, self._source)
+            else:
+                follow_rounds(self._stage)
+        finally:
+            self.abort()  # whoever waits for this rank need not wait for a deadline
+
+    def abort(self) -> None:
+        for group in self._groups:
+            group.abort("the generation was ended")

@@ -1,0 +1,112 @@
+"""What the drafting actor shows of itself: metrics, spans, the latest rounds.
+
+Fed from the statistics that rounds return, after their tokens have left; it measures only when
+requests came and when their tokens went. It can be left out without a trace in the rest.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from eesd_dist.actors.contracts import LoadLike, StepLike, TelemetryOptions
+from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.types import Emission, FinishReason, Request, RequestId, RoundStats
+
+_ROUNDS_KEPT = 2048
+
+
+class _Watched:
+    """One live request, as seen from the drafting actor."""
+
+    def __init__(self, request: Request) -> None:
+        self._num_prompt_tokens = len(request.prompt)
+        self._arrived_s = time.monotonic()
+        self._first_s: float | None = None
+        self._last_s = self._arrived_s
+        self._queue_s = 0.0
+        self._inter_token_s: list[float] = []
+
+    def saw(self, emission: Emission) -> None:
+        now_s = time.monotonic()
+        if emission.queue_s is not None:
+            self._queue_s = emission.queue_s
+        if not emission.tokens:
+            return
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._inter_token_s.append((now_s - self._last_s) / len(emission.tokens))
+        self._last_s = now_s
+
+    def timings(self, reason: FinishReason) -> RequestTimings:
+        return RequestTimings(
+            num_prompt_tokens=self._num_prompt_tokens,
+            finish_reason=reason,
+            queue_s=self._queue_s,
+            e2e_s=time.monotonic() - self._arrived_s,
+            time_to_first_token_s=(
+                None if self._first_s is None else self._first_s - self._arrived_s
+            ),
+            inter_token_s=tuple(self._inter_token_s),
+        )
+
+
+class DraftWatch:
+    """Lives in the drafting actor's event loop."""
+
+    def __init__(self, options: TelemetryOptions, *, pipeline: str) -> None:
+        self._metrics = ServiceMetrics(model_name=options.model_name)
+        self._tracing = tracing_of(options, process=f"{pipeline}-draft")
+        self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
+        self._requests: dict[RequestId, _Watched] = {}
+
+    def arrived(self, request: Request) -> None:
+        self._requests[request.request_id] = _Watched(request)
+
+    def saw(self, result: StepLike) -> None:
+        for emission in result.emissions:
+            watched = self._requests.get(emission.request_id)
+            if watched is None:
+                continue
+            watched.saw(emission)
+            if emission.finish_reason is not None:
+                self._ended(emission.request_id, emission.finish_reason)
+        for stats in result.rounds:
+            self._rounds.append(stats)
+            self._metrics.observe_round(stats)
+            self._tracing.record_round(stats)
+
+    def left(self, request_id: RequestId) -> None:
+        """Its reader has gone, or it has failed."""
+        self._ended(request_id, FinishReason.ABORT)
+
+    def page(self, load: LoadLike | None) -> bytes:
+        """What a Prometheus server would scrape here."""
+        if load is not None:
+            used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
+            self._metrics.observe_load(
+                num_running=load.num_running, num_waiting=load.num_waiting, kv_usage=used
+            )
+        return self._metrics.render()
+
+    def rounds(self) -> Sequence[RoundStats]:
+        return tuple(self._rounds)
+
+    def flush(self) -> None:
+        self._tracing.flush()
+
+    def _ended(self, request_id: RequestId, reason: FinishReason) -> None:
+        watched = self._requests.pop(request_id, None)
+        if watched is not None:
+            self._metrics.observe_request(watched.timings(reason))
+
+
+def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
+    """By the options; off when they name neither a collector nor a folder."""
+    return make_tracing(
+        process=process,
+        endpoint=options.otlp_endpoint,
+        folder=Path(options.trace_folder) if options.trace_folder is not None else None,
+    )

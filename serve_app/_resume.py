@@ -1,0 +1,82 @@
+"""A stream that goes on where it was broken off.
+
+A request is its prompt, its parameters, its seed and its tokens so far: whoever holds these can
+submit it again, to the same engine or another, and receive the tokens that were still to come.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from eesd_dist.actors.contracts import StreamItem
+from eesd_dist.errors import CapacityError, EesdError, EngineError, PeerLost
+from eesd_dist.types import Emission, Request
+
+logger = logging.getLogger(__name__)
+
+_BREATH_S = 0.25
+"""Who has lost a peer may know it sooner than those who will replace it."""
+
+Source = Callable[[Request], AsyncGenerator[StreamItem, None]]
+
+
+async def resumed(
+    request: Request,
+    *,
+    source: Source,
+    until_whole: Callable[[EesdError], Awaitable[None]],
+    max_interruptions: int,
+) -> AsyncGenerator[tuple[Emission, ...], None]:
+    """The request's emissions to the last, over as many submissions as it takes.
+
+    A lost peer is waited out by `until_whole`, which raises when it has taken too long. A request
+    that is interrupted again and again may be what breaks its engine, and is given up. Any other
+    error is the request's own and is raised, except that a stream which has begun is never
+    refused for lack of room.
+    """
+    num_interruptions = 0
+    while True:
+        try:
+            async with aclosing(_until_error(source, request)) as parts:
+                async for emissions in parts:
+                    request = _with_tokens(request, emissions)
+                    yield emissions
+                    if emissions[-1].finish_reason is not None:
+                        return
+            lost: EesdError = PeerLost(
+                peer="pipeline", operation="stream", reason="it ended without a last token"
+            )
+        except PeerLost as error:
+            lost = error
+        except CapacityError as error:
+            if not request.generated:
+                raise
+            lost = error
+        num_interruptions += 1
+        logger.warning(
+            "stream interrupted: request=%s tokens=%d error=%s",
+            request.request_id,
+            len(request.generated),
+            lost,
+        )
+        if num_interruptions > max_interruptions:
+            raise EngineError(f"given up after {num_interruptions} interruptions: {lost}") from lost
+        await asyncio.sleep(_BREATH_S)
+        await until_whole(lost)
+
+
+async def _until_error(
+    source: Source, request: Request
+) -> AsyncGenerator[tuple[Emission, ...], None]:
+    async with aclosing(source(request)) as items:
+        async for item in items:
+            if isinstance(item, EesdError):
+                raise item
+            yield item
+
+
+def _with_tokens(request: Request, emissions: tuple[Emission, ...]) -> Request:
+    new = tuple(token for emission in emissions for token in emission.tokens)
+    return replace(request, generated=request.generated + new)

@@ -1,0 +1,62 @@
+"""The composition root: from a configuration to a Serve application.
+
+`build_app` starts nothing. It is what a Serve YAML names (`import_path: serve_app.app:build_app`,
+the configuration under `args`) and what `eesd serve` runs. Classes are wrapped here and not where
+they are defined: a decorated class would be pickled by value, module and all.
+"""
+
+from collections.abc import Mapping
+
+from ray import serve
+from ray.serve import Application
+
+from eesd_dist.actors.contracts import StagesFactory
+from eesd_dist.actors.process import engine_stages
+from serve_app.config import ServiceConfig, service_config
+from serve_app.ingress import Ingress
+from serve_app.pipeline import Pipeline
+
+_MANY = 100_000
+"""Serve's own limit on live requests: out of the way, since the engine's queue is the one bound."""
+
+
+def build_app(
+    args: Mapping[str, object] | ServiceConfig, *, stages: StagesFactory = engine_stages
+) -> Application:
+    """Raises ConfigError for a tree that does not fit; `stages` lets tests replace the model."""
+    config = args if isinstance(args, ServiceConfig) else service_config(dict(args))
+    pipelines = serve.deployment(
+        Pipeline,
+        name="Pipeline",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MANY,
+        health_check_period_s=2.0,
+        # Weights are loaded before the first check is answered.
+        health_check_timeout_s=config.recovery.load_timeout_s,
+        graceful_shutdown_timeout_s=config.recovery.drain_s,
+        max_constructor_retry_count=1,
+        **_how_many(config),
+    ).bind(config, stages)
+    ingress = serve.deployment(
+        serve.ingress(None)(Ingress),
+        name="Ingress",
+        num_replicas=config.num_ingresses,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=config.recovery.drain_s,
+        max_constructor_retry_count=1,
+    ).bind(config, pipelines)
+    return ingress
+
+
+def _how_many(config: ServiceConfig) -> dict[str, object]:
+    wanted = config.pipelines
+    if wanted.min_count == wanted.max_count:
+        return {"num_replicas": wanted.min_count}
+    return {
+        "autoscaling_config": {
+            "min_replicas": wanted.min_count,
+            "max_replicas": wanted.max_count,
+            "target_ongoing_requests": wanted.target_live_requests,
+        }
+    }

@@ -1,0 +1,206 @@
+"""The configuration of a service: one frozen tree, from a YAML file, flags or Serve's `args`.
+
+An engine's own settings are `eesd_dist.config`; here stands what surrounds it: where its actors
+are placed, how the service is reached, how long it may take to heal.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from eesd_dist.actors.contracts import TelemetryOptions
+from eesd_dist.config import EngineConfig, Section
+from eesd_dist.errors import ConfigError
+
+BUNDLED_MODEL = Path(__file__).parent / "demo_model"
+
+
+class BundleConfig(Section):
+    """What one actor reserves on its node."""
+
+    num_cpus: PositiveFloat = 0.5
+    """Logical CPUs: for placing actors, not a limit on what they use."""
+
+    num_gpus: NonNegativeFloat | None = None
+    """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs."""
+
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Custom Ray resources, for nodes that offer them."""
+
+
+class PlacementConfig(Section):
+    """Where the actors of one pipeline stand: one placement group of one bundle each."""
+
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's four: together if possible, apart if possible, or nowhere else."""
+
+    draft: BundleConfig = BundleConfig()
+    """The drafting actor."""
+
+    verify: BundleConfig = BundleConfig()
+    """Each verify rank."""
+
+    timeout_s: PositiveFloat = 120.0
+    """Longest wait for the cluster to offer the bundles, autoscaling included."""
+
+
+class PipelinesConfig(Section):
+    """How many pipelines serve at the same time."""
+
+    min_count: PositiveInt = 1
+    """Pipelines that are always there."""
+
+    max_count: PositiveInt = 1
+    """Above `min_count`, Serve adds and drains pipelines by the number of live requests."""
+
+    target_live_requests: PositiveFloat = 16.0
+    """Live requests one pipeline is meant to have."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.max_count < self.min_count:
+            raise ValueError(
+                f"max_count is {self.max_count}, below min_count {self.min_count}: raise max_count"
+            )
+        return self
+
+
+class RecoveryConfig(Section):
+    """What happens when a process or link of a pipeline is lost."""
+
+    stream_pause_s: PositiveFloat = 30.0
+    """Longest a stream waits for the pipeline to be whole again; then it ends with an error."""
+
+    load_timeout_s: PositiveFloat = 900.0
+    """Longest a start may take: processes, weights, first rounds."""
+
+    drain_s: PositiveFloat = 20.0
+    """How long streams may go on when the service or a pipeline is taken down."""
+
+    max_interruptions: PositiveInt = 4
+    """So many within `window_s`, and live requests are ended with an error: one of them may be
+    what breaks the pipeline."""
+
+    window_s: PositiveFloat = 60.0
+    """The time in which interruptions are counted."""
+
+
+class HealthConfig(Section):
+    """When the service calls itself healthy."""
+
+    fresh_s: PositiveFloat = 10.0
+    """A round this recent is proof enough; otherwise one token is generated to see."""
+
+    probe_timeout_s: PositiveFloat = 5.0
+    """How long that token may take."""
+
+
+class RouterConfig(Section):
+    """The control plane's one actor."""
+
+    name: str = "eesd-router"
+    """Ray name; one router serves all pipelines that name it."""
+
+    namespace: str = "eesd"
+    """Ray namespace of that name."""
+
+    checkpoint: Path | None = None
+    """File the beliefs are kept in; None forgets them with the actor."""
+
+    checkpoint_every_s: PositiveFloat = 5.0
+    """How much learning a crash may cost."""
+
+    heartbeat_s: PositiveFloat = 1.0
+    """How often a pipeline says that it is there."""
+
+    expiry_s: PositiveFloat = 5.0
+    """A pipeline silent for so long is forgotten."""
+
+
+class TelemetryConfig(Section):
+    """Where the time of a request went, for those who want to know. Off by default."""
+
+    otlp_endpoint: str | None = None
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://localhost:4318."""
+
+    trace_folder: Path | None = None
+    """Folder for span files, one per process, where there is no collector."""
+
+
+class ServiceConfig(Section):
+    """Everything one service is made from."""
+
+    engine: EngineConfig
+    """Model, cache, scheduler, speculation, parallelism."""
+
+    model_name: str | None = None
+    """Name in the API; None takes the model folder's."""
+
+    app_name: str = "eesd"
+    """Name of the Serve application."""
+
+    host: str = "127.0.0.1"
+    """Address the HTTP service listens on."""
+
+    port: PositiveInt = 8000
+    """Its port."""
+
+    api_key_env: str = "EESD_API_KEY"
+    """Environment variable with the key clients must send; unset or empty: no key is asked for."""
+
+    num_ingresses: PositiveInt = 1
+    """HTTP replicas; they hold no state."""
+
+    pipelines: PipelinesConfig = PipelinesConfig()
+    placement: PlacementConfig = PlacementConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    health: HealthConfig = HealthConfig()
+    router: RouterConfig = RouterConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def served_model_name(self) -> str:
+        return self.model_name or self.engine.model.path.resolve().name
+
+    @property
+    def telemetry_options(self) -> TelemetryOptions:
+        folder = self.telemetry.trace_folder
+        return TelemetryOptions(
+            model_name=self.served_model_name,
+            otlp_endpoint=self.telemetry.otlp_endpoint,
+            trace_folder=None if folder is None else str(folder.resolve()),
+        )
+
+
+def read_service_config(path: Path) -> dict[str, object]:
+    """The YAML file's tree, not yet checked: flags may still change it."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}: give --config a file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: found {type(tree).__name__}, expected a mapping of sections")
+    return tree
+
+
+def service_config(tree: dict[str, object]) -> ServiceConfig:
+    """Checks a whole tree; the error names the key, what was found and what was expected."""
+    try:
+        return ServiceConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        more = error.error_count() - 1
+        also = f" (and {more} more)" if more else ""
+        raise ConfigError(f"{key}: {first['msg']}, found {first['input']!r}{also}") from error

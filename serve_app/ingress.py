@@ -1,0 +1,81 @@
+"""The HTTP end of the service: one stateless FastAPI application on Serve.
+
+Everything about HTTP and the OpenAI dialect is `serve_app.openai`; here it is only given its
+surroundings: a client that reaches the pipelines, a tokenizer, a health check, metrics.
+"""
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI
+
+from eesd_dist.actors.process import prepare_process
+from eesd_dist.actors.watch import tracing_of
+from eesd_dist.errors import EngineError
+from eesd_dist.text import Tokenizer
+from serve_app._metrics import merged
+from serve_app._service_client import ServiceClient
+from serve_app.config import ServiceConfig
+from serve_app.openai.api import build_api
+
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class Ingress:
+    """Deployed by `serve_app.app`."""
+
+    def __init__(self, config: ServiceConfig, pipelines: Any) -> None:
+        prepare_process()
+        self._config = config
+        self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
+        self._client = ServiceClient(pipelines, recovery=config.recovery, tracing=self._tracing)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        config = self._config
+        app = build_api(
+            self._client,
+            tokenizer=Tokenizer.load(config.engine.model.path),
+            model_name=config.served_model_name,
+            max_model_len=_max_model_len(config),
+            health=self._health,
+            metrics=self._metrics,
+            tracing=self._tracing,
+            api_key=os.environ.get(config.api_key_env) or None,
+            created_unix_s=int(time.time()),
+        )
+        app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
+        app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
+        return app
+
+    async def _health(self) -> str | None:
+        """Healthy as soon as one pipeline is."""
+        timeout_s = self._config.health.probe_timeout_s + _ANSWER_TIMEOUT_S
+        try:
+            answers = await self._client.health(timeout_s=timeout_s)
+        except EngineError as error:
+            return str(error)
+        if any(answer.is_healthy for answer in answers):
+            return None
+        return "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
+
+    async def _metrics(self) -> bytes:
+        return merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
+
+    async def _rounds(self) -> dict[str, object]:
+        """Where the time of the latest rounds went."""
+        rounds = await self._client.rounds(timeout_s=_ANSWER_TIMEOUT_S)
+        return {"rounds": [asdict(stats) for stats in rounds]}
+
+    async def _pipelines(self) -> dict[str, object]:
+        """Which processes serve, and how often they were interrupted."""
+        states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
+        return {"pipelines": [asdict(state) for state in states]}
+
+
+def _max_model_len(config: ServiceConfig) -> int:
+    # Imports torch, which the tokenizer has already brought into this process.
+    from eesd_dist.engine.build import layout_of
+
+    return layout_of(config.engine).max_model_len

@@ -1,0 +1,176 @@
+"""Stages without a model, for tests of what surrounds them.
+
+The token at position i of a request with seed s is (s + i) % 1000, a few a round, so that a test
+knows every text in advance and sees at once when one was lost, repeated or resumed wrongly. Verify
+ranks only wait. Nothing imports torch.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from eesd_dist.actors.contracts import Address, Generation, Stages, TelemetryOptions
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import CheckpointError, QueueFull
+from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.types import (
+    Emission,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestId,
+    RoundStats,
+    TokenId,
+)
+
+TOKENS_PER_ROUND = 2
+ROUND_S = 0.02
+
+
+def toy_token(request: Request, position: int) -> TokenId:
+    return TokenId((request.sampling.seed + position) % 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyStep:
+    emissions: tuple[Emission, ...] = ()
+    rounds: tuple[RoundStats, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    finished: tuple[RequestId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyLoad:
+    num_running: int
+    num_waiting: int = 0
+    free_pages: int
+    num_pages: int = 100
+
+
+class ToyDrafter:
+    """A whole engine: keeps its requests from one generation to the next."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._live: dict[RequestId, Request] = {}
+        self._num_rounds = 0
+
+    def add(self, request: Request) -> None:
+        with self._lock:
+            if len(self._live) >= self._config.scheduler.max_waiting:
+                raise QueueFull(num_waiting=len(self._live), limit=len(self._live))
+            self._live[request.request_id] = request
+
+    def drop(self, request_id: RequestId) -> None:
+        with self._lock:
+            self._live.pop(request_id, None)
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        time.sleep(ROUND_S)
+        with self._lock:
+            emissions = tuple(self._advance(request) for request in list(self._live.values()))
+        if not emissions:
+            return ToyStep()
+        self._num_rounds += 1
+        return ToyStep(
+            emissions=emissions,
+            rounds=(_stats(self._num_rounds, emissions),),
+            outcomes=tuple(
+                Outcome(request_id=e.request_id, num_drafted=1, num_accepted=e.num_accepted)
+                for e in emissions
+            ),
+            finished=tuple(e.request_id for e in emissions if e.finish_reason is not None),
+        )
+
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
+        del plans
+
+    def load(self) -> ToyLoad:
+        with self._lock:
+            return ToyLoad(num_running=len(self._live), free_pages=100 - len(self._live))
+
+    def abort(self) -> None:
+        return
+
+    def _advance(self, request: Request) -> Emission:
+        done = len(request.generated)
+        count = min(TOKENS_PER_ROUND, request.sampling.max_tokens - done)
+        start = len(request.prompt) + done
+        tokens = tuple(toy_token(request, start + i) for i in range(count))
+        is_last = done + count >= request.sampling.max_tokens
+        if is_last:
+            del self._live[request.request_id]
+        else:
+            self._live[request.request_id] = replace(request, generated=request.generated + tokens)
+        return Emission(
+            request_id=request.request_id,
+            tokens=tokens,
+            num_accepted=count - 1,
+            num_drafted=1,
+            finish_reason=FinishReason.LENGTH if is_last else None,
+        )
+
+
+def _stats(round_id: int, emissions: tuple[Emission, ...]) -> RoundStats:
+    return RoundStats(
+        round_id=round_id,
+        cohort=0,
+        num_requests=len(emissions),
+        num_rows=2 * len(emissions),
+        num_prefill_rows=0,
+        num_drafted=len(emissions),
+        num_accepted=sum(e.num_accepted for e in emissions),
+        num_emitted=sum(len(e.tokens) for e in emissions),
+        plan_s=0.0,
+        draft_s=ROUND_S,
+        transfer_s=0.0,
+        verify_s=0.0,
+        commit_s=0.0,
+        started_unix_s=time.time(),
+        request_ids=tuple(e.request_id for e in emissions),
+        drafted_by_position=(len(emissions),),
+        accepted_by_position=(sum(e.num_accepted for e in emissions),),
+    )
+
+
+class ToyRank:
+    def __init__(self) -> None:
+        self._left = threading.Event()
+
+    def run(self) -> None:
+        self._left.wait()
+
+    def abort(self) -> None:
+        self._left.set()
+
+
+class ToyStages:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._drafter = ToyDrafter(config)
+
+    def host_store(self) -> Address:
+        return Address(host="nowhere", port=1)
+
+    def connect_draft(self, generation: Generation) -> None:
+        del generation
+
+    def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+        if anew:
+            self._drafter = ToyDrafter(self._config)
+        return self._drafter
+
+    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+        if not os.path.isdir(self._config.model.path):
+            raise CheckpointError(
+                file=self._config.model.path, found="nothing", expected="a model folder"
+            )
+        return ToyRank()
+
+
+def toy_stages(config: EngineConfig, telemetry: TelemetryOptions) -> Stages:
+    del telemetry
+    return ToyStages(config)
