@@ -1,0 +1,305 @@
+"""The verify channel between processes, and how verify rank 0 shares a round with its followers.
+
+A round is a frame, followed by what does not fit in it; so is a reply. `send` only starts the
+transfers: their tensors belong to the channel until the round's reply is here. A thread of the
+draft end receives replies, so that drafting can go on and a lost peer is noticed even while nobody
+waits.
+
+Two kinds of wait. Between rounds both verify ends wait as long as their peer lives (a cut link ends
+that wait too, by keepalive). Within a round every wait has the group's deadline; when it passes,
+the group is aborted, because a link on which a message came late is of no further use.
+
+Nothing here knows what a round means.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import EngineError, PeerLost, WireError
+from eesd_dist.transport import wire
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group import ProcessGroup, Tag, Transfer, finish_all
+from eesd_dist.transport.memory import Round, expect_round
+
+logger = logging.getLogger(__name__)
+
+# Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outstanding:
+    round_id: int
+    sent_s: float
+    transfers: tuple[Transfer, ...]
+
+
+class DistVerifyChannel:
+    """The draft stage's end; the group's other rank is verify rank 0."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._to = _only_peer(group)
+        self._outstanding: deque[_Outstanding] = deque()
+        self._arrived: queue.SimpleQueue[VerifyReply | None] = queue.SimpleQueue()
+        self._last_reply_s = time.monotonic()
+        self._failure: Exception | None = None
+        self._closed = False
+        self._receiver = threading.Thread(
+            target=self._receive_replies, name=f"replies from {self.peer}", daemon=True
+        )
+        self._receiver.start()
+
+    @property
+    def peer(self) -> str:
+        return self._group.members[self._to]
+
+    def send(
+        self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
+    ) -> int:
+        """Starts a round and returns its size in bytes. The tensors must stay as they are until
+        the round's reply has been received."""
+        operation = f"round {header.round_id}"
+        self._refuse_if_done(operation)
+        message = wire.encode_round(header, hidden_TD, draft_probs_KV)
+        parts = (*message.words, *message.beside)
+        transfers = tuple(
+            self._group.isend(part, to=self._to, tag=Tag.ROUND, operation=operation)
+            for part in parts
+        )
+        self._outstanding.append(
+            _Outstanding(round_id=header.round_id, sent_s=time.monotonic(), transfers=transfers)
+        )
+        return sum(part.nbytes for part in parts)
+
+    def receive(self) -> VerifyReply:
+        if not self._outstanding:
+            raise EngineError(f"no round is outstanding at {self.peer}: send one before receiving")
+        awaited = self._outstanding.popleft()
+        reply = self._await_reply(awaited)
+        expect_round(reply, awaited.round_id)
+        self._last_reply_s = time.monotonic()
+        # The peer has answered, so it has the whole round: these waits find their work done.
+        finish_all(awaited.transfers, timeout_s=self._group.timeout_s)
+        return reply
+
+    def reply_is_here(self) -> bool:
+        return not self._arrived.empty() or self._failure is not None
+
+    def close(self) -> None:
+        """Says goodbye, waits for the answer within the deadline, and ends the receiver."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._failure is None:
+            self._say_goodbye()
+        if self._receiver.is_alive():
+            self._group.abort("the channel was closed")
+            self._receiver.join(self._group.timeout_s)
+        self._outstanding.clear()
+
+    def _await_reply(self, awaited: _Outstanding) -> VerifyReply:
+        timeout_s = self._group.timeout_s
+        # The peer works on one round at a time: the clock starts when this one's turn has come.
+        deadline = max(awaited.sent_s, self._last_reply_s) + timeout_s
+        try:
+            reply = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except queue.Empty:
+            reason = f"no reply within {timeout_s:g} s"
+            self._failure = self._lost(awaited, reason)
+            self._group.abort(reason)
+            raise self._failure from None
+        if reply is not None:
+            return reply
+        self._arrived.put(None)  # whoever asks again is told the same
+        if isinstance(self._failure, PeerLost):
+            raise self._lost(awaited, self._failure.reason) from self._failure
+        if self._failure is not None:
+            raise self._failure
+        raise self._lost(awaited, "it closed the channel")
+
+    def _lost(self, awaited: _Outstanding, reason: str) -> PeerLost:
+        return PeerLost(peer=self.peer, operation=f"round {awaited.round_id}", reason=reason)
+
+    def _receive_replies(self) -> None:
+        try:
+            while (reply := self._next_reply()) is not None:
+                self._arrived.put(reply)
+        except Exception as error:  # raised again in the thread that waits for the reply
+            if self._failure is None:
+                self._failure = error
+        finally:
+            self._arrived.put(None)
+
+    def _next_reply(self) -> VerifyReply | None:
+        frame = wire.reply_frame()
+        operation = "waiting for a reply"
+        self._receive(frame, operation).finish(timeout_s=None)
+        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        if prefix.kind is wire.Kind.CLOSE:
+            return None
+        overflow = wire.empty_overflow(prefix)
+        if overflow is not None:
+            self._receive(overflow, operation).finish(timeout_s=self._group.timeout_s)
+        return wire.decode_reply(prefix, frame, overflow)
+
+    def _receive(self, x: Tensor, operation: str) -> Transfer:
+        return self._group.irecv(x, source=self._to, tag=Tag.REPLY, operation=operation)
+
+    def _refuse_if_done(self, operation: str) -> None:
+        if self._closed:
+            raise EngineError(f"the channel to {self.peer} is closed: {operation} cannot be sent")
+        if isinstance(self._failure, PeerLost):
+            raise PeerLost(
+                peer=self.peer, operation=operation, reason=self._failure.reason
+            ) from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def _say_goodbye(self) -> None:
+        farewell = wire.encode_close(generation=self._group.generation).frame
+        try:
+            self._group.send(farewell, to=self._to, tag=Tag.ROUND, operation="closing the channel")
+        except PeerLost as error:
+            logger.info("peer gone before the channel was closed: %s", error)
+            return
+        self._receiver.join(self._group.timeout_s)
+
+
+class DistRoundSource:
+    """Verify rank 0's end; the group's other rank is the draft stage."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._from = _only_peer(group)
+        self._closed = False
+        self._post_next_frame()
+
+    @property
+    def peer(self) -> str:
+        return self._group.members[self._from]
+
+    def next_round(self) -> Round | None:
+        if self._closed:
+            return None
+        frame = self._frame.finish(timeout_s=None)
+        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        if prefix.kind is wire.Kind.CLOSE:
+            self._closed = True
+            self._answer(
+                wire.encode_closed(generation=self._group.generation), "closing the channel"
+            )
+            return None
+        operation = f"round {prefix.round_id}"
+
+        def receive(x: Tensor) -> Tensor:
+            return self._group.recv(x, source=self._from, tag=Tag.ROUND, operation=operation)
+
+        received = _receive_rest(prefix, frame, receive, receive, device=self._group.device)
+        self._post_next_frame()  # so that the next round's frame can arrive while this one is run
+        return received
+
+    def reply(self, reply: VerifyReply) -> None:
+        message = wire.encode_reply(reply, generation=self._group.generation)
+        self._answer(message, f"the reply to round {reply.round_id}")
+
+    def _answer(self, message: wire.Message, operation: str) -> None:
+        for part in message.words:
+            self._group.send(part, to=self._from, tag=Tag.REPLY, operation=operation)
+
+    def _post_next_frame(self) -> None:
+        self._frame = self._group.irecv(
+            wire.round_frame(), source=self._from, tag=Tag.ROUND, operation="waiting for a round"
+        )
+
+
+def share_round(
+    group: ProcessGroup,
+    header: RoundHeader,
+    hidden_TD: Tensor,
+    draft_probs_KV: Tensor | None = None,
+) -> None:
+    """Verify rank 0 hands a round on; every follower of the group is in `follow_round`."""
+    message = wire.encode_round(header, hidden_TD, draft_probs_KV)
+    _to_followers(group, message, operation=f"sharing round {header.round_id}")
+    for x in message.beside:
+        group.broadcast(x.contiguous())
+
+
+def share_close(group: ProcessGroup) -> None:
+    """Verify rank 0 ends its followers' `follow_round` with None."""
+    message = wire.encode_close(generation=group.generation)
+    _to_followers(group, message, operation="closing the group")
+
+
+def follow_round(group: ProcessGroup) -> Round | None:
+    """The next round from verify rank 0, or None when it has closed the group.
+
+    Waits for a round as long as rank 0 lives; once one has begun, within the group's deadline.
+    """
+    frame = wire.round_frame()
+    waiting = group.irecv(frame, source=0, tag=Tag.SHARE, operation="waiting for a shared round")
+    waiting.finish(timeout_s=None)
+    prefix = wire.decode_prefix(frame, generation=group.generation)
+    if prefix.kind is wire.Kind.CLOSE:
+        return None
+    operation = f"sharing round {prefix.round_id}"
+
+    def receive(x: Tensor) -> Tensor:
+        return group.recv(x, source=0, tag=Tag.SHARE, operation=operation)
+
+    return _receive_rest(prefix, frame, receive, group.broadcast, device=group.device)
+
+
+def _to_followers(group: ProcessGroup, message: wire.Message, *, operation: str) -> None:
+    assert group.rank == 0, f"rank {group.rank} shares a round, only rank 0 may"
+    transfers = [
+        group.isend(part, to=follower, tag=Tag.SHARE, operation=operation)
+        for part in message.words
+        for follower in range(1, group.size)
+    ]
+    finish_all(transfers, timeout_s=group.timeout_s)
+
+
+def _receive_rest(
+    prefix: wire.Prefix,
+    frame: Tensor,
+    receive: Callable[[Tensor], Tensor],
+    receive_beside: Callable[[Tensor], Tensor],
+    *,
+    device: torch.device,
+) -> Round:
+    """What follows a frame: first words, then the tensors beside them."""
+    overflow = wire.empty_overflow(prefix)
+    if overflow is not None:
+        receive(overflow)
+    header = wire.decode_round(prefix, frame, overflow)
+    if prefix.tensors_are_inline:
+        hidden_TD, draft_probs_KV = wire.inline_tensors(prefix, frame)
+    else:
+        hidden_TD = _beside(prefix.hidden, receive_beside, device=device)
+        draft_probs_KV = _beside(prefix.draft_probs, receive_beside, device=device)
+    if hidden_TD is None:
+        raise WireError(f"found no hidden states in round {prefix.round_id}, expected a matrix")
+    return header, hidden_TD, draft_probs_KV
+
+
+def _beside(
+    shape: wire.TensorShape | None, receive: Callable[[Tensor], Tensor], *, device: torch.device
+) -> Tensor | None:
+    if shape is None:
+        return None
+    x = shape.empty(device)
+    return receive(x) if x.numel() > 0 else x
+
+
+def _only_peer(group: ProcessGroup) -> int:
+    assert group.size == 2, f"a channel joins 2 ranks, group {group.name} has {group.size}"
+    return 1 - group.rank

@@ -1,0 +1,150 @@
+"""The plane that moves tensors between GPUs, and the deadline that NCCL does not have.
+
+NCCL's wait only orders streams: the host runs on, and a dead peer is a kernel that never ends. So
+nothing here blocks the host. Each piece of work is handed to a `Watchdog`, which asks whether it
+has finished and, when its deadline is past, aborts the communicator, so that the kernels end and
+whoever waits for the device wakes up; the group then raises PeerLost at its next check.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, Work
+from torch.distributed.distributed_c10d import Store
+
+from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+class DeviceWork(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+class CollectiveBackend(TransferBackend, Protocol):
+    """What torch's NCCL backend does and its type stubs leave out."""
+
+    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Work: ...
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
+    def abort(self) -> None: ...
+
+
+class Watchdog:
+    """Calls `on_late(operation)` once when work is not done by its deadline, in its own thread.
+
+    Work finishes in the order it was started, so only the oldest piece is asked.
+    """
+
+    def __init__(
+        self, *, timeout_s: float, on_late: Callable[[str], None], poll_s: float = _POLL_S
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._on_late = on_late
+        self._poll_s = poll_s
+        self._watched: deque[tuple[DeviceWork, str, float]] = deque()
+        self._something = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nccl watchdog", daemon=True)
+        self._thread.start()
+
+    def watch(self, work: DeviceWork, *, operation: str) -> None:
+        self._watched.append((work, operation, time.monotonic() + self._timeout_s))
+        self._something.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._something.set()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._something.wait()
+            self._something.clear()
+            while self._watched and not self._stopped.is_set():
+                work, operation, deadline = self._watched[0]
+                if work.is_completed():
+                    self._watched.popleft()
+                elif time.monotonic() < deadline:
+                    self._stopped.wait(self._poll_s)
+                else:
+                    self._on_late(operation)
+                    return
+
+
+class NcclPlane:
+    """Collectives and transfers between the GPUs of one generation of one group."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        join_timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
+
+        # torch's own watchdog would end the process; ours aborts the group, to be built again.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        torch.cuda.set_device(device)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = NO_DEADLINE
+        self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
+        self._lost: str | None = None
+        self._watchdog = Watchdog(timeout_s=timeout_s, on_late=self._give_up)
+        # The first collective builds the communicator; with a timeout this wait blocks the host.
+        self._backend.allreduce([torch.zeros(1, device=device)]).wait(
+            timedelta(seconds=join_timeout_s)
+        )
+
+    @property
+    def lost(self) -> str | None:
+        """The operation that did not finish in time, or None while all is well."""
+        return self._lost
+
+    def all_reduce(self, x: Tensor, *, operation: str) -> None:
+        self._order(self._backend.allreduce([x]), operation=operation)
+
+    def all_gather(self, parts: list[Tensor], x: Tensor, *, operation: str) -> None:
+        self._order(self._backend.allgather([parts], [x]), operation=operation)
+
+    def broadcast(self, x: Tensor, *, source: int, operation: str) -> None:
+        options = BroadcastOptions()
+        options.rootRank = source
+        self._order(self._backend.broadcast([x], options), operation=operation)
+
+    def recv(self, x: Tensor, *, source: int, operation: str) -> None:
+        self._order(self._backend.recv([x], source, 0), operation=operation)
+
+    def isend(self, x: Tensor, *, to: int, operation: str) -> None:
+        """Unlike the others this orders nothing: later kernels here need not wait for the peer.
+
+        The caller keeps `x` unchanged until the peer has answered.
+        """
+        self._watchdog.watch(self._backend.send([x], to, 0), operation=operation)
+
+    def abort(self) -> None:
+        self._watchdog.stop()
+        if self._lost is None:  # else the watchdog has done it
+            self._backend.abort()
+
+    def _order(self, work: Work, *, operation: str) -> None:
+        work.wait()
+        self._watchdog.watch(work, operation=operation)
+
+    def _give_up(self, operation: str) -> None:
+        logger.error("nccl work is late, aborting: operation=%s", operation)
+        self._lost = operation
+        self._backend.abort()

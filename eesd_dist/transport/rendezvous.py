@@ -1,0 +1,192 @@
+"""How ranks find each other: one store in a long-lived process, one group per generation.
+
+The store is only needed while a group is being built; groups that exist go on without it. Nothing
+here decides who belongs to a generation. Each rank connects to the store by itself: a client that
+waits for a key blocks everybody else who shares it.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]  # TCPStore: at run time only
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    TCPStore,
+)
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.gloo import Address, GlooDevice, GlooPlane
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.nccl import NcclPlane
+
+_RETRY_S = 0.1
+
+
+class StoreHost:
+    """The store itself: keep it while groups are to be built. It listens on `address` alone."""
+
+    def __init__(
+        self, *, address: str = "127.0.0.1", port: int = 0, timeout_s: float = 20.0
+    ) -> None:
+        family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(bound[:2], family=family)
+        self.address = address
+        self.port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            address,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    @property
+    def store(self) -> Store:
+        """A client of it, for a rank that lives in the host's process."""
+        return self._store
+
+
+def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
+    """A client of the store at address:port, for one rank."""
+    _wait_until_reachable(address, port, timeout_s=timeout_s)
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except DistError as error:
+        raise _store_lost(address, port, "connecting", reason=_first_line(error)) from error
+
+
+def build_group(
+    store: Store,
+    *,
+    generation: int,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    join_timeout_s: float | None = None,
+    device: torch.device | str = "cpu",
+    address: str = "127.0.0.1",
+    members: Sequence[str] | None = None,
+) -> ProcessGroup:
+    """Joins `size` ranks that call this with the same generation and name.
+
+    `timeout_s` is the deadline of the group's waits; `join_timeout_s` that of joining (default: the
+    same), which includes waiting for ranks that are still loading their weights.
+    `address` is the one under which the other ranks reach this host. `members` are the ranks' names
+    in errors ("verify rank 0"); without them they are called after the group.
+    """
+    names = tuple(members or (f"{name} rank {each}" for each in range(size)))
+    assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
+    device = torch.device(device)
+    join_s = timeout_s if join_timeout_s is None else join_timeout_s
+    shelf = PrefixStore(f"generation {generation}/{name}", store)
+    gloo_device = GlooDevice(address)
+    joining = f"joining group {name} of generation {generation}"
+    peers = _exchange_addresses(
+        shelf, gloo_device, rank=rank, members=names, timeout_s=join_s, operation=joining
+    )
+    try:
+        gloo = GlooPlane(
+            PrefixStore("gloo", shelf),
+            rank=rank,
+            size=size,
+            timeout_s=join_s,
+            device=gloo_device,
+            peer_addresses=peers,
+        )
+        nccl = (
+            NcclPlane(
+                PrefixStore("nccl", shelf),
+                rank=rank,
+                size=size,
+                timeout_s=timeout_s,
+                join_timeout_s=join_s,
+                device=device,
+            )
+            if device.type == "cuda"
+            else None
+        )
+    except RuntimeError as error:
+        others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
+        raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
+    return ProcessGroup(
+        name=name,
+        generation=generation,
+        rank=rank,
+        members=names,
+        timeout_s=timeout_s,
+        device=device,
+        gloo=gloo,
+        nccl=nccl,
+    )
+
+
+def _exchange_addresses(
+    store: Store,
+    device: GlooDevice,
+    *,
+    rank: int,
+    members: Sequence[str],
+    timeout_s: float,
+    operation: str,
+) -> frozenset[Address]:
+    """Where the peers listen. Whoever is missing is named here, before Gloo begins to wait."""
+    deadline = time.monotonic() + timeout_s
+    found: set[Address] = set()
+    try:
+        store.set(f"address/{rank}", "\n".join(f"{host} {port}" for host, port in device.addresses))
+        for peer, member in enumerate(members):
+            if peer == rank:
+                continue
+            key = f"address/{peer}"
+            try:
+                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except DistStoreError as error:
+                reason = f"it did not join within {timeout_s:g} s"
+                raise PeerLost(peer=member, operation=operation, reason=reason) from error
+            for line in store.get(key).decode().splitlines():
+                host, port = line.split()
+                found.add((host, int(port)))
+    except DistNetworkError as error:
+        raise PeerLost(
+            peer="the rendezvous store", operation=operation, reason=_first_line(error)
+        ) from error
+    return frozenset(found)
+
+
+def _wait_until_reachable(address: str, port: int, *, timeout_s: float) -> None:
+    """Tries a bare connection first: TCPStore's own retries outlast their deadline, with noise."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(left_s, 0.001)).close()
+        except OSError as error:
+            if left_s <= _RETRY_S:
+                reason = f"not reachable within {timeout_s:g} s ({error})"
+                raise _store_lost(address, port, "connecting", reason=reason) from error
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
+def _store_lost(address: str, port: int, operation: str, *, reason: str) -> PeerLost:
+    return PeerLost(
+        peer=f"the rendezvous store at {address}:{port}", operation=operation, reason=reason
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,149 @@
+"""The other ends: what the peer processes of these tests run."""
+
+import multiprocessing
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eesd_dist.transport.channel import DistRoundSource, follow_round, share_close, share_round
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from tests.unit.transport.rounds import reply_with
+
+ENDS = ("draft rank 0", "verify rank 0")
+RANKS = ("verify rank 0", "verify rank 1")
+
+# One server process imports torch; the peers are forked from it, before it has any thread.
+_peers = multiprocessing.get_context("forkserver")
+_peers.set_forkserver_preload(["torch", "eesd_dist.transport.channel"])
+
+
+@contextmanager
+def peer_process(target: Any, *args: object) -> Iterator[BaseProcess]:
+    process = _peers.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def join_channel(port: int, rank: int, *, timeout_s: float, generation: int = 1) -> ProcessGroup:
+    return build_group(
+        connect_store("127.0.0.1", port, timeout_s=10),
+        generation=generation,
+        name="channel",
+        rank=rank,
+        size=2,
+        timeout_s=timeout_s,
+        join_timeout_s=20.0,
+        members=ENDS,
+    )
+
+
+def join_verify_stage(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
+    return build_group(
+        connect_store("127.0.0.1", port, timeout_s=10),
+        generation=1,
+        name="verify",
+        rank=rank,
+        size=2,
+        timeout_s=timeout_s,
+        join_timeout_s=20.0,
+        members=RANKS,
+    )
+
+
+def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
+    """A group whose ranks all live in this process."""
+    host = StoreHost()
+    groups: dict[int, ProcessGroup] = {}
+
+    def join(rank: int) -> None:
+        store = connect_store("127.0.0.1", host.port, timeout_s=10)
+        groups[rank] = build_group(
+            store,
+            generation=1,
+            name="threads",
+            rank=rank,
+            size=size,
+            timeout_s=timeout_s,
+            join_timeout_s=20.0,
+        )
+
+    in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))
+    return [groups[rank] for rank in range(size)]
+
+
+def in_threads(*jobs: Any) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def fingerprint(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> list[int]:
+    """Numbers that change when anything in a round does."""
+    tensors = [x for x in (hidden_TD, probs_KV) if x is not None]
+    contents = [bytes(x.contiguous().view(-1).view(torch.uint8).numpy()) for x in tensors]
+    texts = [repr(header).encode(), repr([(x.shape, x.dtype) for x in tensors]).encode()]
+    return [zlib.crc32(part) >> 1 for part in (*texts, *contents)]
+
+
+def answer(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
+    return reply_with(fingerprint(header, hidden_TD, probs_KV), round_id=header.round_id)
+
+
+def verify(port: int, timeout_s: float, delay_s: float = 0.0) -> None:
+    """Answers every round with its fingerprint."""
+    torch.set_num_threads(1)
+    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
+    while (received := source.next_round()) is not None:
+        time.sleep(delay_s)
+        source.reply(answer(*received))
+
+
+def verify_nothing(port: int, timeout_s: float) -> None:
+    """Takes one round and keeps it."""
+    torch.set_num_threads(1)
+    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
+    source.next_round()
+    time.sleep(60)
+
+
+def lead(port: int, timeout_s: float) -> None:
+    """Verify rank 0 of two: shares each round, answers with the sum of both ranks' views."""
+    torch.set_num_threads(1)
+    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
+    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
+    while (received := source.next_round()) is not None:
+        share_round(stage, *received)
+        views = torch.tensor(fingerprint(*received))
+        total = stage.all_reduce(views.clone())
+        assert torch.equal(total, 2 * views)
+        source.reply(reply_with((total // 2).tolist(), round_id=received[0].round_id))
+    share_close(stage)
+
+
+def follow(port: int, timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    stage = join_verify_stage(port, 1, timeout_s=timeout_s)
+    while (received := follow_round(stage)) is not None:
+        stage.all_reduce(torch.tensor(fingerprint(*received)))
+
+
+def lead_and_stall(port: int, timeout_s: float) -> None:
+    """Joins the verify stage and never shares a round."""
+    join_verify_stage(port, 0, timeout_s=timeout_s)
+    time.sleep(60)

@@ -1,0 +1,194 @@
+"""A round between processes: there and back, two at a time, and when the other end is lost."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from eesd_dist.errors import EngineError, PeerLost, WireError
+from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel, follow_round
+from eesd_dist.transport.rendezvous import StoreHost
+from tests.dist.transport.peers import (
+    fingerprint,
+    follow,
+    join_channel,
+    join_threads,
+    join_verify_stage,
+    lead,
+    lead_and_stall,
+    peer_process,
+    verify,
+    verify_nothing,
+)
+from tests.unit.transport.rounds import header, hidden, segment
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    host = StoreHost()
+    yield host.port
+    del host
+
+
+def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> None:
+    long = dataclasses.replace(
+        header(2, generation=1), segments=(segment(history=tuple(range(20_000))),)
+    )
+    rounds = [
+        (header(1, generation=1), hidden(4), None),
+        (long, hidden(4, 5000, torch.bfloat16), None),
+        (header(3, generation=1), hidden(4), torch.rand(3, 6000)),
+    ]
+    with peer_process(verify, port, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        for sent in rounds:
+            assert channel.send(*sent) >= sum(x.nbytes for x in sent[1:] if x is not None)
+            reply = channel.receive()
+            assert reply.round_id == sent[0].round_id
+            assert reply.tokens.tolist() == fingerprint(*sent)
+            assert reply.verify_s == 0.25
+        channel.close()
+        process.join(10)
+        assert process.exitcode == 0
+
+
+def test_two_rounds_are_outstanding_and_nobody_waits_before_they_want_to(port: int) -> None:
+    with peer_process(verify, port, 10.0, 0.2):
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        started_s = time.monotonic()
+        channel.send(header(1, generation=1), hidden(4, 5000))
+        channel.send(header(2, generation=1), hidden(4, 5000))
+        assert time.monotonic() - started_s < 0.2
+        assert not channel.reply_is_here()
+        assert channel.receive().round_id == 1
+        while not channel.reply_is_here():
+            time.sleep(0.01)
+        assert channel.receive().round_id == 2
+        with pytest.raises(EngineError, match="no round is outstanding at verify rank 0"):
+            channel.receive()
+        channel.close()
+        with pytest.raises(EngineError, match="round 3 cannot be sent"):
+            channel.send(header(3, generation=1), hidden())
+
+
+def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
+    with peer_process(verify_nothing, port, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        channel.send(header(17, generation=1), hidden())
+        killer = threading.Timer(0.2, process.kill)
+        killer.start()
+        started_s = time.monotonic()
+        with pytest.raises(PeerLost, match="lost verify rank 0 during round 17: its connection"):
+            channel.receive()
+        assert time.monotonic() - started_s < 0.2 + 1.0
+        assert channel.reply_is_here()
+        with pytest.raises(PeerLost, match="lost verify rank 0 during round 18"):
+            channel.send(header(18, generation=1), hidden())
+        channel.close()
+
+
+def test_a_verifier_killed_while_nobody_waits_is_noticed(port: int) -> None:
+    with peer_process(verify, port, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        process.kill()
+        deadline_s = time.monotonic() + 1.0
+        while not channel.reply_is_here() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        with pytest.raises(PeerLost, match="lost verify rank 0 during round 1"):
+            channel.send(header(1, generation=1), hidden())
+        channel.close()
+
+
+def test_a_frozen_verifier_is_named_at_the_deadline(port: int) -> None:
+    with peer_process(verify, port, 1.5) as process:
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=1.5))
+        channel.send(header(1, generation=1), hidden())
+        channel.receive()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        started_s = time.monotonic()
+        channel.send(header(2, generation=1), hidden(4, 5000))
+        with pytest.raises(
+            PeerLost, match=r"lost verify rank 0 during round 2: no reply within 1\.5 s"
+        ):
+            channel.receive()
+        assert 1.4 < time.monotonic() - started_s < 2.5
+        channel.close()
+
+
+def test_silence_between_rounds_is_no_failure(port: int) -> None:
+    with peer_process(verify, port, 0.4):
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=0.4))
+        for round_id in (1, 2):
+            channel.send(header(round_id, generation=1), hidden())
+            assert channel.receive().round_id == round_id
+            time.sleep(0.8)
+        channel.close()
+
+
+def test_followers_see_every_round_that_rank_0_sees(port: int) -> None:
+    with (
+        peer_process(lead, port, 10.0) as leader,
+        peer_process(follow, port, 10.0) as follower,
+    ):
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        for sent in (
+            (header(1, generation=1), hidden(4), None),
+            (header(2, generation=1), hidden(4, 5000), torch.rand(3, 6000)),
+        ):
+            channel.send(*sent)
+            assert channel.receive().tokens.tolist() == fingerprint(*sent)
+        channel.close()
+        for process in (leader, follower):
+            process.join(10)
+            assert process.exitcode == 0
+
+
+def test_a_follower_whose_leader_dies_names_it(port: int) -> None:
+    with peer_process(lead_and_stall, port, 10.0) as leader:
+        stage = join_verify_stage(port, 1, timeout_s=10.0)
+        killer = threading.Timer(0.2, leader.kill)
+        killer.start()
+        with pytest.raises(PeerLost, match="lost verify rank 0 during waiting for a shared round"):
+            follow_round(stage)
+
+
+def test_a_round_of_another_generation_is_refused_and_its_sender_hears_of_the_loss() -> None:
+    drafting, verifying = join_threads(2)
+    channel, source = DistVerifyChannel(drafting), DistRoundSource(verifying)
+    channel.send(header(1, generation=7), hidden())
+    with pytest.raises(WireError, match="generation 7, expected 1"):
+        source.next_round()
+    verifying.abort("a message of another generation")
+    with pytest.raises(PeerLost, match="lost threads rank 1 during round 1"):
+        channel.receive()
+    channel.close()
+
+
+def test_abort_wakes_the_thread_that_waits_for_a_round() -> None:
+    drafting, verifying = join_threads(2)
+    source = DistRoundSource(verifying)
+    caught: list[PeerLost] = []
+
+    def wait_for_a_round() -> None:
+        with pytest.raises(PeerLost) as info:
+            source.next_round()
+        caught.append(info.value)
+
+    waiting = threading.Thread(target=wait_for_a_round)
+    waiting.start()
+    time.sleep(0.2)
+    started_s = time.monotonic()
+    verifying.abort("generation 2 replaces it")
+    waiting.join(5)
+    assert time.monotonic() - started_s < 1.0
+    assert caught[0].reason == "generation 2 replaces it"
+    assert caught[0].peer == "threads rank 0"
+    drafting.abort()

@@ -1,0 +1,97 @@
+"""Rounds and replies of all forms, for the tests of everything that carries them."""
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyReply
+
+_i32 = st.integers(0, 2**31 - 1)
+_ids = st.lists(_i32, max_size=12).map(tuple)
+_reals = st.floats(allow_nan=False)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    num_rows = draw(st.integers(0, 9))
+    return Segment(
+        start=draw(_i32),
+        num_rows=num_rows,
+        num_sampled=draw(st.integers(0, num_rows)),
+        pages=draw(_ids),
+        tokens=draw(_ids),
+        history=draw(_ids),
+        num_prompt=draw(_i32),
+        temperature=draw(_reals),
+        top_p=draw(_reals),
+        top_k=draw(st.integers(-1, 2**31 - 1)),
+        min_p=draw(_reals),
+        repetition_penalty=draw(_reals),
+        presence_penalty=draw(_reals),
+        frequency_penalty=draw(_reals),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        min_tokens=draw(_i32),
+        stop_token_ids=draw(_ids),
+        logit_bias=draw(st.lists(st.tuples(_i32, _reals), max_size=4).map(tuple)),
+        top_logprobs=draw(st.none() | st.integers(0, 20)),
+    )
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> RoundHeader:
+    return RoundHeader(
+        generation=draw(st.integers(0, 2**62)),
+        round_id=draw(st.integers(0, 2**62)),
+        segments=draw(st.lists(segments(), max_size=6).map(tuple)),
+        trace_id=draw(st.integers(0, 2**128 - 1)),
+        span_id=draw(st.integers(0, 2**64 - 1)),
+        wants_rejection=draw(st.booleans()),
+    )
+
+
+def segment(*, num_rows: int = 4, start: int = 100, history: tuple[int, ...] = ()) -> Segment:
+    return Segment(
+        start=start,
+        num_rows=num_rows,
+        num_sampled=num_rows,
+        pages=tuple(range(8)),
+        tokens=tuple(range(num_rows)),
+        history=history,
+        num_prompt=50,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.1,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=-7,
+        min_tokens=0,
+        stop_token_ids=(1, 2),
+        logit_bias=((5, -0.1),),
+        top_logprobs=None,
+    )
+
+
+def header(round_id: int = 17, *, generation: int = 3, num_rows: int = 4) -> RoundHeader:
+    return RoundHeader(
+        generation=generation, round_id=round_id, segments=(segment(num_rows=num_rows),)
+    )
+
+
+def hidden(num_rows: int = 4, dim: int = 16, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def reply_with(tokens: list[int], *, round_id: int = 17) -> VerifyReply:
+    return VerifyReply(
+        round_id=round_id,
+        tokens=np.array(tokens, np.int32),
+        accepted=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        top_ids=np.zeros((len(tokens), 0), np.int32),
+        top_logprobs=np.zeros((len(tokens), 0), np.float32),
+        verify_s=0.25,
+        received_to_sent_s=0.5,
+    )
