@@ -1,0 +1,343 @@
+"""How much sooner, with one request at a time: transformers, plain decoding, every controller.
+
+    eesd bench offline [--quick] [--prompts FILE.jsonl] [--json]
+
+One run, one process, the same weights, the same prompts, greedy. For each prompt the variants take
+turns, so that a machine that slows down slows all of them. Every text is compared with plain
+decoding's; a difference is counted and printed. The last line of the output is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
+from eesd_dist.control.cost import CostModel
+from eesd_dist.control.regret import hindsight, position_rates
+from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.types import (
+    ControllerName,
+    Outcome,
+    Request,
+    RequestId,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+)
+
+SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
+THOMPSON: tuple[ControllerName, ...] = ("beta", "calibration")
+Decode = Callable[[Prompt, int], list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """What one variant did on one class of prompts."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    different: int = 0
+    rounds: list[RoundStats] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class OurDecoder:
+    """One speculation setting of our engine, one request at a time."""
+
+    engine: EngineCore
+    speculation: SpeculationParams
+    name: str
+    stop_token_ids: tuple[int, ...]
+    rounds: list[RoundStats] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    count: int = 0
+
+    def __call__(self, prompt: Prompt, max_tokens: int) -> list[int]:
+        self.count += 1
+        self.engine.add(
+            Request(
+                request_id=RequestId(f"{self.name}-{self.count}"),
+                prompt=prompt.tokens,
+                sampling=SamplingParams(
+                    temperature=0.0, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids
+                ),
+                speculation=self.speculation,
+                workload=f"{self.name}/{prompt.workload}",
+            )
+        )
+        tokens: list[int] = []
+        while self.engine.has_work:
+            result = self.engine.step(wait_s=0.0)
+            self.rounds.extend(result.rounds)
+            self.outcomes.extend(result.outcomes)
+            for emission in result.emissions:
+                tokens.extend(emission.tokens)
+        return tokens
+
+    def take_logs(self) -> tuple[list[RoundStats], list[Outcome]]:
+        rounds, outcomes = self.rounds, self.outcomes
+        self.rounds, self.outcomes = [], []
+        return rounds, outcomes
+
+
+def transformers_decoders(
+    path: Path, *, dtype: str, exit_layer: int, stop_token_ids: tuple[int, ...]
+) -> dict[str, Decode]:
+    """transformers' own generate, and its early-exit assisted generation, on the same weights."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True
+    ).eval()
+    model.generation_config.num_assistant_tokens = 4
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+
+    def decode(prompt: Prompt, max_tokens: int, **options: Any) -> list[int]:
+        ids = torch.tensor([prompt.tokens])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=list(stop_token_ids),
+                pad_token_id=0,
+                **options,
+            )
+        return [int(token) for token in out[0, ids.shape[1] :]]
+
+    return {
+        "transformers": decode,
+        "transformers early exit": lambda prompt, count: decode(
+            prompt, count, assistant_early_exit=exit_layer
+        ),
+    }
+
+
+def our_decoders(
+    engine: EngineCore, *, max_draft_tokens: int, stop_token_ids: tuple[int, ...]
+) -> dict[str, Decode]:
+    """Plain decoding, every fixed length and every controller, on one engine."""
+
+    def ours(name: str, speculation: SpeculationParams) -> OurDecoder:
+        return OurDecoder(
+            engine=engine, speculation=speculation, name=name, stop_token_ids=stop_token_ids
+        )
+
+    decoders: dict[str, Decode] = {"plain": ours("plain", SpeculationParams(mode="off"))}
+    for length in range(1, max_draft_tokens + 1):
+        decoders[f"fixed {length}"] = ours(
+            f"fixed {length}", SpeculationParams(controller="fixed", max_draft_tokens=length)
+        )
+    for controller in ("threshold", *THOMPSON):
+        decoders[controller] = ours(controller, SpeculationParams(controller=controller))
+    return decoders
+
+
+def run(
+    decoders: dict[str, Decode],
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> dict[str, dict[str, Score]]:
+    """Scores by variant and class. Each prompt goes through all variants before the next one."""
+    scores: dict[str, dict[str, Score]] = {name: defaultdict(Score) for name in decoders}
+    for decode in decoders.values():
+        decode(prompts[0], 4)  # compiles, allocates, warms the caches
+        if isinstance(decode, OurDecoder):
+            decode.take_logs()
+    for repeat in range(repeats):
+        for number, prompt in enumerate(prompts):
+            reference: list[int] | None = None
+            names = list(decoders)
+            turn = (number + repeat) % len(names)
+            texts: dict[str, list[int]] = {}
+            for name in names[turn:] + names[:turn]:
+                decode = decoders[name]
+                started = time.perf_counter()
+                texts[name] = decode(prompt, max_tokens)
+                score = scores[name][prompt.workload]
+                score.seconds += time.perf_counter() - started
+                score.tokens += len(texts[name])
+                if isinstance(decode, OurDecoder):
+                    rounds, outcomes = decode.take_logs()
+                    score.rounds.extend(rounds)
+                    score.outcomes.extend(outcomes)
+            reference = texts["plain"]
+            for name, text in texts.items():
+                scores[name][prompt.workload].different += text != reference
+        say(f"repeat {repeat + 1} of {repeats} done")
+    return scores
+
+
+def merged(scores: dict[str, Score]) -> Score:
+    total = Score()
+    for score in scores.values():
+        total.seconds += score.seconds
+        total.tokens += score.tokens
+        total.different += score.different
+        total.rounds.extend(score.rounds)
+        total.outcomes.extend(score.outcomes)
+    return total
+
+
+def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "tokens_per_s": round(score.tokens_per_s, 1),
+        "over_plain": round(score.tokens_per_s / plain.tokens_per_s, 3),
+        "tokens": score.tokens,
+        "texts_unlike_plain": score.different,
+    }
+    decoding = [r for r in score.rounds if not r.num_prefill_rows]
+    if decoding:
+        row["tokens_per_round"] = round(
+            sum(r.num_emitted for r in decoding) / len(decoding), 3
+        )
+        row["ms_per_round"] = {
+            stage: round(1e3 * statistics.median(getattr(r, f"{stage}_s") for r in decoding), 3)
+            for stage in ("plan", "draft", "transfer", "verify", "commit")
+        }
+    drafted = [o for o in score.outcomes if o.num_drafted]
+    if drafted:
+        longest = max(o.num_drafted for o in drafted)
+        row["acceptance_by_position"] = [
+            round(rate, 3) for rate in position_rates(drafted, max_length=longest)
+        ]
+    if drafted and cost is not None:
+        seen = hindsight(score.outcomes, cost=cost, max_length=longest)
+        row["hindsight"] = {
+            "oracle_over_plain": round(seen.oracle_rate / seen.plain_rate, 3),
+            "best_fixed_length": seen.best_fixed_length,
+            "best_fixed_over_plain": round(seen.best_fixed_rate / seen.plain_rate, 3),
+            "oracle_regret": round(seen.oracle_regret, 3),
+        }
+    return row
+
+
+def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
+    """The ratios this project is judged by."""
+    total = {name: merged(by_class) for name, by_class in scores.items()}
+    plain = total["plain"].tokens_per_s
+    fixed = [name for name in scores if name.startswith("fixed")]
+    best_thompson = max(THOMPSON, key=lambda name: total[name].tokens_per_s)
+    best_fixed = max(fixed, key=lambda name: total[name].tokens_per_s)
+    by_class: dict[str, dict[str, Any]] = {}
+    for workload in scores["plain"]:
+        rate = {name: scores[name][workload].tokens_per_s for name in scores}
+        champion = max(fixed, key=lambda name: rate[name])
+        by_class[workload] = {
+            "best_fixed": champion,
+            "best_fixed_over_plain": round(rate[champion] / rate["plain"], 3),
+            "thompson_over_plain": round(rate[best_thompson] / rate["plain"], 3),
+            "thompson_over_best_fixed": round(rate[best_thompson] / rate[champion], 3),
+        }
+    summary: dict[str, Any] = {
+        "best_thompson": best_thompson,
+        "best_thompson_over_plain": round(total[best_thompson].tokens_per_s / plain, 3),
+        "best_fixed": best_fixed,
+        "best_thompson_over_best_fixed": round(
+            total[best_thompson].tokens_per_s / total[best_fixed].tokens_per_s, 3
+        ),
+        "worst_class_over_plain": min(c["thompson_over_plain"] for c in by_class.values()),
+        "worst_class_over_its_best_fixed": min(
+            c["thompson_over_best_fixed"] for c in by_class.values()
+        ),
+        "by_class": by_class,
+        "texts_unlike_plain": sum(
+            total[name].different for name in scores if not name.startswith("transformers")
+        ),
+    }
+    if "transformers" in total:
+        summary["plain_over_transformers"] = round(plain / total["transformers"].tokens_per_s, 3)
+    return summary
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="eesd bench offline", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--head", type=Path)
+    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
+    parser.add_argument("--limit", type=int, help="take this many prompts")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="under three minutes")
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    options = parser.parse_args(argv)
+
+    def say(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    max_tokens, repeats = options.max_tokens, options.repeats
+    if options.quick:
+        max_tokens, repeats = min(max_tokens, 64), 1
+    config = EngineConfig(
+        model=ModelConfig(
+            path=options.model, head=options.head, dtype=options.dtype, numerics=options.numerics
+        ),
+        cache=CacheConfig(num_pages=128, prefix_caching=False),
+        speculation=SpeculationConfig(max_draft_tokens=8, fixed_length=8),
+        parallel=ParallelConfig(num_threads=options.threads),
+    )
+    tokenizer = Tokenizer.load(options.model)
+    prompts = load_prompts(tokenizer, options.prompts, limit=options.limit)
+    layout = layout_of(config)
+    stops = layout.spec.eos_token_ids
+    engine = build_local_engine(config, book=BeliefBook(ceiling=8))
+    decoders = transformers_decoders(
+        options.model, dtype=options.dtype, exit_layer=layout.split, stop_token_ids=stops
+    ) | our_decoders(engine, max_draft_tokens=8, stop_token_ids=stops)
+    scores = run(decoders, prompts, max_tokens=max_tokens, repeats=repeats, say=say)
+    plain = merged(scores["plain"])
+    rows = {name: row_of(merged(s), plain, engine.cost) for name, s in scores.items()}
+    for name, row in rows.items():
+        say(f"{name:26} {row['tokens_per_s']:8.1f} tok/s  {row['over_plain']:6.3f}x plain")
+    report = {
+        "summary": summarise(scores),
+        "variants": rows,
+        "cost_model": engine.cost.to_json() if engine.cost is not None else None,
+        "settings": {
+            "prompts": len(prompts),
+            "max_tokens": max_tokens,
+            "repeats": repeats,
+            "dtype": options.dtype,
+            "numerics": options.numerics,
+            "threads": options.threads,
+            "exit_layer": layout.split,
+            "num_layers": layout.spec.num_layers,
+        },
+        "provenance": collect_provenance(seed=0).as_json(),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0

@@ -1,0 +1,262 @@
+"""A running service under load: time to first token, between tokens, tokens per second.
+
+    eesd bench online --url http://127.0.0.1:8000 [--json]
+
+Open loop: requests arrive by a seeded Poisson process whether or not earlier ones have ended. Load
+c means c requests in the time that one request takes alone with speculation off. At every load,
+speculation off and on take turns on the same prompts. The last line is one JSON object; overlap on
+and off is a setting of the service, so it takes two runs of it (`make bench-online` does both).
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.provenance import collect_provenance
+
+MODES = ("off", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One request as its client saw it; times in seconds."""
+
+    first_token_s: float
+    gaps_s: tuple[float, ...]
+    """Between chunks; a chunk may carry several tokens."""
+    total_s: float
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+async def ask(
+    client: httpx.AsyncClient, model: str, body: dict[str, Any], *, mode: str, max_tokens: int
+) -> Sample:
+    """One streamed request. Raises EngineError with the service's own words if it fails."""
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    payload = body | {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "speculation": {"mode": mode},
+    }
+    started = time.perf_counter()
+    arrivals: list[float] = []
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", route, json=payload) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode()
+            raise EngineError(f"the service answered {response.status_code}: {text[:300]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise EngineError(f"stream ended with {chunk['error']['message']}")
+            if chunk.get("usage"):
+                usage = chunk
+            if any(_has_text(choice) for choice in chunk["choices"]):
+                arrivals.append(time.perf_counter())
+    ended = time.perf_counter()
+    draft = (usage.get("metrics") or {}).get("speculative_decoding") or {}
+    return Sample(
+        first_token_s=(arrivals[0] if arrivals else ended) - started,
+        gaps_s=tuple(b - a for a, b in zip(arrivals, arrivals[1:], strict=False)),
+        total_s=ended - started,
+        num_tokens=usage["usage"]["completion_tokens"],
+        num_drafted=draft.get("num_draft_tokens", 0),
+        num_accepted=draft.get("num_accepted_draft_tokens", 0),
+    )
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+
+
+async def offer(
+    client: httpx.AsyncClient,
+    model: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    mode: str,
+    rate_per_s: float,
+    max_tokens: int,
+    seed: int,
+) -> tuple[list[Sample], float]:
+    """Sends `bodies` at Poisson times; returns the samples and the seconds from first to last."""
+    rng = random.Random(seed)
+    started = time.perf_counter()
+    tasks: list[asyncio.Task[Sample]] = []
+    for body in bodies:
+        tasks.append(
+            asyncio.create_task(ask(client, model, body, mode=mode, max_tokens=max_tokens))
+        )
+        await asyncio.sleep(rng.expovariate(rate_per_s))
+    samples = await asyncio.gather(*tasks)
+    return samples, time.perf_counter() - started
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 in milliseconds."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        f"p{p}": round(1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))], 2)
+        for p in (50, 95, 99)
+    }
+
+
+def row_of(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
+    tokens = sum(s.num_tokens for s in samples)
+    drafted = sum(s.num_drafted for s in samples)
+    return {
+        "requests": len(samples),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / wall_s, 1),
+        "ttft_ms": percentiles([s.first_token_s for s in samples]),
+        "time_per_token_ms": percentiles(
+            [(s.total_s - s.first_token_s) / max(1, s.num_tokens - 1) for s in samples]
+        ),
+        "inter_chunk_ms": percentiles([g for s in samples for g in s.gaps_s]),
+        "acceptance": round(sum(s.num_accepted for s in samples) / drafted, 3) if drafted else None,
+    }
+
+
+async def run(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    loads: Sequence[int],
+    per_load: int,
+    max_tokens: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        for mode in MODES:
+            for body in bodies[:3]:
+                await ask(client, model, body, mode=mode, max_tokens=max_tokens)
+        alone = [
+            await ask(client, model, body, mode="off", max_tokens=max_tokens) for body in bodies[:6]
+        ]
+        alone_s = statistics.median(s.total_s for s in alone)
+        rows: list[dict[str, Any]] = []
+        for load in loads:
+            chosen = [bodies[i % len(bodies)] for i in range(max(per_load, 2 * load))]
+            for mode in MODES:
+                samples, wall_s = await offer(
+                    client,
+                    model,
+                    chosen,
+                    mode=mode,
+                    rate_per_s=load / alone_s,
+                    max_tokens=max_tokens,
+                    seed=seed + load,
+                )
+                row = {"load": load, "speculation": mode} | row_of(samples, wall_s)
+                rows.append(row)
+                say(
+                    f"load {load:3} {mode:5} {row['tokens_per_s']:8.1f} tok/s"
+                    f"  ttft p50 {row['ttft_ms']['p50']:8.1f} ms"
+                    f"  per token p50 {row['time_per_token_ms']['p50']:7.2f} ms"
+                )
+        rounds = (await client.get("/debug/rounds")).json()
+    return {"alone_s": round(alone_s, 4), "rows": rows, "rounds": overhead_of(rounds["rounds"])}
+
+
+def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians per round in ms; `overhead` is all that is neither drafting nor verifying."""
+    if not rounds:
+        return {}
+    stages = ("plan_s", "draft_s", "transfer_s", "verify_s", "commit_s")
+    row: dict[str, Any] = {
+        stage[:-2]: round(1e3 * statistics.median(r[stage] for r in rounds), 3) for stage in stages
+    }
+    alone = [r for r in rounds if r["num_requests"] == 1 and not r["num_prefill_rows"]]
+    if alone:
+        row["overhead_ms_one_request"] = round(
+            1e3 * statistics.median(r["plan_s"] + r["transfer_s"] + r["commit_s"] for r in alone), 3
+        )
+    return row
+
+
+def summarise(report: dict[str, Any]) -> dict[str, Any]:
+    by = {(row["load"], row["speculation"]): row for row in report["rows"]}
+    loads = sorted({load for load, _ in by})
+    return {
+        "tokens_per_s_on_over_off": {
+            load: round(by[load, "auto"]["tokens_per_s"] / by[load, "off"]["tokens_per_s"], 3)
+            for load in loads
+        },
+        "time_per_token_off_over_on": {
+            load: round(
+                by[load, "off"]["time_per_token_ms"]["p50"]
+                / by[load, "auto"]["time_per_token_ms"]["p50"],
+                3,
+            )
+            for load in loads
+        },
+        "overhead_ms_one_request": report["rounds"].get("overhead_ms_one_request"),
+    }
+
+
+def read_bodies(path: Path) -> list[dict[str, Any]]:
+    bodies: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        row = json.loads(line)
+        if "question" in row:
+            bodies.append({"messages": [{"role": "user", "content": row["question"]}]})
+        elif "messages" in row or "prompt" in row:
+            bodies.append({key: row[key] for key in ("messages", "prompt") if key in row})
+        else:
+            raise ConfigError(f"{path}:{number}: found {sorted(row)}, expected messages or prompt")
+    return bodies
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="eesd bench online", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.jsonl"))
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--per-load", type=int, default=24, help="requests at each load")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    options = parser.parse_args(argv)
+
+    def say(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    report = asyncio.run(
+        run(
+            options.url,
+            read_bodies(options.prompts),
+            loads=options.loads,
+            per_load=options.per_load,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+            say=say,
+        )
+    )
+    report = {"summary": summarise(report)} | report
+    report["provenance"] = collect_provenance(seed=options.seed).as_json()
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0

@@ -1,0 +1,424 @@
+"""The round loop of one pipeline: plan, draft, send, receive, commit, observe.
+
+It lives in one thread, the drafting actor's or a library user's; requests come in and are aborted
+from any other. It owns the order of things and nothing else: the scheduler decides who runs, the
+controllers how far to draft, the verify stage which tokens leave.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.controllers import Controller, make_controller
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel, VerifyReply
+from eesd_dist.types import (
+    Emission,
+    Outcome,
+    Request,
+    RequestId,
+    RoundStats,
+    TokenId,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one turn of the loop brought."""
+
+    emissions: tuple[Emission, ...] = ()
+    rounds: tuple[RoundStats, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    finished: tuple[RequestId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    num_pages: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _InFlight:
+    """A round between its sending and its verdict."""
+
+    plan: RoundPlan
+    drafted: DraftedRound
+    round_id: int
+    started_unix_s: float
+    plan_s: float
+    draft_s: float
+    sent_at: float
+    sent_bytes: int
+    num_sampled: int
+
+
+class EngineCore:
+    """One pipeline's engine. `step` belongs to one thread; `add` and `abort` may be called from any."""
+
+    def __init__(
+        self,
+        *,
+        draft: DraftStage,
+        channel: VerifyChannel,
+        scheduler: Scheduler,
+        speculation: SpeculationConfig,
+        cost: CostModel | None = None,
+        calibrator: Calibrator | None = None,
+        book: BeliefBook | None = None,
+        generation: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._draft = draft
+        self._channel = channel
+        self._scheduler = scheduler
+        self._speculation = speculation
+        self._cost = cost
+        self._calibrator = calibrator
+        self._book = book
+        self._generation = generation
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._arrived = threading.Event()
+        self._controllers: dict[RequestId, Controller] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next_cohort = 0
+        self._round_id = 0
+        
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What a draft step and a verify pass were measured to cost; None without an exit head."""
+        return self._cost
+
+    def add(self, request: Request, plan: DraftPlan | None = None) -> None:
+        """Queues a request; `plan` is the router's advice on how to draft for it.
+
+        Raises RequestError when it can never be served and CapacityError when the queue is full.
+        """
+        with self._lock:
+            self._scheduler.add(request)
+            if plan is None and self._book is not None:
+                plan = self._book.admit(request.request_id, request.workload)
+            self._controllers[request.request_id] = self._controller_for(request, plan)
+        self._arrived.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        """Drops a request and frees its pages; unknown ids are ignored (it may just have ended)."""
+        with self._lock:
+            self._scheduler.abort(request_id)
+            if self._scheduler.live(request_id) is None:
+                self._let_go(request_id)
+        self._arrived.set()
+
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
+        """Takes the router's newer beliefs, unless this engine has seen more rounds than it."""
+        with self._lock:
+            for request_id, plan in plans.items():
+                live = self._scheduler.live(request_id)
+                mine = self._controllers.get(request_id)
+                if live is None or mine is None or plan.belief.num_rounds < mine.belief().num_rounds:
+                    continue
+                self._controllers[request_id] = self._controller_for(live.request, plan)
+
+    def load(self) -> EngineLoad:
+        with self._lock:
+            usage = self._scheduler.usage()
+        return EngineLoad(
+            num_running=usage.num_running,
+            num_waiting=usage.num_waiting,
+            free_pages=usage.num_free_pages,
+            num_pages=usage.num_pages,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self._scheduler.has_work()
+
+    def step(self, *, wait_s: float = 0.05) -> StepResult:
+        """One turn: take the oldest verdict of a cohort, then draft that cohort's next round.
+
+        While cohort A is drafted here, cohort B is verified over there. With nothing to do it
+        waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone: call
+        `attach` with a new channel, and every live request is computed again from its tokens.
+        """
+        count = self._scheduler.num_cohorts
+        for offset in range(count):
+            cohort = (self._next_cohort + offset) % count
+            waiting = self._in_flight.get(cohort)
+            result = self._finish(waiting) if waiting is not None else StepResult()
+            if self._begin(cohort) or waiting is not None:
+                self._next_cohort = (cohort + 1) % count
+                return result
+        self._arrived.wait(wait_s)
+        self._arrived.clear()
+        return StepResult()
+
+    def attach(self, channel: VerifyChannel, *, generation: int) -> None:
+        """Goes on with a new verify stage: nothing of its cache is known, so all is recomputed."""
+        with self._lock:
+            self._in_flight.clear()
+            self._scheduler.reset_computed()
+            self._draft.forget_all()
+            self._channel = channel
+            self._generation = generation
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # -- one turn -------------------------------------------------------------------------------
+
+    def _begin(self, cohort: int) -> bool:
+        """Plans, drafts and sends; False when the cohort has nothing to do."""
+        started_unix_s, started = time.time(), self._clock()
+        with self._lock:
+            plan = self._scheduler.plan(cohort)
+            if plan is None:
+                return False
+            for request_id in plan.preempted:
+                self._draft.forget(request_id)
+            controllers = {
+                item.live.request.request_id: self._controllers[item.live.request.request_id]
+                for item in plan.items
+            }
+        planned = self._clock()
+        drafted = self._draft.draft(plan, controllers)
+        drafted_at = self._clock()
+        header = self._header(plan, drafted)
+        sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
+        self._in_flight[cohort] = _InFlight(
+            plan=plan,
+            drafted=drafted,
+            round_id=header.round_id,
+            started_unix_s=started_unix_s,
+            plan_s=planned - started,
+            draft_s=drafted_at - planned,
+            sent_at=drafted_at,
+            sent_bytes=sent_bytes,
+            num_sampled=header.num_sampled,
+        )
+        if self._speculation.draft_ahead and len(self._in_flight) == 1:
+            self._go_ahead(self._in_flight[cohort], controllers)
+        return True
+
+    def _go_ahead(
+        self, waiting: _InFlight, controllers: Mapping[RequestId, Controller]
+    ) -> None:
+        """With nobody else to draft for, guess on past the draft until the verdict is here."""
+        while not self._channel.reply_is_here():
+            runs = self._draft.ahead_room(waiting.drafted.runs)
+            if len(runs) != 1:
+                break
+            (run,) = runs
+            if len(run.state.ahead) > run.item.max_draft:
+                break
+            controller = controllers[run.item.live.request.request_id]
+            self._draft.go_ahead(run, with_evidence=controller.needs_evidence)
+
+    def _finish(self, waiting: _InFlight) -> StepResult:
+        wait_from = self._clock()
+        reply = self._channel.receive()
+        received = self._clock()
+        del self._in_flight[waiting.plan.cohort]
+        results, outcomes = self._judge(waiting, reply)
+        with self._lock:
+            emissions = self._scheduler.commit(waiting.plan, results)
+            finished = [e.request_id for e in emissions if e.finish_reason is not None]
+            for outcome in outcomes:
+                controller = self._controllers.get(outcome.request_id)
+                if controller is not None and outcome.num_drafted:
+                    controller.observe(outcome)
+            if self._book is not None:
+                self._book.observe(outcomes)
+            for item in waiting.plan.items:
+                request_id = item.live.request.request_id
+                if self._scheduler.live(request_id) is None:
+                    self._let_go(request_id)
+        committed = self._clock()
+        stats = self._stats(
+            waiting,
+            reply,
+            outcomes,
+            num_emitted=sum(len(e.tokens) for e in emissions),
+            in_flight_s=received - waiting.sent_at,
+            blocked_s=received - wait_from,
+            commit_s=committed - received,
+        )
+        return StepResult(
+            emissions=tuple(emissions),
+            rounds=(stats,),
+            outcomes=tuple(outcomes),
+            finished=tuple(finished),
+        )
+
+    def _judge(
+        self, waiting: _InFlight, reply: VerifyReply
+    ) -> tuple[dict[RequestId, Committed], list[Outcome]]:
+        """Holds each draft against the verifier's tokens: the longest agreeing prefix survives."""
+        assert reply.round_id == waiting.round_id
+        results: dict[RequestId, Committed] = {}
+        outcomes: list[Outcome] = []
+        tokens = reply.tokens.tolist()
+        at = 0
+        for run in waiting.drafted.runs:
+            item = run.item
+            request_id = item.live.request.request_id
+            if not item.is_final:
+                self._draft.settle(run, num_accepted=0, next_token=-1)
+                continue
+            k = len(run.tokens)
+            chosen = tokens[at : at + k + 1]
+            if reply.accepted.size:
+                flags = reply.accepted[at : at + k].tolist()
+                num_accepted = flags.index(0) if 0 in flags else k
+            else:
+                num_accepted = next(
+                    (i for i in range(k) if run.tokens[i] != chosen[i]), k
+                )
+            self._draft.settle(run, num_accepted=num_accepted, next_token=chosen[num_accepted])
+            results[request_id] = Committed(
+                tokens=tuple(TokenId(t) for t in chosen[: num_accepted + 1]),
+                num_drafted=k,
+                num_accepted=num_accepted,
+                logprobs=_logprobs(item, reply, at, num_accepted + 1),
+            )
+            if item.live.request.speculation.mode == "auto":
+                outcomes.append(
+                    Outcome(
+                        request_id=request_id,
+                        num_drafted=k,
+                        num_accepted=num_accepted,
+                        evidence=tuple(run.evidence),
+                    )
+                )
+            at += k + 1
+        return results, outcomes
+
+    # -- pieces ---------------------------------------------------------------------------------
+
+    def _header(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
+        self._round_id += 1
+        return RoundHeader(
+            generation=self._generation,
+            round_id=self._round_id,
+            segments=tuple(_segment(run, self._draft.page_size) for run in drafted.runs),
+            wants_rejection=self._speculation.acceptance == "rejection",
+        )
+
+    def _controller_for(self, request: Request, plan: DraftPlan | None) -> Controller:
+        return make_controller(
+            request.speculation.controller or self._speculation.controller,
+            config=self._speculation,
+            belief=plan.belief if plan is not None else Belief(),
+            calibrator=self._calibrator,
+            rng=Random(f"{self._speculation.seed}/{request.request_id}"),
+            cost=self._cost,
+        )
+
+    def _let_go(self, request_id: RequestId) -> None:
+        self._draft.forget(request_id)
+        self._controllers.pop(request_id, None)
+        if self._book is not None:
+            self._book.finish(request_id)
+
+    def _stats(
+        self,
+        waiting: _InFlight,
+        reply: VerifyReply,
+        outcomes: list[Outcome],
+        *,
+        num_emitted: int,
+        in_flight_s: float,
+        blocked_s: float,
+        commit_s: float,
+    ) -> RoundStats:
+        items = waiting.plan.items
+        longest = max((o.num_drafted for o in outcomes), default=0)
+        return RoundStats(
+            round_id=waiting.round_id,
+            cohort=waiting.plan.cohort,
+            num_requests=len(items),
+            num_rows=waiting.drafted.hidden_TD.shape[0],
+            num_prefill_rows=sum(i.num_known for i in items if i.num_known > 1 or not i.is_final),
+            num_drafted=sum(o.num_drafted for o in outcomes),
+            num_accepted=sum(o.num_accepted for o in outcomes),
+            num_emitted=num_emitted,
+            plan_s=waiting.plan_s,
+            draft_s=waiting.draft_s,
+            transfer_s=max(0.0, in_flight_s - reply.received_to_sent_s),
+            verify_s=reply.verify_s,
+            commit_s=commit_s,
+            started_unix_s=waiting.started_unix_s,
+            sent_bytes=waiting.sent_bytes,
+            request_ids=tuple(i.live.request.request_id for i in items),
+            traceparents=tuple(i.live.request.traceparent for i in items),
+            drafted_by_position=tuple(
+                sum(o.num_drafted > j for o in outcomes) for j in range(longest)
+            ),
+            accepted_by_position=tuple(
+                sum(o.num_accepted > j for o in outcomes) for j in range(longest)
+            ),
+        )
+
+
+def _segment(run: DraftRun, page_size: int) -> Segment:
+    item = run.item
+    live, p = item.live, item.live.request.sampling
+    num_rows = item.num_known + len(run.tokens)
+    end = item.start + num_rows
+    return Segment(
+        start=item.start,
+        num_rows=num_rows,
+        num_sampled=1 + len(run.tokens) if item.is_final else 0,
+        pages=tuple(item.pages[: -(-end // page_size)]),
+        tokens=(*live.tokens[item.start : item.start + item.num_known], *run.tokens),
+        history=tuple(live.tokens[: item.start]) if p.needs_history else (),
+        num_prompt=live.num_prompt,
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        seed=p.seed,
+        min_tokens=p.min_tokens,
+        stop_token_ids=p.stop_token_ids,
+        logit_bias=p.logit_bias,
+        top_logprobs=p.top_logprobs,
+    )
+
+
+def _logprobs(
+    item: PlanItem, reply: VerifyReply, at: int, count: int
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens that leave; nothing when the request asked for none."""
+    wanted = item.live.request.sampling.top_logprobs
+    if wanted is None:
+        return ()
+    return tuple(
+        TokenLogprobs(
+            logprob=float(reply.logprobs[row]),
+            top=tuple(
+                (TokenId(int(i)), float(v))
+                for i, v in zip(
+                    reply.top_ids[row][:wanted], reply.top_logprobs[row][:wanted], strict=True
+                )
+            ),
+        )
+        for row in range(at, at + count)
+    )

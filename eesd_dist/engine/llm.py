@@ -1,0 +1,119 @@
+"""The engine as a library: token ids in, token ids out, in the caller's own process.
+
+`LLM` drives the loop in the calling thread and is done when the last request is; `EngineThread`
+drives it in a thread of its own and hands emissions to whoever asked. Neither knows text.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.errors import EesdError
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.types import (
+    Emission,
+    FinishReason,
+    Request,
+    RequestId,
+    RoundStats,
+    TokenId,
+    TokenLogprobs,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """All that left for one request."""
+
+    request_id: RequestId
+    tokens: list[TokenId] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    drafted: list[int] = field(default_factory=list)
+    """Draft length of each round."""
+    accepted: list[int] = field(default_factory=list)
+
+    def take(self, emission: Emission) -> None:
+        self.tokens.extend(emission.tokens)
+        self.logprobs.extend(emission.logprobs)
+        self.drafted.append(emission.num_drafted)
+        self.accepted.append(emission.num_accepted)
+        self.finish_reason = emission.finish_reason
+
+
+class LLM:
+    """Both stages in this process. Not for several threads: that is what the service is for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = build_local_engine(config, book=BeliefBook(ceiling=config.speculation.max_draft_tokens))
+
+    @property
+    def engine(self) -> EngineCore:
+        return self._engine
+
+    def stream(
+        self,
+        requests: Sequence[Request],
+        *,
+        observe: Callable[[RoundStats], None] | None = None,
+    ) -> Iterator[Emission]:
+        """Emissions of all requests as they leave, interleaved. Raises RequestError, CapacityError."""
+        for request in requests:
+            self._engine.add(request)
+        while self._engine.has_work:
+            result = self._engine.step(wait_s=0.0)
+            if observe is not None:
+                for stats in result.rounds:
+                    observe(stats)
+            yield from result.emissions
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        observe: Callable[[RoundStats], None] | None = None,
+    ) -> list[Generation]:
+        """Every request to its end, in the order given."""
+        generations = {r.request_id: Generation(request_id=r.request_id) for r in requests}
+        for emission in self.stream(requests, observe=observe):
+            generations[emission.request_id].take(emission)
+        return [generations[r.request_id] for r in requests]
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class EngineThread:
+    """Turns an engine's loop in a thread of its own until closed or broken."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        *,
+        deliver: Callable[[StepResult], None],
+        broken: Callable[[EesdError], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._broken = broken
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        self._stopping.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                result = self._engine.step()
+                if result.rounds or result.emissions:
+                    self._deliver(result)
+        except EesdError as error:
+            self._broken(error)

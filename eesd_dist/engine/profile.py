@@ -1,0 +1,98 @@
+"""What a draft step and a verify pass cost on this machine, measured before the first request.
+
+Runs real rows through the real stages on pages that hold nothing yet; the figures go to the
+controllers. It decides nothing.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.draft import DraftStage
+from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
+
+_REPEATS = 5
+_WARM_UPS = 2
+
+
+def measure_cost(
+    draft: DraftStage,
+    channel: VerifyChannel,
+    *,
+    page_size: int,
+    num_pages: int,
+    max_draft_tokens: int,
+    generation: int,
+) -> CostModel:
+    """Medians of one drafted token and of verifying 1..max_draft_tokens + 1 rows, in seconds."""
+    longest = max_draft_tokens + 1
+    pages = tuple(range(min(num_pages, -(-(longest + 2 * page_size) // page_size))))
+    start = max(0, len(pages) * page_size - longest - page_size // 2)
+    step_s = _median(lambda: draft.rehearse(position=start, pages=pages))
+    measured = {
+        rows: _median(partial(_verify, draft, channel, rows, start, pages, generation))
+        for rows in sorted({1, 2, 3, 4, 6, longest})
+        if rows <= longest
+    }
+    return CostModel(
+        draft_step_s=step_s,
+        verify_s=tuple(_interpolated(measured, rows) for rows in range(1, longest + 1)),
+    )
+
+
+def _median(run: Callable[[], None]) -> float:
+    took: list[float] = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        started = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[_WARM_UPS:])
+
+
+def _verify(
+    draft: DraftStage,
+    channel: VerifyChannel,
+    rows: int,
+    start: int,
+    pages: tuple[int, ...],
+    generation: int,
+) -> None:
+    hidden_TD = torch.zeros(
+        rows, draft.span.spec.hidden_size, dtype=draft.span.compute_dtype, device=draft.device
+    )
+    segment = Segment(
+        start=start,
+        num_rows=rows,
+        num_sampled=rows,
+        pages=pages,
+        tokens=(0,) * rows,
+        history=(),
+        num_prompt=start,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+        min_tokens=0,
+        stop_token_ids=(),
+        logit_bias=(),
+        top_logprobs=None,
+    )
+    channel.send(RoundHeader(generation=generation, round_id=0, segments=(segment,)), hidden_TD)
+    channel.receive()
+
+
+def _interpolated(measured: dict[int, float], rows: int) -> float:
+    if rows in measured:
+        return measured[rows]
+    below = max(r for r in measured if r < rows)
+    above = min(r for r in measured if r > rows)
+    share = (rows - below) / (above - below)
+    return measured[below] + share * (measured[above] - measured[below])

@@ -1,0 +1,185 @@
+"""The verify stage: the target's remaining layers, and the rule that decides every token.
+
+A verify rank keeps weights and KV pages and no opinion: which rows, which pages and which sampling
+parameters stand in each round's header. It does not know requests, queues or controllers.
+"""
+
+# Shapes: T rows of a round, S sampled rows, K drafted rows, D hidden size, V vocabulary.
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd_dist.config import Numerics
+from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.rejection import reject_all
+from eesd_dist.sampling.rows import RowRule, rules_of
+from eesd_dist.sampling.rule import choose
+from eesd_dist.transport.channel import follow_round, share_close, share_round
+from eesd_dist.transport.contracts import (
+    RoundHeader,
+    RoundSource,
+    Segment,
+    TensorGroup,
+    VerifyReply,
+)
+from eesd_dist.transport.group import ProcessGroup
+
+_NO_INTS = np.zeros(0, dtype=np.int32)
+_NO_FLOATS = np.zeros(0, dtype=np.float32)
+
+
+class VerifyStage:
+    """Layers [N, L), final norm and LM head of one tensor-parallel rank."""
+
+    def __init__(
+        self,
+        *,
+        span: LlamaSpan,
+        group: TensorGroup,
+        page_size: int,
+        device: torch.device,
+        numerics: Numerics,
+    ) -> None:
+        self.span = span
+        self.group = group
+        self._page_size = page_size
+        self._device = device
+        self._numerics: Numerics = numerics
+
+    @torch.inference_mode()
+    def verify(
+        self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
+    ) -> VerifyReply:
+        """The target's token after each sampled row. Every rank of the group returns the same."""
+        started = time.perf_counter()
+        rows = RowPlan.build(
+            [
+                RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages)
+                for s in header.segments
+            ],
+            page_size=self._page_size,
+            device=self._device,
+            numerics=self._numerics,
+        )
+        hidden_TD = self.span.forward(
+            hidden_TD.to(device=self._device, dtype=self.span.compute_dtype), rows
+        )
+        reply = self._sample(header, hidden_TD, draft_probs_KV, started)
+        return reply
+
+    def _sample(
+        self,
+        header: RoundHeader,
+        hidden_TD: Tensor,
+        draft_probs_KV: Tensor | None,
+        started: float,
+    ) -> VerifyReply:
+        sampled = sampled_rows(header.segments)
+        if not sampled:
+            took_s = time.perf_counter() - started
+            return VerifyReply(
+                round_id=header.round_id,
+                tokens=_NO_INTS,
+                accepted=_NO_INTS,
+                logprobs=_NO_FLOATS,
+                top_ids=np.zeros((0, 0), dtype=np.int32),
+                top_logprobs=np.zeros((0, 0), dtype=np.float32),
+                verify_s=took_s,
+                received_to_sent_s=took_s,
+            )
+        if len(sampled) < hidden_TD.shape[0]:
+            hidden_TD = hidden_TD[torch.tensor(sampled, device=hidden_TD.device)]
+        logits_SV = self.span.logits(hidden_TD)
+        rules = [rule for segment in header.segments for rule in rules_of(segment)]
+        choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
+        tokens = np.asarray(choice.tokens, dtype=np.int32)
+        accepted = _NO_INTS
+        if header.wants_rejection:
+            if draft_probs_KV is None:  # nobody drafted: every token is drawn from the target
+                draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
+            judged = self._reject(header.segments, logits_SV, draft_probs_KV, rules)
+            tokens, accepted = judged.tokens, judged.accepted
+        took_s = time.perf_counter() - started
+        return VerifyReply(
+            round_id=header.round_id,
+            tokens=tokens,
+            accepted=accepted,
+            logprobs=np.asarray(choice.logprobs, dtype=np.float32),
+            top_ids=np.asarray(choice.top_ids, dtype=np.int32),
+            top_logprobs=np.asarray(choice.top_logprobs, dtype=np.float32),
+            verify_s=took_s,
+            received_to_sent_s=took_s,
+        )
+
+    def _reject(
+        self,
+        segments: tuple[Segment, ...],
+        logits_SV: Tensor,
+        draft_probs_KV: Tensor,
+        rules: list[RowRule],
+    ) -> "_Judged":
+        """Rejection sampling over each drafted chain (the published baseline)."""
+        full_SV = torch.cat(self.group.all_gather(logits_SV.contiguous()), dim=-1)
+        drafts = [
+            segment.tokens[segment.num_rows - segment.num_sampled + 1 :]
+            for segment in segments
+            if segment.num_sampled
+        ]
+        tokens = np.zeros(len(rules), dtype=np.int32)
+        accepted = np.zeros(len(rules), dtype=np.int32)
+        first = 0
+        for draft, verdict in zip(
+            drafts, reject_all(full_SV, draft_probs_KV, drafts, rules), strict=True
+        ):
+            end = first + verdict.num_accepted
+            tokens[first:end] = draft[: verdict.num_accepted]
+            tokens[end] = verdict.next_token
+            accepted[first:end] = 1
+            first += len(draft) + 1
+        return _Judged(tokens, accepted)
+
+
+class _Judged(NamedTuple):
+    tokens: "np.typing.NDArray[np.int32]"
+    accepted: "np.typing.NDArray[np.int32]"
+
+
+def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:
+    """Flat indices of the rows that get a verdict: the last `num_sampled` of each segment."""
+    indices: list[int] = []
+    end = 0
+    for segment in segments:
+        end += segment.num_rows
+        indices.extend(range(end - segment.num_sampled, end))
+    return indices
+
+
+def serve_rounds(stage: VerifyStage, source: RoundSource) -> None:
+    """Rank 0's loop: take a round, share it with the other ranks, verify, reply.
+
+    Returns when the draft stage closes the channel; raises PeerLost when a rank is gone.
+    """
+    group = stage.group
+    shared = group if isinstance(group, ProcessGroup) and group.size > 1 else None
+    while True:
+        taken = source.next_round()
+        if taken is None:
+            if shared is not None:
+                share_close(shared)
+            return
+        if shared is not None:
+            share_round(shared, *taken)
+        source.reply(stage.verify(*taken))
+
+
+def follow_rounds(stage: VerifyStage) -> None:
+    """The other ranks' loop: the same computation on the same rows, and nothing to decide."""
+    group = stage.group
+    assert isinstance(group, ProcessGroup), "a follower is a rank of a process group"
+    while (taken := follow_round(group)) is not None:
+        stage.verify(*taken)
