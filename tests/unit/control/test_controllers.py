@@ -59,7 +59,8 @@ def test_only_those_that_look_at_evidence_ask_for_it(name: ControllerName, needs
 @pytest.mark.parametrize("form", ["beta", "gaussian"])
 @pytest.mark.parametrize("cost", [None, CHEAP])
 def test_a_controller_that_only_sees_rejections_gives_up(form: str, cost: CostModel | None) -> None:
-    for name in ("beta", "calibration"):
+    names: tuple[ControllerName, ...] = ("beta", "calibration")
+    for name in names:
         pessimist = controller(name, cost=cost, discount=1.0, calibration_form=form)
         for _ in range(2_000):
             pessimist.observe(outcome(1, 0))
@@ -161,9 +162,10 @@ def test_cost_aware_thompson_sampling_keeps_up_with_the_best_fixed_length(rule: 
         tokens = text(Random(2), ease=ease, spread=1.5, num_tokens=2_500)
         longest = decode(controller("fixed", fixed_length=8), tokens, ceiling=8)
         best_fixed = hindsight(longest, cost=CHEAP, max_length=8).best_fixed_rate
-        for name, least in (("beta", 0.95), ("calibration", 0.98)):
+        least: dict[ControllerName, float] = {"beta": 0.95, "calibration": 0.98}
+        for name in least:
             rounds = decode(controller(name, cost=CHEAP, stop_rule=rule), tokens, ceiling=8)
-            assert hindsight(rounds, cost=CHEAP, max_length=8).rate > least * best_fixed
+            assert hindsight(rounds, cost=CHEAP, max_length=8).rate > least[name] * best_fixed
 
 
 def test_a_cost_aware_rule_without_costs_is_refused_with_advice() -> None:

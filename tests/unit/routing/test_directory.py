@@ -1,0 +1,110 @@
+"""The pipeline directory: heartbeats, load, and who takes a request."""
+
+import json
+from collections import Counter
+from random import Random
+from typing import Literal
+
+import pytest
+
+from eesd_dist.errors import CapacityError
+from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def directory(
+    clock: Clock, choice: Literal["least_loaded", "two_choices"] = "least_loaded"
+) -> PipelineDirectory:
+    return PipelineDirectory(clock=clock, rng=Random(3), expiry_s=5.0, choice=choice)
+
+
+def report(
+    name: str, *, running: int = 0, waiting: int = 0, draining: bool = False
+) -> PipelineReport:
+    return PipelineReport(
+        pipeline_id=PipelineId(name),
+        address=f"actor:{name}",
+        num_running=running,
+        num_waiting=waiting,
+        draining=draining,
+    )
+
+
+def test_the_least_busy_takes_the_request() -> None:
+    book = directory(Clock())
+    book.heartbeat(report("a", running=3, waiting=2))
+    book.heartbeat(report("b", running=4))
+    assert book.choose().address == "actor:b"
+
+
+@pytest.mark.parametrize("choice", ["least_loaded", "two_choices"])
+def test_a_burst_between_heartbeats_is_spread(
+    choice: Literal["least_loaded", "two_choices"],
+) -> None:
+    book = directory(Clock(), choice)
+    for name in "abcd":
+        book.heartbeat(report(name))
+    taken = Counter(book.choose().pipeline_id for _ in range(400))
+    assert all(abs(count - 100) <= 10 for count in taken.values())
+
+
+def test_a_heartbeat_replaces_what_was_only_guessed() -> None:
+    book = directory(Clock())
+    book.heartbeat(report("a"))
+    book.heartbeat(report("b", running=1))
+    for _ in range(6):
+        book.choose()
+    book.heartbeat(report("a"))
+    assert book.choose().pipeline_id == "a"
+
+
+def test_the_silent_are_forgotten_and_named() -> None:
+    clock = Clock()
+    book = directory(clock)
+    book.heartbeat(report("a"))
+    clock.now_s += 4
+    book.heartbeat(report("b"))
+    clock.now_s += 2
+    assert book.expire() == ("a",)
+    assert [member.report.pipeline_id for member in book.members()] == ["b"]
+
+
+def test_a_draining_pipeline_takes_nothing_new() -> None:
+    book = directory(Clock())
+    book.heartbeat(report("a", draining=True))
+    book.heartbeat(report("b", running=50))
+    assert {book.choose().pipeline_id for _ in range(20)} == {"b"}
+
+
+def test_one_that_just_failed_can_be_left_out() -> None:
+    book = directory(Clock())
+    book.heartbeat(report("a"))
+    book.heartbeat(report("b", running=50))
+    assert book.choose(excluded=[PipelineId("a")]).pipeline_id == "b"
+
+
+def test_with_nobody_there_it_says_so() -> None:
+    book = directory(Clock())
+    book.heartbeat(report("a"))
+    book.leave(PipelineId("a"))
+    book.leave(PipelineId("never there"))
+    with pytest.raises(CapacityError, match="no pipeline"):
+        book.choose()
+
+
+def test_what_an_operator_sees_is_plain_json() -> None:
+    clock = Clock()
+    book = directory(clock)
+    book.heartbeat(report("a", running=2))
+    book.choose()
+    clock.now_s += 1
+    (described,) = json.loads(json.dumps(book.describe()))
+    assert described["load"] == 3
+    assert described["silent_s"] == 1.0
