@@ -81,7 +81,7 @@ class RoundHeader:
     """128-bit trace and 64-bit span id of the round's span, 0 when nobody traces."""
     span_id: int = 0
     wants_rejection: bool = False
-    """Rejection sampling: draft probabilities [num drafted rows, V] travel beside the hidden states."""
+    """Rejection sampling: draft probabilities [num drafted rows, V] travel beside hidden states."""
 
     @property
     def num_rows(self) -> int:
@@ -100,11 +100,11 @@ class VerifyReply:
     tokens: Ints
     """[S] the target's token after each sampled row."""
     accepted: Ints
-    """[S] only for rejection sampling: 1 where the row's *next* drafted token survived; else empty."""
+    """[S] 1 where the row's *next* drafted token survived; empty unless rejection sampling."""
     logprobs: Floats
     """[S] log-probability of `tokens`; empty when no segment wants them."""
     top_ids: Ints
-    """[S, n] best alternatives, n the largest top_logprobs of the round; empty shape (S, 0) if none."""
+    """[S, n] best alternatives, n the largest top_logprobs of the round; (S, 0) if none."""
     top_logprobs: Floats
     verify_s: float
     """Seconds the verify rank computed, on its own clock."""

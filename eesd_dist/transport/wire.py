@@ -13,6 +13,7 @@ another version or generation, cut short or with a wrong checksum is a WireError
 found and what was expected.
 """
 
+import ctypes
 import struct
 import zlib
 from array import array
@@ -463,7 +464,7 @@ def _message(
         *_announced(hidden_TD),
         *_announced(draft_probs_KV),
     )
-    parts: list[bytes | memoryview] = [prefix, _PREFIX_CRC.pack(zlib.crc32(prefix))]
+    parts = [prefix, _PREFIX_CRC.pack(zlib.crc32(prefix))]
     if room >= 0:
         parts.append(payload)
     if tensors_fit:
@@ -516,15 +517,17 @@ def _check(what: str, *, found: int, expected: int) -> None:
         raise WireError(f"{what}: found {found}, expected {expected}; the message is broken")
 
 
+# Raw copies: a chain of views costs more than the bytes when caches are cold, as in a real round.
 def _matrix(frame: Tensor, shape: TensorShape, *, offset: int) -> Tensor:
     x = torch.empty((shape.rows, shape.columns), dtype=shape.dtype)
-    _raw(x)[:] = _view(frame)[offset : offset + shape.size_bytes]
+    ctypes.memmove(x.data_ptr(), frame.data_ptr() + offset, shape.size_bytes)
     return x
 
 
-def _raw(x: Tensor) -> memoryview:
+def _raw(x: Tensor) -> bytes:
     """The bytes of a tensor on the CPU, whatever its type."""
-    return _view(x.detach().contiguous().view(-1).view(torch.uint8))
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def _bytes(values: Ints | Floats, dtype: type[np.generic]) -> bytes:
