@@ -158,7 +158,7 @@ class Emission:
     num_drafted: int = 0
     num_cached_prompt_tokens: int = 0
     queue_s: float | None = None
-    """On the first emission: seconds between the request's arrival and its first round, if known."""
+    """On the first emission: seconds from arrival to the first round, where the engine knows."""
     error: str | None = None
 
 

@@ -46,7 +46,7 @@ class TextCodec(Protocol):
     def special_token_ids(self) -> frozenset[TokenId]: ...
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]: ...
     def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], **template_options: object
+        self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]: ...
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token: TokenId) -> bytes:
@@ -105,24 +105,27 @@ class Tokenizer:
         return self._special_token_ids
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
-        if not _is_unicode(prompt):
-            raise RequestError(
-                "the text has half of a surrogate pair in it, which is no character: send it as "
-                "valid UTF-8",
-                param="prompt",
-            )
-        ids = self._backend.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
-        return tuple(ids)
+        return self._encode(prompt, add_special_tokens=add_special_tokens, param="prompt")
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], **template_options: object
+        self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:
         """Through the folder's template, which itself says where special tokens stand."""
         text = self.render_chat(messages, **template_options)
-        return self.encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False, param="messages")
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+        if not _is_unicode(text):
+            raise RequestError(
+                f"{param}: half of a surrogate pair is no character; send valid UTF-8",
+                param=param,
+            )
+        return tuple(
+            self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        )
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, object]], **template_options: object
+        self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> str:
         import jinja2  # transformers needs it for templates, and nothing else here does
 

@@ -1,0 +1,249 @@
+"""The HTTP endpoints.
+
+Decides which path does what and who may call it. Holds no state outside the application it
+builds, so that the same application runs under uvicorn and inside Ray Serve.
+"""
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eesd_dist.errors import EesdError
+from eesd_dist.telemetry.metrics import CONTENT_TYPE
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.text import TextCodec
+from eesd_dist.types import TokenId
+from serve_app.openai.client import EngineClient
+from serve_app.openai.errors import (
+    HttpError,
+    NotReady,
+    UnknownKey,
+    http_error_of,
+    http_error_of_fields,
+)
+from serve_app.openai.preparation import Preparation, conversation_of
+from serve_app.openai.responses import Json
+from serve_app.openai.schema import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeFields,
+)
+from serve_app.openai.service import RequestObserver, Service
+from serve_app.openai.sse import ClientGone, EventStream, encoded, while_listened_to
+
+logger = logging.getLogger(__name__)
+
+Health = Callable[[], Awaitable[str | None]]
+"""None when text can be generated now, else the reason why not."""
+Metrics = Callable[[], Awaitable[bytes]]
+"""The Prometheus text."""
+
+_CLIENT_CLOSED_REQUEST = 499
+_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+"""What probes and scrapers ask for; they carry no key."""
+
+
+def build_api(
+    engine: EngineClient,
+    *,
+    tokenizer: TextCodec,
+    model_name: str,
+    max_model_len: int,
+    health: Health,
+    metrics: Metrics,
+    tracing: Tracing | None = None,
+    observe_request: RequestObserver | None = None,
+    max_draft_tokens: int = 8,
+    api_key: str | None = None,
+    created_unix_s: int = 0,
+) -> FastAPI:
+    """One model behind OpenAI's API. `api_key` None lets everybody in."""
+    preparation = Preparation(
+        tokenizer,
+        model_name=model_name,
+        max_model_len=max_model_len,
+        max_draft_tokens=max_draft_tokens,
+    )
+    service = Service(
+        engine,
+        codec=tokenizer,
+        preparation=preparation,
+        tracing=tracing,
+        observe_request=observe_request,
+    )
+    app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
+    _answer_errors(app)
+    _add_generation(app, service)
+    _add_models(
+        app,
+        preparation,
+        card=_model_card(model_name, max_model_len=max_model_len, created_unix_s=created_unix_s),
+    )
+    _add_tokens(app, tokenizer, preparation, max_model_len=max_model_len)
+    _add_operations(app, health=health, metrics=metrics)
+    if api_key is not None:
+        app.add_middleware(_KeyCheck, api_key=api_key)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(fields: CompletionFields, request: HttpRequest) -> Response:
+        """Continues one or more prompts."""
+        return await _answered(service, fields, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(fields: ChatFields, request: HttpRequest) -> Response:
+        """Answers a conversation."""
+        return await _answered(service, fields, request)
+
+
+async def _answered(
+    service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
+) -> Response:
+    prepared = await service.prepared(fields, traceparent=request.headers.get("traceparent"))
+    try:
+        if not fields.stream:
+            return _json(await while_listened_to(request.receive, lambda: service.whole(prepared)))
+        chunks = service.chunks(prepared)
+        first = await while_listened_to(request.receive, lambda: _first(chunks))
+        return EventStream(first, chunks)
+    except ClientGone:
+        logger.info("client left: request=%s", prepared.response_id)
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _first(chunks: AsyncGenerator[Json, None]) -> Json:
+    return await anext(chunks)
+
+
+def _add_models(app: FastAPI, preparation: Preparation, *, card: Json) -> None:
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        """What is served here."""
+        return _json({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        """The served model, by name."""
+        preparation.check_model(name)
+        return _json(card)
+
+
+def _add_tokens(
+    app: FastAPI, codec: TextCodec, preparation: Preparation, *, max_model_len: int
+) -> None:
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(fields: TokenizeFields) -> Response:
+        """The token ids of a prompt, or of a conversation through the chat template."""
+        preparation.check_model(fields.model)
+        if fields.messages is not None:
+            tokens = codec.encode_chat(
+                conversation_of(fields.messages),
+                add_generation_prompt=fields.add_generation_prompt,
+            )
+        else:
+            tokens = codec.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
+        content = {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens)}
+        return _json(content)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(fields: DetokenizeFields) -> Response:
+        """The text of token ids, special tokens included."""
+        preparation.check_model(fields.model)
+        preparation.check_ids(fields.tokens, param="tokens")
+        tokens = [TokenId(token) for token in fields.tokens]
+        return _json({"prompt": codec.decode(tokens, skip_special_tokens=False)})
+
+
+def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
+    @app.get("/health", response_model=None)
+    async def ready() -> Response:
+        """200 with an empty body when text can be generated now, else 503 with the reason."""
+        reason = await health()
+        return Response() if reason is None else _refusal(http_error_of(NotReady(reason)))
+
+    @app.get("/ping", response_model=None)
+    async def alive() -> Response:
+        """200 as long as this process answers."""
+        return Response()
+
+    @app.get("/metrics", response_model=None)
+    async def prometheus() -> Response:
+        """Prometheus text."""
+        return Response(await metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    @app.get("/version", response_model=None)
+    async def served_version() -> Response:
+        """The version of this program."""
+        return _json({"version": _version()})
+
+
+def _answer_errors(app: FastAPI) -> None:
+    async def by_table(_: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return _refusal(http_error_of_fields(error.errors()))
+        return _refusal(http_error_of(error))
+
+    for kind in (RequestValidationError, HTTPException, EesdError, Exception):
+        app.add_exception_handler(kind, by_table)
+
+
+class _KeyCheck:
+    """Lets requests in that carry the key."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._may_pass(scope):
+            await _refusal(http_error_of(UnknownKey()))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in _OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(given, self._expected)
+
+
+def _model_card(name: str, *, max_model_len: int, created_unix_s: int) -> Json:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_unix_s,
+        "owned_by": "eesd",
+        "max_model_len": max_model_len,
+    }
+
+
+def _json(content: Json) -> Response:
+    return Response(encoded(content), media_type="application/json")
+
+
+def _refusal(error: HttpError) -> Response:
+    return Response(
+        encoded(error.body),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+def _version() -> str:
+    try:
+        return version("eesd-dist")
+    except PackageNotFoundError:
+        return "unknown"

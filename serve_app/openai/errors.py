@@ -1,0 +1,177 @@
+"""The one table from errors to HTTP.
+
+Status, OpenAI's error type and code, by class; the first row that fits is taken. What is not ours
+is answered with 500 and no detail: the log has it. Decides nothing about when errors happen.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from eesd_dist.errors import (
+    CapacityError,
+    EesdError,
+    EngineError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
+
+logger = logging.getLogger(__name__)
+
+_NESTED_FIELDS = frozenset({"messages", "speculation", "stream_options", "logit_bias"})
+
+
+class UnknownModel(RequestError):
+    def __init__(self, *, asked: str, served: str) -> None:
+        super().__init__(
+            f"the model '{asked}' is not served here: use '{served}' (GET /v1/models lists it)",
+            param="model",
+        )
+
+
+class UnknownKey(RequestError):
+    def __init__(self) -> None:
+        super().__init__("no or a wrong API key: send 'Authorization: Bearer <key>'")
+
+
+class NotReady(EngineError):
+    """The health check says that no text can be generated now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """How one class of errors is answered."""
+
+    error: type[Exception]
+    status: int
+    type: str
+    code: str | None = None
+
+
+_INVALID = "invalid_request_error"
+
+TABLE: tuple[Row, ...] = (
+    Row(error=UnknownKey, status=401, type="authentication_error", code="invalid_api_key"),
+    Row(error=UnknownModel, status=404, type="not_found_error", code="model_not_found"),
+    Row(error=PromptTooLong, status=400, type=_INVALID, code="context_length_exceeded"),
+    Row(error=RequestError, status=400, type=_INVALID),
+    Row(error=ValidationError, status=400, type=_INVALID),
+    Row(error=QueueFull, status=429, type="rate_limit_error", code="queue_full"),
+    Row(error=CapacityError, status=429, type="rate_limit_error", code="no_capacity"),
+    Row(error=NotReady, status=503, type="server_error", code="not_ready"),
+    Row(error=EngineError, status=503, type="server_error", code="engine_error"),
+)
+_OURS = Row(error=Exception, status=500, type="server_error", code="internal_error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpError:
+    """An error as HTTP says it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object; all four keys are always there."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def http_error_of(error: Exception) -> HttpError:
+    """Logs what is our fault; the caller only sends the answer."""
+    error = _unwrapped(error)
+    if isinstance(error, HTTPException):
+        return _of_routing(error)
+    row = next((row for row in TABLE if isinstance(error, row.error)), _OURS)
+    if row is _OURS:
+        logger.error("request failed: internal error", exc_info=error)
+        return HttpError(
+            status=row.status,
+            message=f"internal error ({type(error).__name__}): the service's log has the details",
+            type=row.type,
+            code=row.code,
+        )
+    if row.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.warning("request failed: %s", error)
+    message, param = _said(error)
+    return HttpError(
+        status=row.status,
+        message=message,
+        type=row.type,
+        param=param,
+        code=row.code,
+        retry_after_s=error.retry_after_s if isinstance(error, CapacityError) else None,
+    )
+
+
+def http_error_of_fields(errors: Sequence[Mapping[str, object]]) -> HttpError:
+    """What pydantic found wrong with a body."""
+    message, param = _said_of_fields(errors)
+    return HttpError(status=400, message=message, type=_INVALID, param=param)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """Ray hands over an actor's error with its traceback around it; `cause` is the error itself."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, EesdError) else error
+
+
+def _said(error: Exception) -> tuple[str, str | None]:
+    if isinstance(error, ValidationError):
+        return _said_of_fields([dict(entry) for entry in error.errors(include_url=False)])
+    return str(error), error.param if isinstance(error, RequestError) else None
+
+
+def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
+    """The first field to blame, and all that is wrong with it (a union fails once per branch)."""
+    kind = str(errors[0]["type"])
+    if kind == "json_invalid":
+        return "the body is not valid JSON", None
+    param = _param_of(errors[0]["loc"])
+    if param is None and kind != "value_error":
+        return "the body has to be a JSON object, sent as Content-Type: application/json", None
+    reasons = dict.fromkeys(str(e["msg"]) for e in errors if _param_of(e["loc"]) == param)
+    said = ", or ".join(reasons)
+    return (f"{param}: {said}" if param else said), param
+
+
+def _param_of(location: object) -> str | None:
+    """`messages[0].role` for a field of a field, without pydantic's names for union branches."""
+    assert isinstance(location, tuple)
+    names = location[1:] if location[:1] == ("body",) else location
+    if not names:
+        return None
+    param = str(names[0])
+    for name in names[1:] if param in _NESTED_FIELDS else ():
+        if isinstance(name, int):
+            param += f"[{name}]"
+        elif name.isidentifier() and name != "str":
+            param += f".{name}"
+    return param
+
+
+def _of_routing(error: HTTPException) -> HttpError:
+    kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else _INVALID
+    return HttpError(status=error.status_code, message=str(error.detail), type=kind)

@@ -1,0 +1,69 @@
+"""The `metrics` object of a response: seed, timings, and how speculation went.
+
+Names and definitions as vLLM reports them per request, so that tools which read those read ours.
+With several choices the rounds of all are counted together. Decides nothing.
+"""
+
+from collections.abc import Sequence
+
+from eesd_dist.telemetry.spec_stats import SpecStats
+from serve_app.openai.generation import ChoiceTally
+from serve_app.openai.preparation import Prepared
+
+_MS = 1000.0
+_TIMINGS = (
+    "time_to_first_token_ms",
+    "generation_time_ms",
+    "queue_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+)
+
+
+def metrics_of(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> dict[str, object]:
+    return {
+        "seed": prepared.seed,
+        **timings(tallies, arrived_s=prepared.arrived_s),
+        "speculative_decoding": speculation_report(prepared, tallies),
+    }
+
+
+def timings(tallies: Sequence[ChoiceTally], *, arrived_s: float) -> dict[str, float | None]:
+    """Time to first token counts from arrival; generation from the first token to the last."""
+    firsts = [tally.first_s for tally in tallies if tally.first_s is not None]
+    lasts = [tally.last_s for tally in tallies if tally.last_s is not None]
+    queued = [tally.queue_s for tally in tallies if tally.queue_s is not None]
+    if not firsts:
+        return dict.fromkeys(_TIMINGS)
+    generation_s = max(lasts) - min(firsts)
+    num_tokens = sum(tally.num_tokens for tally in tallies)
+    num_gaps = num_tokens - len(firsts)
+    values = (
+        (min(firsts) - arrived_s) * _MS,
+        generation_s * _MS,
+        max(queued) * _MS if queued else None,
+        (sum(lasts) - sum(firsts)) * _MS / num_gaps if num_gaps else None,
+        num_tokens / generation_s if generation_s > 0.0 else None,
+    )
+    return {
+        name: None if value is None else round(value, 3)
+        for name, value in zip(_TIMINGS, values, strict=True)
+    }
+
+
+def speculation_report(
+    prepared: Prepared, tallies: Sequence[ChoiceTally]
+) -> dict[str, object] | None:
+    """None when the request switched speculation off."""
+    if prepared.max_draft_tokens is None:
+        return None
+    stats = SpecStats(num_spec_tokens=prepared.max_draft_tokens)
+    rounds = [emission for tally in tallies for emission in tally.rounds]
+    for emission in rounds:
+        stats.observe(emission)
+    report: dict[str, object] = {**stats.summary()}
+    if prepared.detailed_statistics:
+        steps = [emission for emission in rounds if emission.num_drafted > 0]
+        report["per_step_accepted"] = [step.num_accepted for step in steps]
+        report["per_step_drafted"] = [step.num_drafted for step in steps]
+    return report

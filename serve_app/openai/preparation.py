@@ -1,0 +1,346 @@
+"""From what a body says to the requests that an engine runs.
+
+Decides everything about a request before any work starts: token ids, limits, end tokens, seeds,
+ids. What cannot be served is refused here, naming the field. Knows neither HTTP nor engines.
+"""
+
+import hashlib
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from eesd_dist.errors import PromptTooLong, RequestError
+from eesd_dist.text import TextCodec
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from serve_app.openai.errors import UnknownModel
+from serve_app.openai.schema import (
+    ChatFields,
+    CompletionFields,
+    GenerationFields,
+    Message,
+    ignored,
+    unsupported,
+)
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["chat", "completion"]
+Prompt = tuple[TokenId, ...]
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One text to be generated."""
+
+    index: int
+    prompt_index: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How tokens become the text that is shown."""
+
+    stops: tuple[str, ...] = ()
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A whole request of a client: one or more choices over one or more prompts."""
+
+    kind: Kind
+    response_id: str
+    model: str
+    created_unix_s: int
+    arrived_s: float
+    """On the monotonic clock."""
+    seed: int
+    prompts: tuple[Prompt, ...]
+    echoed: tuple[str, ...]
+    """Per prompt, what stands before its answers; empty strings unless `echo` was asked for."""
+    choices: tuple[Choice, ...]
+    text: TextOptions
+    max_draft_tokens: int | None
+    """Ceiling on one draft; None when the request switched speculation off."""
+    stream: bool
+    include_usage: bool
+    detailed_statistics: bool
+    return_token_ids: bool
+
+
+class Preparation:
+    """Everything about the served model that a request is checked against."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        model_name: str,
+        max_model_len: int,
+        max_draft_tokens: int = 8,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
+    ) -> None:
+        self._codec = codec
+        self._model_name = model_name
+        self._max_model_len = max_model_len
+        self._max_draft_tokens = max_draft_tokens
+        self._draw_seed = draw_seed
+
+    def completion(self, fields: CompletionFields, *, traceparent: str | None = None) -> Prepared:
+        self._check(fields)
+        prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
+        limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        return self._prepared(
+            fields,
+            kind="completion",
+            prompts=prompts,
+            max_tokens=[
+                self._checked_limit(fields.max_tokens, prompt, default=limit) for prompt in prompts
+            ],
+            echoed=[self._echoed(fields, prompt) for prompt in fields.prompts],
+            top_logprobs=fields.logprobs,
+            traceparent=traceparent,
+        )
+
+    def chat(self, fields: ChatFields, *, traceparent: str | None = None) -> Prepared:
+        self._check(fields)
+        if fields.top_logprobs is not None and not fields.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        prompt = self._codec.encode_chat(
+            conversation_of(fields.messages),
+            **chat_options(fields),
+        )
+        self._check_length(prompt, param="messages")
+        asked = fields.max_completion_tokens or fields.max_tokens
+        rest = self._max_model_len - len(prompt)
+        return self._prepared(
+            fields,
+            kind="chat",
+            prompts=(prompt,),
+            max_tokens=[self._checked_limit(asked, prompt, default=rest)],
+            echoed=[""],
+            top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            traceparent=traceparent,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name:
+            raise UnknownModel(asked=name, served=self._model_name)
+
+    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
+        bad = next((i for i in ids if i >= self._codec.vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"{param}: token id {bad} is not below the vocabulary of {self._codec.vocab_size}",
+                param=param,
+            )
+
+    def _check(self, fields: GenerationFields) -> None:
+        self.check_model(fields.model)
+        if refused := unsupported(fields):
+            raise RequestError(
+                f"{refused}: this value would change the answer and is not supported here; "
+                "leave the field out",
+                param=refused,
+            )
+        if names := ignored(fields):
+            logger.info("fields of a request were ignored: %s", ", ".join(names)[:200])
+
+    def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
+        if isinstance(prompt, str):
+            tokens = self._codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
+        else:
+            self.check_ids(prompt, param="prompt")
+            tokens = tuple(TokenId(token) for token in prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty: send at least one token", param="prompt")
+        self._check_length(tokens, param="prompt")
+        return tokens
+
+    def _check_length(self, prompt: Prompt, *, param: str) -> None:
+        if len(prompt) >= self._max_model_len:
+            error = PromptTooLong(num_tokens=len(prompt), limit=self._max_model_len - 1)
+            error.param = param
+            raise error
+
+    def _checked_limit(self, asked: int | None, prompt: Prompt, *, default: int) -> int:
+        room = self._max_model_len - len(prompt)
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"max_tokens is {asked}, but the prompt's {len(prompt)} tokens leave {room} of "
+                f"the model's {self._max_model_len}: ask for at most {room}",
+                param="max_tokens",
+            )
+        return min(default if asked is None else asked, room)
+
+    def _echoed(self, fields: CompletionFields, prompt: str | Sequence[int]) -> str:
+        if not fields.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        return self._codec.decode([TokenId(token) for token in prompt])
+
+    def _prepared(
+        self,
+        fields: GenerationFields,
+        *,
+        kind: Kind,
+        prompts: tuple[Prompt, ...],
+        max_tokens: Sequence[int],
+        echoed: Sequence[str],
+        top_logprobs: int | None,
+        traceparent: str | None,
+    ) -> Prepared:
+        response_id = _response_id(kind, fields.request_id)
+        seed = self._draw_seed() if fields.seed is None else fields.seed
+        unique = uuid.uuid4().hex[:8]
+        choices = [
+            Choice(
+                index=j * fields.n + i,
+                prompt_index=j,
+                request=Request(
+                    request_id=RequestId(f"{response_id}-{unique}-{j * fields.n + i}"),
+                    prompt=prompt,
+                    sampling=self._sampling(
+                        fields,
+                        seed=choice_seed(seed, i),
+                        max_tokens=max_tokens[j],
+                        top_logprobs=top_logprobs,
+                    ),
+                    speculation=_speculation(fields),
+                    workload=kind,
+                    traceparent=traceparent,
+                ),
+            )
+            for j, prompt in enumerate(prompts)
+            for i in range(fields.n)
+        ]
+        return Prepared(
+            kind=kind,
+            response_id=response_id,
+            model=self._model_name,
+            created_unix_s=int(time.time()),
+            arrived_s=time.monotonic(),
+            seed=seed,
+            prompts=prompts,
+            echoed=tuple(echoed),
+            choices=tuple(choices),
+            text=TextOptions(
+                stops=fields.stops,
+                include_stop_in_output=fields.include_stop_str_in_output,
+                skip_special_tokens=fields.skip_special_tokens,
+            ),
+            max_draft_tokens=self._draft_ceiling(fields),
+            stream=fields.stream,
+            include_usage=fields.stream_options.include_usage,
+            detailed_statistics=fields.speculation.detailed,
+            return_token_ids=fields.return_token_ids,
+        )
+
+    def _sampling(
+        self, fields: GenerationFields, *, seed: int, max_tokens: int, top_logprobs: int | None
+    ) -> SamplingParams:
+        if fields.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {fields.min_tokens}, more than the {max_tokens} tokens that may "
+                "be generated",
+                param="min_tokens",
+            )
+        self.check_ids(fields.stop_token_ids, param="stop_token_ids")
+        ends = () if fields.ignore_eos else self._codec.eos_token_ids
+        return SamplingParams(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=max(fields.top_k, 0),
+            min_p=fields.min_p,
+            repetition_penalty=fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logit_bias=self._logit_bias(fields.logit_bias),
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=fields.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*ends, *fields.stop_token_ids))),
+            top_logprobs=top_logprobs,
+        )
+
+    def _draft_ceiling(self, fields: GenerationFields) -> int | None:
+        asked = fields.speculation
+        if asked.mode == "off":
+            return None
+        if asked.max_draft_tokens is None:
+            return self._max_draft_tokens
+        return min(asked.max_draft_tokens, self._max_draft_tokens)
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+        for key in bias:
+            if not (key.isascii() and key.isdecimal()):
+                raise RequestError(f"logit_bias: '{key}' is not a token id", param="logit_bias")
+        entries = {int(key): float(value) for key, value in bias.items()}
+        self.check_ids(list(entries), param="logit_bias")
+        return tuple(sorted(entries.items()))
+
+
+def choice_seed(seed: int, i: int) -> int:
+    """The i-th choice's own seed; the first is the seed itself: n changes nothing for it."""
+    if i == 0:
+        return seed % 2**63
+    digest = hashlib.sha256(f"choice {i} of {seed % 2**64}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Messages as chat templates expect them: text contents and the four classic roles."""
+    return [
+        {
+            **(message.model_extra or {}),
+            "role": "system" if message.role == "developer" else message.role,
+            "content": _content(message, index=i),
+        }
+        for i, message in enumerate(messages)
+    ]
+
+
+def chat_options(fields: ChatFields) -> dict[str, object]:
+    options = dict(fields.chat_template_kwargs)
+    options["add_generation_prompt"] = fields.add_generation_prompt
+    if fields.continue_final_message:
+        if fields.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+        options["continue_final_message"] = True
+    return options
+
+
+def _content(message: Message, *, index: int) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    for part in message.content:
+        if part.type != "text":
+            raise RequestError(
+                f"content parts of type '{part.type}' are not supported: this model reads text",
+                param=f"messages[{index}].content",
+            )
+    return "\n".join(part.text for part in message.content)
+
+
+def _response_id(kind: Kind, asked: str | None) -> str:
+    prefix = "chatcmpl" if kind == "chat" else "cmpl"
+    return f"{prefix}-{asked or uuid.uuid4().hex}"
+
+
+def _speculation(fields: GenerationFields) -> SpeculationParams:
+    asked = fields.speculation
+    return SpeculationParams(
+        mode=asked.mode, controller=asked.controller, max_draft_tokens=asked.max_draft_tokens
+    )

@@ -1,0 +1,240 @@
+"""What goes back: completion, chat and chunk objects in OpenAI's shape.
+
+Every key that OpenAI sends is there, null included. Nothing is decided here; what happened is
+written down.
+"""
+
+from collections.abc import Sequence
+
+from eesd_dist.text import TextCodec
+from eesd_dist.types import TokenId, TokenLogprobs
+from serve_app.openai.generation import ChoiceTally, Delta, ShownFinish
+from serve_app.openai.metrics import metrics_of
+from serve_app.openai.preparation import Prepared
+
+Json = dict[str, object]
+
+_LOWEST_LOGPROB = -9999.0
+"""JSON knows no infinity."""
+
+
+class Answer:
+    """One response while it grows; gives chunks on the way, or the whole at the end."""
+
+    def __init__(
+        self, prepared: Prepared, *, codec: TextCodec, tallies: Sequence[ChoiceTally]
+    ) -> None:
+        """`tallies` are kept by whoever runs the choices."""
+        self._prepared = prepared
+        self._tallies = tallies
+        self._choices = [
+            _GrowingChoice(prepared, i, codec=codec) for i in range(len(prepared.choices))
+        ]
+
+    def add(self, delta: Delta) -> None:
+        self._choices[delta.index].add(delta)
+
+    def opening_chunks(self) -> list[Json]:
+        """What stands before the first token: roles in a chat, the prompt where it is echoed."""
+        return [self._chunk([opening]) for choice in self._choices if (opening := choice.opening())]
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """What a delta makes visible; None when that is nothing yet."""
+        shown = self._choices[delta.index].shown(delta)
+        return None if shown is None else self._chunk([shown])
+
+    def usage_chunk(self) -> Json:
+        return self._chunk([]) | {"usage": self._usage(), "metrics": self._metrics()}
+
+    def whole(self) -> Json:
+        is_chat = self._prepared.kind == "chat"
+        return {
+            **self._head("chat.completion" if is_chat else "text_completion"),
+            "choices": [choice.whole() for choice in self._choices],
+            "usage": self._usage(),
+            "metrics": self._metrics(),
+        }
+
+    def _chunk(self, choices: Sequence[Json]) -> Json:
+        is_chat = self._prepared.kind == "chat"
+        head = self._head("chat.completion.chunk" if is_chat else "text_completion")
+        chunk = {**head, "choices": list(choices)}
+        return chunk | {"usage": None} if self._prepared.include_usage else chunk
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": self._prepared.response_id,
+            "object": kind,
+            "created": self._prepared.created_unix_s,
+            "model": self._prepared.model,
+            "system_fingerprint": None,
+        }
+
+    def _metrics(self) -> Json:
+        return metrics_of(self._prepared, self._tallies)
+
+    def _usage(self) -> Json:
+        num_prompt = sum(len(prompt) for prompt in self._prepared.prompts)
+        num_completion = sum(tally.num_tokens for tally in self._tallies)
+        num_cached = num_cached_tokens(self._prepared, self._tallies)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+
+def num_cached_tokens(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> int:
+    """Per prompt, what was in the cache before any of its choices had run."""
+    cached: dict[int, int] = {}
+    for choice, tally in zip(prepared.choices, tallies, strict=True):
+        known = cached.get(choice.prompt_index, tally.num_cached)
+        cached[choice.prompt_index] = min(known, tally.num_cached)
+    return sum(cached.values())
+
+
+class _GrowingChoice:
+    def __init__(self, prepared: Prepared, index: int, *, codec: TextCodec) -> None:
+        choice = prepared.choices[index]
+        self._index = index
+        self._is_chat = prepared.kind == "chat"
+        self._wants_ids = prepared.return_token_ids
+        self._wants_logprobs = choice.request.sampling.top_logprobs is not None
+        self._shape = _Logprobs(codec, num_top=choice.request.sampling.top_logprobs or 0)
+        self._prompt = prepared.prompts[choice.prompt_index]
+        self._text = prepared.echoed[choice.prompt_index]
+        self._echoed = self._text
+        self._num_chars = 0
+        self._tokens: list[TokenId] = []
+        self._entries: list[_Entry] = []
+        self._num_shown = 0
+        """Tokens whose ids and log-probabilities have left already."""
+        self._finish_reason: ShownFinish | None = None
+        self._stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._text += delta.text
+        self._tokens += delta.tokens
+        if self._wants_logprobs:
+            self._take_logprobs(delta)
+        self._finish_reason = delta.finish_reason
+        self._stop_reason = delta.stop_reason
+
+    def opening(self) -> Json | None:
+        if self._is_chat:
+            delta = {"role": "assistant", "content": ""}
+            return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if not self._echoed:
+            return None
+        return {
+            "index": self._index,
+            "text": self._echoed,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def shown(self, delta: Delta) -> Json | None:
+        """Call after `add`; log-probabilities of text held back ride with the next chunk."""
+        if not delta.text and delta.finish_reason is None:
+            return None
+        start, self._num_shown = self._num_shown, len(self._tokens)
+        if self._is_chat:
+            content = {"content": delta.text} if delta.text else {}
+            return {"index": self._index, "delta": content, **self._rest(start)}
+        return {"index": self._index, "text": delta.text, **self._rest(start)}
+
+    def whole(self) -> Json:
+        if not self._is_chat:
+            return {"index": self._index, "text": self._text, **self._rest(0)}
+        message = {"role": "assistant", "content": self._text, "refusal": None}
+        return {"index": self._index, "message": message, **self._rest(0)}
+
+    def _rest(self, start: int) -> Json:
+        rest: Json = {
+            "logprobs": self._logprobs(start),
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
+        }
+        if self._wants_ids:
+            rest["token_ids"] = self._tokens[start:]
+            rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
+        return rest
+
+    def _logprobs(self, start: int) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        entries = self._entries[start:]
+        return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
+
+    def _take_logprobs(self, delta: Delta) -> None:
+        for token, piece, logprobs in zip(delta.tokens, delta.pieces, delta.logprobs, strict=True):
+            offset = len(self._echoed) + self._num_chars
+            self._entries.append(_Entry(token, logprobs, offset))
+            self._num_chars += len(piece)
+
+
+class _Entry:
+    """One token with its log-probabilities and where its text begins."""
+
+    __slots__ = ("logprobs", "offset", "token")
+
+    def __init__(self, token: TokenId, logprobs: TokenLogprobs, offset: int) -> None:
+        self.token = token
+        self.logprobs = logprobs
+        self.offset = offset
+
+
+class _Logprobs:
+    """Log-probabilities in both of OpenAI's shapes."""
+
+    def __init__(self, codec: TextCodec, *, num_top: int) -> None:
+        self._codec = codec
+        self._num_top = num_top
+
+    def of_chat(self, entries: Sequence[_Entry]) -> Json:
+        content = [
+            self._chat_token(entry.token, entry.logprobs.logprob)
+            | {"top_logprobs": [self._chat_token(t, p) for t, p in self._top(entry)]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def of_text(self, entries: Sequence[_Entry]) -> Json:
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
+            "top_logprobs": [self._text_top(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _top(self, entry: _Entry) -> Sequence[tuple[TokenId, float]]:
+        return entry.logprobs.top[: self._num_top]
+
+    def _text_top(self, entry: _Entry) -> dict[str, float]:
+        """The chosen token is always among them, so there may be one more than asked for."""
+        pairs = [*self._top(entry), (entry.token, entry.logprobs.logprob)]
+        top: dict[str, float] = {}
+        for token, logprob in pairs:
+            top.setdefault(self._text(token), _finite(logprob))
+        return top
+
+    def _chat_token(self, token: TokenId, logprob: float) -> Json:
+        raw = self._codec.token_bytes(token)
+        return {
+            "token": raw.decode("utf-8", errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(raw),
+        }
+
+    def _text(self, token: TokenId) -> str:
+        """Part of a character is written as bytes, as OpenAI does."""
+        raw = self._codec.token_bytes(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)

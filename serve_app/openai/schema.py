@@ -1,0 +1,266 @@
+"""What people may send: OpenAI's names, the extras of vLLM, and our `speculation`.
+
+Types and ranges of single fields are checked here, strictly: "0.5" is no number. A null means the
+default, as OpenAI's clients send it. Fields nobody declared are kept aside; `unsupported` says
+which of them are refused because ignoring them would change the answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from eesd_dist.types import ControllerName
+
+_MAX_STOPS = 16
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+NumAlternatives = Annotated[int, Field(ge=0, le=20)]
+Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
+
+
+class Fields(BaseModel):
+    """A JSON object whose nulls mean defaults."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class SpeculationFields(Fields):
+    """What a request may say about speculation; it changes the time, never the text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["off", "auto"] = "auto"
+    controller: ControllerName | None = None
+    """Who decides how far to draft; the service's default when absent."""
+    max_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Ceiling on one draft; the service's own ceiling still holds."""
+    detailed: bool = False
+    """Whether the statistics list every round."""
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    """One more chunk before the end, with usage and metrics."""
+
+
+class GenerationFields(Fields):
+    """What both kinds of request have in common."""
+
+    model: str | None = None
+    """The served model's name; absent means that one."""
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    logit_bias: dict[str, Bias] = {}
+    """Token id to what is added to its logit."""
+    temperature: Temperature = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: Probability = 0.0
+    seed: Int64 | None = None
+    """Drawn at random when absent; the response's `metrics.seed` tells which it was."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
+    stop_token_ids: list[NonNegativeInt] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: PositiveInt | None = None
+    min_tokens: NonNegativeInt = 0
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Becomes part of the response's id."""
+    speculation: SpeculationFields = SpeculationFields()
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def unknown(self) -> Mapping[str, object]:
+        """Fields that are not declared."""
+        return self.model_extra or {}
+
+
+class CompletionFields(GenerationFields):
+    """POST /v1/completions."""
+
+    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1)]
+    echo: bool = False
+    """The prompt stands before the answer."""
+    logprobs: NumAlternatives | None = None
+    """So many alternatives beside every token."""
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One entry per prompt, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return cast("Sequence[str | Sequence[int]]", self.prompt)
+
+
+class ContentPart(Fields):
+    type: str
+    text: str = ""
+
+
+class Message(Fields):
+    """One message; what is not declared goes to the chat template as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] = ""
+
+
+class ChatFields(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: PositiveInt | None = None
+    """The newer name of `max_tokens`; it wins."""
+    logprobs: bool = False
+    top_logprobs: NumAlternatives | None = None
+    """Needs `logprobs`."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] = {}
+
+
+class TokenizeFields(Fields):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeFields(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[NonNegativeInt]
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _empty(value: object) -> bool:
+    return not value
+
+
+def _plain_text(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("type") == "text"
+
+
+def _only_text(value: object) -> bool:
+    return value == ["text"]
+
+
+def _none(value: object) -> bool:
+    return value == "none"
+
+
+_HARMLESS_WHEN: Mapping[str, Callable[[object], bool]] = {
+    "allowed_token_ids": _never,
+    "audio": _never,
+    "bad_words": _empty,
+    "cache_salt": _never,
+    "chat_template": _never,
+    "documents": _empty,
+    "function_call": _none,
+    "functions": _empty,
+    "guided_choice": _never,
+    "guided_decoding_backend": _never,
+    "guided_grammar": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "length_penalty": lambda value: value == 1.0,
+    "logits_processors": _empty,
+    "modalities": _only_text,
+    "prompt_logprobs": _never,
+    "response_format": _plain_text,
+    "structured_outputs": _never,
+    "suffix": _empty,
+    "thinking_token_budget": _never,
+    "truncate_prompt_tokens": _never,
+    "use_beam_search": _empty,
+    "vllm_xargs": _empty,
+    "web_search_options": _never,
+}
+"""Undeclared fields that are refused, and the values that change nothing and pass."""
+
+_QUIETLY_IGNORED = frozenset(
+    {
+        "best_of",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "tool_choice",
+        "tools",
+        "user",
+        *_HARMLESS_WHEN,
+    }
+)
+
+
+def unsupported(fields: GenerationFields) -> str | None:
+    """The first field that would change the answer and that nothing here can honour."""
+    unknown = fields.unknown
+    for name, value in unknown.items():
+        harmless = _HARMLESS_WHEN.get(name)
+        if harmless is not None and not harmless(value):
+            return name
+    if unknown.get("tools") and unknown.get("tool_choice") != "none":
+        return "tools"
+    if unknown.get("tool_choice", "none") not in ("none", "auto"):
+        return "tool_choice"
+    if unknown.get("best_of", fields.n) not in (1, fields.n):
+        return "best_of"
+    if isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None:
+        return "echo"
+    return None
+
+
+def ignored(fields: GenerationFields) -> list[str]:
+    """Undeclared fields worth a line in the log."""
+    return sorted(fields.unknown.keys() - _QUIETLY_IGNORED)

@@ -1,0 +1,166 @@
+"""Answers prepared requests over an engine: whole, or chunk by chunk.
+
+The HTTP API and the batch runner are two ways in. Knows neither.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+from eesd_dist.telemetry.metrics import RequestTimings
+from eesd_dist.telemetry.tracing import (
+    NoTracing,
+    OpenSpan,
+    Tracing,
+    open_request_span,
+    response_attributes,
+)
+from eesd_dist.text import TextCodec
+from serve_app.openai.client import EngineClient
+from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
+from serve_app.openai.preparation import Choice, Preparation, Prepared
+from serve_app.openai.responses import Answer, Json, num_cached_tokens
+from serve_app.openai.schema import ChatFields, CompletionFields
+
+T = TypeVar("T")
+RequestObserver = Callable[[RequestTimings], None]
+
+_INLINE_CHARS = 16_384
+"""Longer bodies are tokenised in a thread, so that streams of others go on meanwhile."""
+_OPERATIONS = {"chat": "chat", "completion": "text_completion"}
+
+
+class Service:
+    """One served model."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        codec: TextCodec,
+        preparation: Preparation,
+        tracing: Tracing | None = None,
+        observe_request: RequestObserver | None = None,
+    ) -> None:
+        """`observe_request` is told of every choice that ended, however it did."""
+        self._engine = engine
+        self._codec = codec
+        self._preparation = preparation
+        self._tracing = tracing or NoTracing()
+        self._observe_request = observe_request
+
+    async def prepared(
+        self, fields: CompletionFields | ChatFields, *, traceparent: str | None = None
+    ) -> Prepared:
+        def prepare() -> Prepared:
+            if isinstance(fields, ChatFields):
+                return self._preparation.chat(fields, traceparent=traceparent)
+            return self._preparation.completion(fields, traceparent=traceparent)
+
+        return await asyncio.to_thread(prepare) if _is_long(fields) else prepare()
+
+    async def whole(self, prepared: Prepared) -> Json:
+        tallies = _new_tallies(prepared)
+        answer = Answer(prepared, codec=self._codec, tallies=tallies)
+        async with aclosing(self._deltas(prepared, tallies)) as deltas:
+            async for delta in deltas:
+                answer.add(delta)
+        return answer.whole()
+
+    async def chunks(self, prepared: Prepared) -> AsyncGenerator[Json, None]:
+        """The first chunk comes with the first tokens, so that a refusal comes before it."""
+        tallies = _new_tallies(prepared)
+        answer = Answer(prepared, codec=self._codec, tallies=tallies)
+        opened = False
+        async with aclosing(self._deltas(prepared, tallies)) as deltas:
+            async for delta in deltas:
+                if not opened:
+                    opened = True
+                    for opening in answer.opening_chunks():
+                        yield opening
+                answer.add(delta)
+                chunk = answer.chunk(delta)
+                if chunk is not None:
+                    yield chunk
+        if prepared.include_usage:
+            yield answer.usage_chunk()
+
+    async def _deltas(
+        self, prepared: Prepared, tallies: Sequence[ChoiceTally]
+    ) -> AsyncGenerator[Delta, None]:
+        try:
+            with self._span(prepared) as span:
+                sources = [self._source(choice, prepared, span) for choice in prepared.choices]
+                async with aclosing(merged(sources)) as deltas:
+                    async for delta in deltas:
+                        tallies[delta.index].add(delta)
+                        yield delta
+                span.set(_attributes(prepared, tallies))
+        finally:
+            self._report(prepared, tallies)
+
+    def _source(
+        self, choice: Choice, prepared: Prepared, span: OpenSpan
+    ) -> AsyncGenerator[Delta, None]:
+        joined = replace(choice.request, traceparent=span.traceparent)
+        return generate(
+            self._engine,
+            replace(choice, request=joined),
+            codec=self._codec,
+            options=prepared.text,
+        )
+
+    def _span(self, prepared: Prepared) -> OpenSpan:
+        request = prepared.choices[0].request
+        return open_request_span(
+            self._tracing,
+            operation=_OPERATIONS[prepared.kind],
+            model=prepared.model,
+            traceparent=request.traceparent,
+            sampling=request.sampling,
+            stream=prepared.stream,
+        )
+
+    def _report(self, prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:
+        if self._observe_request is None:
+            return
+        now_s = time.monotonic()
+        for choice, tally in zip(prepared.choices, tallies, strict=True):
+            self._observe_request(
+                RequestTimings(
+                    num_prompt_tokens=len(choice.request.prompt),
+                    finish_reason=tally.finish_reason,
+                    queue_s=tally.queue_s or 0.0,
+                    e2e_s=now_s - prepared.arrived_s,
+                    time_to_first_token_s=(
+                        None if tally.first_s is None else tally.first_s - prepared.arrived_s
+                    ),
+                    inter_token_s=tuple(tally.inter_token_s),
+                )
+            )
+
+
+def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:
+    return [ChoiceTally() for _ in prepared.choices]
+
+
+def _attributes(
+    prepared: Prepared, tallies: Sequence[ChoiceTally]
+) -> dict[str, str | bool | int | float | Sequence[str]]:
+    return response_attributes(
+        response_id=prepared.response_id,
+        model=prepared.model,
+        finish_reasons=[tally.finish_reason.value for tally in tallies],
+        num_input_tokens=sum(len(prompt) for prompt in prepared.prompts),
+        num_output_tokens=sum(tally.num_tokens for tally in tallies),
+        num_cached_tokens=num_cached_tokens(prepared, tallies),
+    )
+
+
+def _is_long(fields: CompletionFields | ChatFields) -> bool:
+    if isinstance(fields, ChatFields):
+        return sum(len(message.content) for message in fields.messages) > _INLINE_CHARS
+    return sum(len(prompt) for prompt in fields.prompts) > _INLINE_CHARS

@@ -1,0 +1,99 @@
+"""The whole API over the toy engine, behind a real server, with a real tokenizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import httpx
+import openai
+import pytest
+
+from eesd_dist.telemetry.metrics import RequestTimings
+from eesd_dist.text import Tokenizer
+from serve_app.openai.api import build_api
+from tests.support.live_server import serving
+from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.toy_engine import ToyEngine
+
+MODEL = "toy"
+MAX_MODEL_LEN = 200
+
+
+@dataclass
+class Api:
+    """Where it listens, what stands behind it, and what it reported."""
+
+    engine: ToyEngine
+    tokenizer: Tokenizer
+    url: str = ""
+    illness: str | None = None
+    observed: list[RequestTimings] = field(default_factory=list)
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    @property
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20
+        )
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(path)
+
+    def says(self, text: str) -> None:
+        """The engine will answer with this text and then end."""
+        tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_token_ids[0]]
+        self.engine.script = lambda request: tokens
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="session")
+def served(tokenizer: Tokenizer) -> Iterator[Api]:
+    """One server for all tests of this folder."""
+    engine = ToyEngine()
+    made = Api(engine=engine, tokenizer=tokenizer)
+
+    async def health() -> str | None:
+        return made.illness
+
+    async def metrics() -> bytes:
+        return b"eesd_num_requests_running 0\n"
+
+    def observe(timings: RequestTimings) -> None:
+        made.observed.append(timings)
+
+    app = build_api(
+        engine,
+        tokenizer=tokenizer,
+        model_name=MODEL,
+        max_model_len=MAX_MODEL_LEN,
+        health=health,
+        metrics=metrics,
+        observe_request=observe,
+    )
+    with serving(app) as url:
+        made.url = url
+        with made.http, made.client:
+            yield made
+
+
+@pytest.fixture
+def api(served: Api) -> Api:
+    """The server with an engine that remembers nothing of the test before."""
+    vars(served.engine).update(vars(ToyEngine(vocab_size=served.tokenizer.vocab_size)))
+    served.illness = None
+    served.observed = []
+    return served
