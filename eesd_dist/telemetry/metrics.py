@@ -1,0 +1,145 @@
+"""Prometheus metrics of one process, fed from the statistics that rounds and requests return.
+
+Names are vLLM's with the prefix `eesd_`, so that dashboards port by search and replace. It decides
+names, labels and buckets; it refuses to measure anything itself. Acceptance rate in PromQL:
+
+    rate(eesd_spec_decode_num_accepted_tokens_total[5m]) /
+    rate(eesd_spec_decode_num_draft_tokens_total[5m])
+
+Generated tokens are counted by rounds, prompt tokens by requests; each is counted once when one
+process is told of both, and when two processes are told of one each.
+"""
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from eesd_dist.telemetry.names import STAGES
+from eesd_dist.types import FinishReason, RoundStats
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+_INTER_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+_REQUEST_S = tuple(0.01 * 2**i for i in range(14))
+_STAGE_S = tuple(0.0001 * 2**i for i in range(16))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimings:
+    """One finished request, as the process that served it saw it."""
+
+    num_prompt_tokens: int
+    finish_reason: FinishReason
+    queue_s: float
+    e2e_s: float
+    time_to_first_token_s: float | None = None
+    """None when it ended before its first token."""
+    inter_token_s: tuple[float, ...] = ()
+    """Between one emission and the next, divided by the tokens of the latter."""
+
+
+class ServiceMetrics:
+    """One registry of its own, so that two services in one process do not mix."""
+
+    def __init__(self, *, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._running = self._gauge("num_requests_running", "Requests that hold KV pages.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._generated_tokens = self._counter("generation_tokens", "Tokens that left.")
+        self._finished = self._labelled_counter(
+            "request_success", "Finished requests.", "finished_reason"
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of one request.", _INTER_TOKEN_S
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Arrival to first round.", _REQUEST_S
+        )
+        self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Of those, accepted.")
+        self._accepted_at = self._labelled_counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", "position"
+        )
+        self._stage = Histogram(
+            "eesd_round_stage_seconds",
+            "Where the time of a round went.",
+            ("model_name", "stage"),
+            buckets=_STAGE_S,
+            registry=self.registry,
+        )
+        self._begin_at_zero()
+
+    def observe_load(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+        self._kv_usage.set(kv_usage)
+
+    def observe_round(self, stats: RoundStats) -> None:
+        self._generated_tokens.inc(stats.num_emitted)
+        self._drafts.inc(_num_drafts(stats))
+        self._drafted.inc(stats.num_drafted)
+        self._accepted.inc(stats.num_accepted)
+        for position, count in enumerate(stats.accepted_by_position):
+            self._accepted_at.labels(self._model_name, str(position)).inc(count)
+        for stage in STAGES:
+            seconds: float = getattr(stats, f"{stage}_s")
+            self._stage.labels(self._model_name, stage).observe(seconds)
+
+    def observe_request(self, timings: RequestTimings) -> None:
+        self._prompt_tokens.inc(timings.num_prompt_tokens)
+        self._finished.labels(self._model_name, timings.finish_reason.value).inc()
+        self._queue.observe(timings.queue_s)
+        self._e2e.observe(timings.e2e_s)
+        if timings.time_to_first_token_s is not None:
+            self._first_token.observe(timings.time_to_first_token_s)
+        for seconds in timings.inter_token_s:
+            self._inter_token.observe(seconds)
+
+    def render(self) -> bytes:
+        """The page a Prometheus server scrapes; its type is CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def _begin_at_zero(self) -> None:
+        """A rate needs a first sample at zero: without it the first event is invisible."""
+        for reason in FinishReason:
+            self._finished.labels(self._model_name, reason.value)
+        for stage in STAGES:
+            self._stage.labels(self._model_name, stage)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"eesd_{name}", text, ("model_name",), registry=self.registry)
+        return gauge.labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(f"eesd_{name}", text, ("model_name",), registry=self.registry)
+        return counter.labels(self._model_name)
+
+    def _labelled_counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"eesd_{name}", text, ("model_name", label), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"eesd_{name}", text, ("model_name",), buckets=buckets, registry=self.registry
+        )
+        return histogram.labels(self._model_name)
+
+
+def _num_drafts(stats: RoundStats) -> int:
+    """A request drafted in this round exactly when it drafted position 0."""
+    return stats.drafted_by_position[0] if stats.drafted_by_position else 0

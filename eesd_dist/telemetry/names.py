@@ -1,0 +1,53 @@
+"""Names of spans and attributes, in one place.
+
+`eesd.*` is our own namespace: no convention knows speculation. The `gen_ai.*` names are those of
+open-telemetry/semantic-conventions-genai, all still in development; they are kept here as
+constants because the released Python package marks its own as deprecated.
+"""
+
+SPAN_ROUTE = "eesd.route"
+SPAN_ROUND = "eesd.round"
+SPAN_PLAN = "eesd.plan"
+SPAN_DRAFT = "eesd.draft"
+SPAN_TRANSFER = "eesd.transfer"
+SPAN_VERIFY = "eesd.verify"
+SPAN_COMMIT = "eesd.commit"
+SPAN_VERIFY_RANK = "eesd.verify.rank"
+
+STAGES = ("plan", "draft", "transfer", "verify", "commit")
+
+REQUEST_ID = "eesd.request.id"
+PIPELINE = "eesd.pipeline"
+ROUND_ID = "eesd.round.id"
+COHORT = "eesd.round.cohort"
+NUM_REQUESTS = "eesd.round.requests"
+NUM_ROWS = "eesd.round.rows"
+PREFILL_ROWS = "eesd.round.prefill_rows"
+DRAFT_TOKENS = "eesd.draft.tokens"
+ACCEPTED_TOKENS = "eesd.accepted.tokens"
+EMITTED_TOKENS = "eesd.emitted.tokens"
+TRANSFER_BYTES = "eesd.transfer.bytes"
+EXIT_LAYER = "eesd.exit_layer"
+CONTROLLER = "eesd.controller"
+RANK = "eesd.rank"
+
+GEN_AI_OPERATION = "gen_ai.operation.name"
+GEN_AI_PROVIDER = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P = "gen_ai.request.top_p"
+GEN_AI_REQUEST_TOP_K = "gen_ai.request.top_k"
+GEN_AI_REQUEST_SEED = "gen_ai.request.seed"
+GEN_AI_REQUEST_STREAM = "gen_ai.request.stream"
+GEN_AI_REQUEST_CHOICES = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
+
+PROVIDER = "eesd"

@@ -1,0 +1,116 @@
+"""Metrics: the names dashboards know, and counts that agree with the rounds."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
+from eesd_dist.types import FinishReason
+from tests.unit.telemetry.rounds import a_round
+
+NAMES = {
+    "eesd_num_requests_running",
+    "eesd_num_requests_waiting",
+    "eesd_kv_cache_usage_perc",
+    "eesd_prompt_tokens_total",
+    "eesd_generation_tokens_total",
+    "eesd_request_success_total",
+    "eesd_time_to_first_token_seconds_bucket",
+    "eesd_inter_token_latency_seconds_bucket",
+    "eesd_e2e_request_latency_seconds_bucket",
+    "eesd_request_queue_time_seconds_bucket",
+    "eesd_spec_decode_num_drafts_total",
+    "eesd_spec_decode_num_draft_tokens_total",
+    "eesd_spec_decode_num_accepted_tokens_total",
+    "eesd_spec_decode_num_accepted_tokens_per_pos_total",
+    "eesd_round_stage_seconds_bucket",
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(metrics: ServiceMetrics) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(page: Samples, name: str, **labels: str) -> float:
+    return page[(name, frozenset({"model_name": "demo", **labels}.items()))]
+
+
+def test_every_name_is_there_and_carries_the_model() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    metrics.observe_round(a_round())
+    page = samples(metrics)
+    assert {name for name, _ in page} >= NAMES
+    assert all(("model_name", "demo") in labels for _, labels in page)
+
+
+def test_rounds_add_up() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    metrics.observe_round(a_round())
+    metrics.observe_round(a_round())
+    page = samples(metrics)
+    assert value(page, "eesd_generation_tokens_total") == 12
+    assert value(page, "eesd_spec_decode_num_drafts_total") == 4
+    assert value(page, "eesd_spec_decode_num_draft_tokens_total") == 14
+    assert value(page, "eesd_spec_decode_num_accepted_tokens_total") == 8
+    by_position = [
+        value(page, "eesd_spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
+        for i in range(4)
+    ]
+    assert by_position == [4, 2, 2, 0]
+    assert sum(by_position) == value(page, "eesd_spec_decode_num_accepted_tokens_total")
+    assert value(page, "eesd_round_stage_seconds_count", stage="verify") == 2
+    assert abs(value(page, "eesd_round_stage_seconds_sum", stage="verify") - 0.04) < 1e-9
+
+
+def test_a_plain_round_is_no_draft() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    metrics.observe_round(
+        a_round(num_drafted=0, num_accepted=0, drafted_by_position=(), accepted_by_position=())
+    )
+    assert value(samples(metrics), "eesd_spec_decode_num_drafts_total") == 0
+
+
+def test_a_request_is_counted_by_how_it_ended() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    assert value(samples(metrics), "eesd_request_success_total", finished_reason="stop") == 0
+    metrics.observe_request(
+        RequestTimings(
+            num_prompt_tokens=11,
+            finish_reason=FinishReason.STOP,
+            queue_s=0.01,
+            e2e_s=0.5,
+            time_to_first_token_s=0.05,
+            inter_token_s=(0.01, 0.02),
+        )
+    )
+    metrics.observe_request(
+        RequestTimings(
+            num_prompt_tokens=3, finish_reason=FinishReason.ABORT, queue_s=0.01, e2e_s=0.02
+        )
+    )
+    page = samples(metrics)
+    assert value(page, "eesd_request_success_total", finished_reason="stop") == 1
+    assert value(page, "eesd_request_success_total", finished_reason="abort") == 1
+    assert value(page, "eesd_prompt_tokens_total") == 14
+    assert value(page, "eesd_time_to_first_token_seconds_count") == 1
+    assert value(page, "eesd_inter_token_latency_seconds_count") == 2
+
+
+def test_load_is_what_was_said_last() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    metrics.observe_load(num_running=3, num_waiting=2, kv_usage=0.25)
+    metrics.observe_load(num_running=1, num_waiting=0, kv_usage=0.5)
+    page = samples(metrics)
+    assert value(page, "eesd_num_requests_running") == 1
+    assert value(page, "eesd_num_requests_waiting") == 0
+    assert value(page, "eesd_kv_cache_usage_perc") == 0.5
+
+
+def test_two_services_in_one_process_do_not_mix() -> None:
+    one, other = ServiceMetrics(model_name="demo"), ServiceMetrics(model_name="demo")
+    one.observe_round(a_round())
+    assert value(samples(other), "eesd_generation_tokens_total") == 0
