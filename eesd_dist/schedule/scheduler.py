@@ -179,12 +179,10 @@ class Scheduler:
     def plan(self, cohort: int) -> RoundPlan | None:
         """The next round of a cohort; None when there is nothing it could do now."""
         self._balance()
-        num_preemptions = self._num_preemptions
         known = self._choose_decoding(cohort)
         budget = self._config.token_budget - len(known)
         budget = self._choose_prefill(cohort, known, budget=budget)
-        if self._num_preemptions == num_preemptions:
-            self._admit(cohort, known, budget=budget)
+        self._admit(cohort, known, budget=budget)
         if not known:
             return None
         return self._depart(cohort, known)
@@ -442,7 +440,8 @@ class Scheduler:
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)
         num_kept = live.num_tokens - before
-        self._advance(live, num_computed=min(before + result.num_accepted, live.num_tokens - 1))
+        # The verifier's own token has no key or value yet: it is the next round's known token.
+        self._advance(live, num_computed=live.num_tokens - 1)
         if finish_reason is not None:
             self._leave(live)
         elif self._pages.num_free < len(self._running):

@@ -425,9 +425,71 @@ def test_a_preempted_request_finds_its_own_pages_again_when_they_were_not_needed
     num_tokens = victim.num_tokens
     assert scheduler.abort(RequestId("a"))
     scheduler.commit(plan, {})
-    item = next(item for item in _plan(scheduler).items if item.live is victim)
+    item = _plan(scheduler).items[0]
+    assert item.live is victim  # before c, which came later
     assert item.start > 0
     assert item.start + item.num_known == num_tokens
+
+
+def test_a_draft_leaves_the_page_another_request_may_need_next() -> None:
+    scheduler = _scheduler(make_pages(6), max_draft_tokens=6)
+    scheduler.add(_request("a", prompt=[1] * 7, max_tokens=9))
+    scheduler.add(_request("b", prompt=[2] * 7, max_tokens=9))
+    _decode_once(scheduler)
+    assert [item.max_draft for item in _plan(scheduler).items] == [4, 0]
+
+
+def test_pages_meant_for_drafts_are_taken_back_before_anyone_is_preempted() -> None:
+    config = SchedulerConfig(overlap=True)
+    scheduler = _scheduler(make_pages(30, page_size=1), max_draft_tokens=4, config=config)
+    scheduler.add(_request("a", prompt=[1] * 2))
+    scheduler.add(_request("b", prompt=[2] * 2))
+    _decode_once(scheduler, cohort=0)
+    _decode_once(scheduler, cohort=1)
+    assert len(_live(scheduler, "b").pages) == 6
+    scheduler.add(_request("c", prompt=[3] * 17))
+    accepted = _verifier_says(5, 5, 5, 5, num_accepted=3, num_drafted=3)
+    scheduler.commit(
+        _plan(scheduler, 0), {RequestId("a"): accepted, RequestId("c"): _verifier_says(5)}
+    )
+    plan = _plan(scheduler, 0)
+    assert [item.live.request_id for item in plan.items] == ["a", "c"]
+    assert plan.preempted == ()
+    assert len(_live(scheduler, "b").pages) == 3
+    scheduler.check()
+
+
+def test_a_round_in_flight_keeps_its_pages_and_the_other_cohort_waits() -> None:
+    config = SchedulerConfig(overlap=True)
+    scheduler = _scheduler(make_pages(12, page_size=1), max_draft_tokens=4, config=config)
+    scheduler.add(_request("a", prompt=[1] * 2))
+    scheduler.add(_request("b", prompt=[2] * 2))
+    in_flight = _plan(scheduler, 0)
+    accepted = _verifier_says(5, 5, 5, 5, num_accepted=3, num_drafted=3)
+    scheduler.commit(_plan(scheduler, 1), {RequestId("b"): accepted})
+    _decode_once(scheduler, cohort=1)
+    assert scheduler.plan(1) is None
+    assert scheduler.num_running == 2
+    assert len(_live(scheduler, "a").pages) == 6
+    all_of_it = _verifier_says(5, 5, 5, 5, 5, num_accepted=4, num_drafted=4)
+    scheduler.commit(in_flight, {RequestId("a"): all_of_it})
+    assert _only(_plan(scheduler, 0)).live.request_id == "a"
+    scheduler.check()
+
+
+def test_a_request_that_gave_way_with_no_round_to_tell_it_is_named_in_the_next() -> None:
+    config = SchedulerConfig(overlap=True)
+    scheduler = _scheduler(make_pages(6, page_size=1), max_draft_tokens=0, config=config)
+    scheduler.add(_request("a", prompt=[1] * 2, max_tokens=5))
+    scheduler.add(_request("b", prompt=[2] * 2, max_tokens=5))
+    for cohort in (0, 1, 0, 1):
+        _decode_once(scheduler, cohort=cohort)
+    assert scheduler.plan(1) is None
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.abort(RequestId("a"))
+    plan = _plan(scheduler, 0)
+    assert plan.preempted == ("b",)
+    assert _only(plan).live.request_id == "b"
 
 
 # Prefixes.
@@ -500,6 +562,10 @@ def test_after_a_store_is_lost_every_stream_goes_on_to_the_same_end() -> None:
     scheduler.check()
     with pytest.raises(AssertionError, match="not after a reset"):
         scheduler.commit(lost, {})
+    assert [scheduler.live(request.request_id) is None for request in requests] == [False] * 5
+    again = _plan(scheduler, 0)
+    assert [item.live.request_id for item in again.items] == ["a", "c"]
+    ledger.write(scheduler.commit(again, stages.run(again)))
     run_until_idle(scheduler, stages, ledger)
     for request in requests:
         assert ledger.answers[request.request_id] == toy_answer(request, max_model_len=200)[0]
