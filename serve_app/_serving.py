@@ -1,0 +1,197 @@
+"""`eesd serve`: brings the service up, says when it is ready, and takes it down without a trace.
+
+It owns the order of things on the way up and down, and the signals that start the way down. What
+is served, and by whom, is `serve_app.app`.
+"""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from eesd_dist.errors import CheckpointError, ConfigError, EngineError
+from serve_app._local_ray import local_ray
+from serve_app.app import build_app
+from serve_app.config import ServiceConfig
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.25
+_LOOK_EVERY_S = 5.0
+_MAX_MISSED_LOOKS = 3
+_OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
+
+
+class Stopping:
+    """Set by the first Ctrl-C or SIGTERM; the second one is the system's own again."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._before: dict[int, object] = {}
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+    def listen(self) -> None:
+        """Again after Ray has started: it puts its own handler in place."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_service(config: ServiceConfig, *, address: str | None, say: Say) -> None:
+    """Until told to stop. Raises ConfigError when the service cannot be started as it is."""
+    _check_early(config)
+    stopping = Stopping()
+    stopping.listen()
+    began_s = time.monotonic()
+    where = local_ray(config) if address is None else _joined(address)
+    say(f"starting {config.served_model_name} ...")
+    with where:
+        stopping.listen()
+        try:
+            _bring_up(config, stopping)
+            if not stopping.is_set:
+                say(_welcome(config, took_s=time.monotonic() - began_s))
+                _stay(config, stopping)
+        finally:
+            say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
+            _take_down(config, is_ours=address is None)
+    say("stopped: no process is left")
+
+
+def _check_early(config: ServiceConfig) -> None:
+    """What a person got wrong most likely, said at once rather than after Ray has started."""
+    folder = config.engine.model.path
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            file=folder,
+            found="no config.json",
+            expected="a Hugging Face model folder",
+            advice="name one with --model",
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another "
+                "with --host or --port"
+            ) from error
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    """A cluster that somebody else runs. Without a word about authentication Ray would guess."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    serve.start(
+        http_options={"host": config.host, "port": config.port},
+        proxy_location="HeadOnly",
+        logging_config=quiet,
+    )
+    serve.run_many(
+        [
+            serve.RunTarget(
+                target=build_app(config),
+                name=config.app_name,
+                route_prefix="/",
+                logging_config=quiet,
+            )
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    while not stopping.wait(_POLL_S):
+        application = serve.status().applications.get(config.app_name)
+        if application is None or application.status == ApplicationStatus.DEPLOYING:
+            continue
+        if application.status == ApplicationStatus.RUNNING:
+            return
+        parts = [application.message, *(d.message for d in application.deployments.values())]
+        raise _why("\n".join(parts))
+
+
+def _stay(config: ServiceConfig, stopping: Stopping) -> None:
+    """Until a signal, or until there is no Ray left that could serve."""
+    missed = 0
+    while not stopping.wait(_LOOK_EVERY_S):
+        try:
+            is_there = config.app_name in serve.status().applications
+        except Exception as error:  # whatever Ray raises when it is going under
+            is_there = False
+            logging.getLogger(__name__).warning("no answer from Serve: %r", error)
+        missed = 0 if is_there else missed + 1
+        if missed == _MAX_MISSED_LOOKS:
+            raise EngineError("Serve no longer answers: the service has ended by itself")
+
+
+def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
+    if not ray.is_initialized():
+        return
+    if is_ours:
+        serve.shutdown()
+        return
+    serve.delete(config.app_name)
+    try:
+        ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+    except ValueError:  # no pipeline got as far as starting one
+        return
+
+
+def _why(message: str) -> Exception:
+    """Serve hands over its replica's traceback; the last error of ours in it is the reason."""
+    found = _OURS.findall(message)
+    if found:
+        kind, text = found[-1]
+        return (
+            ConfigError(text) if kind in ("ConfigError", "CheckpointError") else EngineError(text)
+        )
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    return EngineError(f"the service could not be started: {lines[-1] if lines else 'no reason'}")
+
+
+def _welcome(config: ServiceConfig, *, took_s: float) -> str:
+    url = f"http://{config.host}:{config.port}"
+    ranks = config.engine.parallel.verify_tensor_parallel_size
+    several = "s" if ranks > 1 else ""
+    return f"""\
+ready after {took_s:.0f} s: {config.served_model_name} on {url}
+(a drafting actor and {ranks} verify rank{several}; Ctrl-C stops them)
+
+Try it:
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+    "model": "{config.served_model_name}", "max_tokens": 64,
+    "messages": [{{"role": "user", "content": "How many minutes are in three hours?"}}]}}'
+"""

@@ -1,0 +1,252 @@
+"""`eesd`: what people type.
+
+Turns words into a configuration and hands it to the part that does the work. The only module that
+prints. Errors of ours are one line on standard error and an exit status: 2 for what the person can
+mend in the command or its files, 1 for the rest.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from eesd_dist.config import DType, Numerics
+from eesd_dist.errors import ConfigError, EesdError, RequestError
+from eesd_dist.types import ControllerName, SpeculationParams
+from serve_app.config import BUNDLED_MODEL, ServiceConfig, read_service_config, service_config
+
+_DELEGATED = {
+    "bench offline": "eesd_dist.bench.offline",
+    "bench online": "eesd_dist.bench.online",
+    "bench exact": "eesd_dist.bench.exact",
+    "distill": "eesd_dist.distill.run",
+    "plan": "cluster.planner",
+    "preflight": "cluster.preflight",
+}
+"""Commands with a module and options of their own, loaded when they are asked for."""
+_WANT_MODEL = frozenset({"bench offline", "bench exact"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        name, rest = _delegated(words)
+        if name is not None:
+            return _delegate(name, rest)
+        arguments = _parser().parse_args(words)
+        _log_to_stderr(is_verbose=arguments.verbose)
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        return run(arguments)
+    except (ConfigError, RequestError) as error:
+        print(f"eesd: {error}", file=sys.stderr)
+        return 2
+    except EesdError as error:
+        print(f"eesd: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# -- commands -----------------------------------------------------------------------------------
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from serve_app._serving import run_service  # Ray takes seconds to import
+
+    config = _config_of(arguments)
+    run_service(config, address=arguments.address, say=lambda text: print(text, flush=True))
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from serve_app._generating import Wish, generate  # torch takes seconds to import
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    in_colour = arguments.color == "always" or (
+        arguments.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
+    wish = Wish(
+        prompt=prompt,
+        is_raw=arguments.raw,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=random.getrandbits(31) if arguments.seed is None else arguments.seed,
+        speculation=SpeculationParams(mode="off" if arguments.no_speculation else "auto"),
+    )
+    generate(
+        _config_of(arguments).engine,
+        wish,
+        write=lambda text: print(text, end="", flush=True),
+        note=lambda text: print(text, file=sys.stderr),
+        in_colour=in_colour,
+    )
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    try:
+        print(f"eesd {version('eesd-dist')}")
+    except PackageNotFoundError:
+        print("eesd, not installed as a package")
+    return 0
+
+
+def _delegated(words: list[str]) -> tuple[str | None, list[str]]:
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in _DELEGATED:
+            return name, words[length:]
+    return None, words
+
+
+def _delegate(name: str, words: list[str]) -> int:
+    if name in _WANT_MODEL and not {"--model", "-h", "--help"} & {w.split("=")[0] for w in words}:
+        words = ["--model", str(BUNDLED_MODEL), *words]
+    status: int = importlib.import_module(_DELEGATED[name]).main(words)
+    return status
+
+
+# -- configuration ------------------------------------------------------------------------------
+
+_FLAGS = {
+    "model": "engine.model.path",
+    "head": "engine.model.head",
+    "dtype": "engine.model.dtype",
+    "numerics": "engine.model.numerics",
+    "device": "engine.model.device",
+    "verify_tp": "engine.parallel.verify_tensor_parallel_size",
+    "controller": "engine.speculation.controller",
+    "max_draft_tokens": "engine.speculation.max_draft_tokens",
+    "name": "model_name",
+    "host": "host",
+    "port": "port",
+    "pipelines": "pipelines.max_count",
+    "otlp_endpoint": "telemetry.otlp_endpoint",
+    "trace_folder": "telemetry.trace_folder",
+}
+"""Flags are names for keys of the configuration; what is not given is not touched."""
+
+
+def _config_of(arguments: argparse.Namespace) -> ServiceConfig:
+    tree = read_service_config(arguments.config) if arguments.config is not None else {}
+    for flag, key in _FLAGS.items():
+        value = getattr(arguments, flag, None)
+        if value is not None:
+            _put(tree, key, str(value) if isinstance(value, Path) else value)
+    if getattr(arguments, "pipelines", None) is not None:
+        _put(tree, "pipelines.min_count", arguments.pipelines)
+    for setting in arguments.set:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting}: expected KEY=VALUE")
+        _put(tree, key, yaml.safe_load(value))
+    if _is_missing(tree, "engine.model.path"):
+        _put(tree, "engine.model.path", str(BUNDLED_MODEL))
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if endpoint and _is_missing(tree, "telemetry.otlp_endpoint"):
+        _put(tree, "telemetry.otlp_endpoint", endpoint)
+    return service_config(tree)
+
+
+def _put(tree: dict[str, object], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{key}: {section} is {below!r}, expected a section")
+        tree = below
+    tree[last] = value
+
+
+def _is_missing(tree: dict[str, object], key: str) -> bool:
+    node: object = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or node.get(part) is None:
+            return True
+        node = node[part]
+    return False
+
+
+# -- words --------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eesd",
+        description="Lossless early-exit speculative decoding. A model that is not named is the "
+        "bundled one.",
+        epilog="Also: eesd bench offline|online|exact, eesd plan, eesd preflight, eesd distill; "
+        "each explains itself with --help.",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log what happens")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="the OpenAI-compatible service on Ray"))
+    _add_generate(commands.add_parser("generate", help="one text, streamed to the terminal"))
+    about = commands.add_parser("version", help="which version this is")
+    about.set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_engine_flags(parser)
+    add = parser.add_argument
+    add("--host", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, help="port to listen on (8000)")
+    add("--name", help="the model's name in the API (its folder's name)")
+    add("--pipelines", type=int, help="how many pipelines serve (1)")
+    add("--address", help="a running Ray cluster to join; without it, Ray is started here")
+    add("--otlp-endpoint", help="OpenTelemetry collector, e.g. http://localhost:4318")
+    add("--trace-folder", type=Path, help="folder for span files where there is no collector")
+    parser.set_defaults(run=_serve)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", help="the prompt, or - to read it from standard input")
+    _add_engine_flags(parser)
+    add("--raw", action="store_true", help="continue the prompt itself: no chat template")
+    add("--max-tokens", type=int, default=256)
+    add("--temperature", type=float, default=0.0)
+    add("--top-p", type=float, default=1.0)
+    add("--seed", type=int, help="the same seed gives the same text (drawn, and shown)")
+    add("--no-speculation", action="store_true", help="plain decoding: the same text, later")
+    add("--color", choices=("auto", "always", "never"), default="auto")
+    parser.set_defaults(run=_generate)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE.yaml", help="a service configuration; flags win")
+    add("--model", type=Path, help="folder of the target model (the bundled one)")
+    add("--head", type=Path, help="folder of the exit head (MODEL/exit_head)")
+    add("--dtype", choices=get_args(DType), help="type of the weights (bfloat16)")
+    add("--numerics", choices=get_args(Numerics), help="invariant keeps texts bit for bit")
+    add("--device", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    add("--verify-tp", type=int, metavar="N", help="ranks of the verify stage (1)")
+    add("--controller", choices=get_args(ControllerName), help="who ends a draft")
+    add("--max-draft-tokens", type=int, metavar="K", help="ceiling on a draft; 0 drafts nothing")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other key")
+
+
+def _log_to_stderr(*, is_verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if is_verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
