@@ -90,8 +90,9 @@ class Tracing(Protocol):
         """On a verify rank, after a round whose header carried `ids`."""
         ...
 
-    def flush(self, *, timeout_s: float = 5.0) -> bool:
-        """Sends what is waiting; to be called before a process is killed. False: not all went."""
+    def flush(self) -> None:
+        """Sends what is waiting; to be called before a process is killed. Where nobody listens the
+        exporter logs it and gives up within seconds."""
         ...
 
     def close(self) -> None: ...
@@ -153,8 +154,8 @@ class NoTracing:
     ) -> None:
         return
 
-    def flush(self, *, timeout_s: float = 5.0) -> bool:
-        return True
+    def flush(self) -> None:
+        return
 
     def close(self) -> None:
         return
