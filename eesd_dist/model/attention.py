@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.model.rows import AttentionGroup, AttentionKind, RowPlan, RowSegment
+from eesd_dist.model.rows import (
+    QUERY_BLOCK,
+    AttentionGroup,
+    AttentionKind,
+    RowPlan,
+    RowSegment,
+)
 
 # Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
 # KV head, E channels of a head, S slots, N keys, B sequences, L their length.
@@ -160,8 +166,9 @@ def grouping_is_exact(
     checked = sorted({*range(0, total, max(1, math.isqrt(total) - 1)), page_size - 1, page_size})
     if any(not torch.equal(mixed(at, 1)[0], together_TD[at]) for at in checked):
         return False
+    block = QUERY_BLOCK // queries_per_kv
     return all(
         torch.equal(mixed(at, count), together_TD[at : at + count])
-        for at in (0, page_size - 2, total - page_size - 3)
-        for count in (2, 3, 5, 8, page_size)
+        for at in (0, page_size - 2, total - 2 * page_size - 3)
+        for count in (2, 3, 5, 8, block + 1, page_size + 2)
     )

@@ -7,6 +7,7 @@ alone, in a verify pass and in a prefill chunk. Knows no weights and no request 
 and pages.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,9 @@ from eesd_dist.model.kernels import padded_rows
 
 MIN_QUERIES = 4
 """Fewer query rows take another routine in the attention kernel's products."""
+
+QUERY_BLOCK = 32
+"""The attention kernel cuts its query rows into blocks of this many, or a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class AttentionKind:
 
 
 # Shapes: T rows (padded), Q query rows (row times queries per KV head), N keys.
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGroup:
     """Rows [first_row, first_row + num_rows) that attend over the same N keys in one call.
 
@@ -62,6 +66,16 @@ class AttentionGroup:
     """Slots to gather when the pages do not lie side by side; else they start at `first_slot`."""
     mask: Tensor | None
     """[1, 1, 1 or Q, N], added to the scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """`count` rows of one segment from row `row` and position `start` on, that attend together."""
+
+    segment: RowSegment
+    row: int
+    start: int
+    count: int
 
 
 class RowPlan:
@@ -122,53 +136,69 @@ class RowPlan:
         return groups
 
     def _build(self, kind: AttentionKind) -> list[AttentionGroup]:
-        spans = self._spans(row_by_row=kind.row_by_row)
+        runs = self._runs(kind)
+        is_only = len(runs) == 1 and self._is_exact(self.num_padded, kind)
         groups = []
-        for segment, row, start, count in spans:
-            num_keys = self._num_keys(start + count)
-            window_start, window_rows = self._window(row, count, kind, is_only=len(spans) == 1)
-            first_slot, slots_N = self._key_slots(segment, num_keys)
+        for run in runs:
+            num_keys = self._num_keys(run.start + run.count)
+            first_slot, slots_N = self._key_slots(run.segment, num_keys)
+            window_start, window_rows = 0, self.num_padded
+            if not is_only:
+                window_rows = self._company(run.count, kind)
+                window_start = min(run.row, self.num_padded - window_rows)
             mask = self._mask(
                 kind,
-                start=start,
-                count=count,
-                before=row - window_start,
+                run,
+                before=run.row - window_start,
                 window_rows=window_rows,
                 num_keys=num_keys,
             )
             groups.append(
                 AttentionGroup(
-                    row, count, window_start, window_rows, first_slot, num_keys, slots_N, mask
+                    first_row=run.row,
+                    num_rows=run.count,
+                    window_start=window_start,
+                    window_rows=window_rows,
+                    first_slot=first_slot,
+                    num_keys=num_keys,
+                    slots=slots_N,
+                    mask=mask,
                 )
             )
         return groups
 
-    def _window(
-        self, row: int, count: int, kind: AttentionKind, *, is_only: bool
-    ) -> tuple[int, int]:
-        """First row and number of rows of the call: all of them when nobody else attends."""
-        if is_only and not kind.row_by_row:
-            return 0, self.num_padded
-        least = 1 if self.numerics == "fast" else -(-MIN_QUERIES // kind.queries_per_kv)
-        window_rows = max(count, least)
-        return min(row, self.num_padded - window_rows), window_rows
+    def _is_exact(self, num_rows: int, kind: AttentionKind) -> bool:
+        """Whether a call over so many rows has no block that is too short for the promise."""
+        if self.numerics == "fast":
+            return True
+        return not 0 < num_rows * kind.queries_per_kv % QUERY_BLOCK < MIN_QUERIES
 
-    def _spans(self, *, row_by_row: bool) -> list[tuple[RowSegment, int, int, int]]:
-        """Segment, first row, first position and count of every group."""
-        spans = []
+    def _company(self, count: int, kind: AttentionKind) -> int:
+        """Rows of the call that `count` rows need."""
+        while not self._is_exact(count, kind):
+            count += 1
+        return count
+
+    def _runs(self, kind: AttentionKind) -> list[_Run]:
+        runs = []
         row = 0
         for segment in self.segments:
             start, end = segment.start, segment.start + segment.num_rows
             while start < end:
-                stop = end
-                if row_by_row:
-                    stop = start + 1
-                elif self.numerics == "invariant":
-                    stop = min(end, (start // self.page_size + 1) * self.page_size)
-                spans.append((segment, row, start, stop - start))
-                row += stop - start
-                start = stop
-        return spans
+                count = min(end, self._end_of_run(start, kind)) - start
+                while self._company(count, kind) > self.num_padded:
+                    count = -(-count // 2)
+                runs.append(_Run(segment=segment, row=row, start=start, count=count))
+                row += count
+                start += count
+        return runs
+
+    def _end_of_run(self, start: int, kind: AttentionKind) -> int:
+        if kind.row_by_row:
+            return start + 1
+        if self.numerics == "fast":
+            return sys.maxsize
+        return (start // self.page_size + 1) * self.page_size
 
     def _num_keys(self, end: int) -> int:
         if self.numerics == "fast":
@@ -186,24 +216,17 @@ class RowPlan:
         return first_slot, slots_N
 
     def _mask(
-        self,
-        kind: AttentionKind,
-        *,
-        start: int,
-        count: int,
-        before: int,
-        window_rows: int,
-        num_keys: int,
+        self, kind: AttentionKind, run: _Run, *, before: int, window_rows: int, num_keys: int
     ) -> Tensor | None:
         """Zero where a row may look, -inf where not; company rows copy their nearest real row."""
-        sees_all = kind.window is None or kind.window > start
-        if self.numerics == "fast" and count == 1 and sees_all:
+        sees_all = kind.window is None or kind.window > run.start
+        if self.numerics == "fast" and run.count == 1 and sees_all:
             return None
-        if count == 1:
-            last = torch.full((1, 1), start, device=self.device)
+        if run.count == 1:
+            last = torch.full((1, 1), run.start, device=self.device)
         else:
             offset_W = torch.arange(window_rows, device=self.device) - before
-            last_W = offset_W.clamp(0, count - 1) + start
+            last_W = offset_W.clamp(0, run.count - 1) + run.start
             last = last_W.repeat_interleave(kind.queries_per_kv).unsqueeze(1)
         key_N = torch.arange(num_keys, device=self.device)
         hidden = key_N > last

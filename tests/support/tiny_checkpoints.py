@@ -1,0 +1,103 @@
+"""Random checkpoints of every family, written by transformers: real files, nothing downloaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+SIZES: Mapping[str, object] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+THETA = {"rope_theta": 10_000.0}
+
+FAMILIES: Mapping[str, Mapping[str, object]] = {
+    "llama": {"model_type": "llama"},
+    "llama, one KV head per head": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama, tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama, linear rope": {
+        "model_type": "llama",
+        "rope_parameters": {**THETA, "rope_type": "linear", "factor": 2.5},
+    },
+    "llama, dynamic rope": {
+        "model_type": "llama",
+        "rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0},
+    },
+    "llama 3": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_theta": 500_000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama, yarn": {
+        "model_type": "llama",
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen3, yarn with its own scaling": {
+        "model_type": "qwen3",
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    },
+    "mistral, sliding window": {"model_type": "mistral", "sliding_window": 21},
+    "mistral, no window": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2, window in the upper layers": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "max_window_layers": 2,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3, biases": {"model_type": "qwen3", "attention_bias": True},
+}
+
+
+def tiny_model(family: str, **sizes: object) -> PreTrainedModel:
+    """A random float32 model in which no bias is zero and no norm is one."""
+    fields = {**SIZES, **FAMILIES[family], **sizes}
+    config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def save_tiny_model(
+    folder: Path, family: str = "llama", *, max_shard_size: str = "5GB", **sizes: object
+) -> PreTrainedModel:
+    model = tiny_model(family, **sizes)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model

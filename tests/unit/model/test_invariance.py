@@ -1,0 +1,145 @@
+"""With `numerics: invariant` a row has the same bits whatever runs beside it.
+
+The oracle is plain decoding: one row at a time, on pages that lie side by side.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.config import DType
+from eesd_dist.model.rows import RowSegment
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.tiny_checkpoints import save_tiny_model
+from tests.unit.model.stages import Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    page_size: int
+    sizes: Mapping[str, object]
+    family: str = "llama"
+
+
+SHAPES = {
+    "bundled": Shape(
+        page_size=32,
+        sizes={
+            "hidden_size": 192,
+            "intermediate_size": 448,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+        },
+    ),
+    "wide groups": Shape(
+        page_size=64,
+        sizes={
+            "hidden_size": 128,
+            "intermediate_size": 336,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        },
+    ),
+    "one query a head": Shape(page_size=32, sizes={"num_key_value_heads": 4}),
+    "small pages": Shape(page_size=16, sizes={"head_dim": 40, "intermediate_size": 100}),
+    "window and scattered": Shape(
+        page_size=32, sizes={"head_dim": 128}, family="mistral, sliding window"
+    ),
+    "head norms and biases": Shape(page_size=32, sizes={}, family="qwen3, biases"),
+}
+NUM_TOKENS = 140
+
+
+def tokens_of(request: int) -> Tensor:
+    generator = torch.Generator().manual_seed(request)
+    return torch.randint(0, 96, (NUM_TOKENS,), generator=generator)
+
+
+def load(folder: Path, shape: Shape, dtype: DType, group: ThreadGroup | None = None) -> Stages:
+    return Stages.load(folder, dtype=dtype, page_size=shape.page_size, num_pages=64, group=group)
+
+
+def random_pieces(rng: Random, longest: int) -> list[int]:
+    pieces = []
+    while sum(pieces) < NUM_TOKENS:
+        pieces.append(min(rng.randint(1, longest), NUM_TOKENS - sum(pieces)))
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_has_the_same_bits_alone_in_a_verify_pass_and_in_a_chunk(
+    tmp_path: Path, name: str, dtype: DType
+) -> None:
+    shape = SHAPES[name]
+    save_tiny_model(tmp_path, shape.family, **shape.sizes)
+    stages = load(tmp_path, shape, dtype)
+    alone_TV = stages.run_in_pieces(tokens_of(0), pages=range(12), pieces=[1] * NUM_TOKENS)
+    rng = Random(name)
+    for longest in (4, 9, 60):
+        pieces = random_pieces(rng, longest)
+        pages = rng.sample(range(12, 40), 10)
+        found_TV = stages.run_in_pieces(tokens_of(0), pages=pages, pieces=pieces)
+        assert torch.equal(found_TV, alone_TV), f"pieces {pieces} on pages {pages}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["bundled", "one query a head", "small pages"])
+def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, name: str, dtype: DType) -> None:
+    shape = SHAPES[name]
+    save_tiny_model(tmp_path, shape.family, **shape.sizes)
+    stages = load(tmp_path, shape, dtype)
+    pages = {request: range(12 * request, 12 * request + 12) for request in range(5)}
+    alone = {
+        request: stages.run_in_pieces(
+            tokens_of(request), pages=pages[request], pieces=[1] * NUM_TOKENS
+        )
+        for request in pages
+    }
+    rng = Random(name)
+    done = dict.fromkeys(pages, 0)
+    while min(done.values()) < NUM_TOKENS:
+        running = [request for request in pages if done[request] < NUM_TOKENS]
+        company = rng.sample(running, rng.randint(1, len(running)))
+        counts = {
+            request: min(rng.choice([1, 1, 2, 5, 40]), NUM_TOKENS - done[request])
+            for request in company
+        }
+        segments = [RowSegment(done[r], counts[r], pages[r]) for r in company]
+        tokens_T = torch.cat([tokens_of(r)[done[r] : done[r] + counts[r]] for r in company])
+        found = stages.run(tokens_T, segments).split(list(counts.values()))
+        for request, rows_TV in zip(company, found, strict=True):
+            expected_TV = alone[request][done[request] : done[request] + counts[request]]
+            assert torch.equal(rows_TV, expected_TV), f"{request} among {segments}"
+            done[request] += counts[request]
+
+
+def test_two_ranks_keep_the_promise_too(tmp_path: Path) -> None:
+    shape = SHAPES["bundled"]
+    save_tiny_model(tmp_path, shape.family, **shape.sizes)
+
+    def rank(group: ThreadGroup) -> bool:
+        stages = load(tmp_path, shape, "bfloat16", group)
+        alone_TV = stages.run_in_pieces(tokens_of(0), pages=range(12), pieces=[1] * NUM_TOKENS)
+        pieces = random_pieces(Random(3), 12)
+        found_TV = stages.run_in_pieces(tokens_of(0), pages=range(20, 32), pieces=pieces)
+        return torch.equal(found_TV, alone_TV)
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+def test_what_earlier_requests_left_in_a_page_changes_nothing(tmp_path: Path) -> None:
+    shape = SHAPES["bundled"]
+    save_tiny_model(tmp_path, shape.family, **shape.sizes)
+    stages = load(tmp_path, shape, "bfloat16")
+    fresh_TV = stages.run_in_pieces(tokens_of(1)[:50], pages=range(12), pieces=[50])
+    stages.run_in_pieces(tokens_of(2), pages=range(12), pieces=[NUM_TOKENS])
+    reused_TV = stages.run_in_pieces(tokens_of(1)[:50], pages=range(12), pieces=[1] * 50)
+    assert torch.equal(reused_TV, fresh_TV)
