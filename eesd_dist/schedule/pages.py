@@ -61,13 +61,13 @@ class PageAllocator:
     ) -> list[PageId] | None:
         """`count` pages with one owner each, or None (and nothing taken) when there are not enough.
 
-        They continue after page `after` while that is free; otherwise a new run starts where
-        `expected` pages (these and those the request is likely to ask for later) have room.
+        They continue after page `after` while nobody owns what follows; otherwise a new run starts
+        where `expected` pages (these and those the request is likely to ask for later) have room.
         """
         if count > self.num_free:
             return None
-        self._evict(count - self._num_unused)
-        taken = [] if after is None else self._take_run(after + 1, count)
+        taken = [] if after is None else self._continue_run(PageId(after + 1), count)
+        self._evict(count - len(taken) - self._num_unused)
         while len(taken) < count:
             missing = count - len(taken)
             start = self._start_of_run(max(missing, expected - len(taken)), at_least=missing)
@@ -148,6 +148,15 @@ class PageAllocator:
         for page in self._cached:
             assert self._is_findable(page), f"page {page} is cached, and no tokens find it"
 
+    def _continue_run(self, start: PageId, limit: int) -> list[PageId]:
+        """Like `_take_run`, and cached pages in the way make room: cheaper than a second run."""
+        for page in map(PageId, range(start, min(start + limit, self.num_pages))):
+            if page in self._cached:
+                self._evict_page(page)
+            elif not self._is_free[page]:
+                break
+        return self._take_run(start, limit)
+
     def _take_run(self, start: int, limit: int) -> list[PageId]:
         """At most `limit` consecutive free pages from `start` on."""
         stop = start
@@ -186,9 +195,12 @@ class PageAllocator:
     def _evict(self, count: int) -> None:
         """Frees the `count` least recently used cached pages, or all when there are fewer."""
         for _ in range(min(count, len(self._cached))):
-            page, _nothing = self._cached.popitem(last=False)
-            del self._page_of[self._digest_of.pop(page)]
-            self._free(page)
+            self._evict_page(next(iter(self._cached)))
+
+    def _evict_page(self, page: PageId) -> None:
+        del self._cached[page]
+        del self._page_of[self._digest_of.pop(page)]
+        self._free(page)
 
     def _free(self, page: PageId) -> None:
         self._is_free[page] = _FREE

@@ -159,6 +159,16 @@ def test_a_new_run_takes_the_place_of_cold_pages_rather_than_scattered_free_ones
     pages.check()
 
 
+def test_a_growing_run_evicts_the_cached_page_in_its_way() -> None:
+    pages = make_pages(8, page_size=4)
+    table = _take(pages, 2)
+    cached = _serve(pages, list(range(8)))
+    assert cached == [4, 5]
+    assert _take(pages, 4, after=table[-1]) == [2, 3, 4, 5]
+    assert pages.match_prefix([*range(8), 9], salt="exit") == []
+    pages.check()
+
+
 def test_after_a_store_is_lost_nothing_is_findable() -> None:
     pages = make_pages(8, page_size=4)
     _serve(pages, list(range(16)))
