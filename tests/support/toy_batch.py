@@ -1,0 +1,42 @@
+"""A batch in a process of its own, so that a test can kill it: toy engine, toy tokenizer.
+
+python -m tests.support.toy_batch IN.jsonl OUT.jsonl DELAY_S
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from serve_app.batch import BatchOptions, BatchReport, ServedModel, run_batch
+from tests.support.toy_codec import ByteCodec
+from tests.support.toy_engine import ToyEngine
+
+MODEL = ServedModel(name="toy", identity="v1", max_model_len=200)
+
+
+def run(
+    input_file: Path,
+    output_file: Path,
+    *,
+    engine: ToyEngine | None = None,
+    model: ServedModel = MODEL,
+    options: BatchOptions | None = None,
+) -> BatchReport:
+    return asyncio.run(
+        run_batch(
+            input_file,
+            output_file,
+            engine=engine or ToyEngine(vocab_size=128),
+            tokenizer=ByteCodec(),
+            model=model,
+            options=options or BatchOptions(concurrency=4, show_progress=False),
+        )
+    )
+
+
+if __name__ == "__main__":
+    run(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        engine=ToyEngine(vocab_size=128, delay_s=float(sys.argv[3])),
+    )
