@@ -8,10 +8,7 @@ and 16, in one process and over actors with one and two verify ranks; float32, a
 of the output is one JSON object. Exit status 1 when a promised equality fails.
 """
 
-import argparse
 import itertools
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +24,8 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.llm import LLM, Generation
-from eesd_dist.provenance import collect_provenance
-from eesd_dist.text.prompts import Prompt, load_prompts
-from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.engine.llm import Generation
+from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
     ControllerName,
     Request,

@@ -217,9 +217,7 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
     }
     decoding = [r for r in score.rounds if not r.num_prefill_rows]
     if decoding:
-        row["tokens_per_round"] = round(
-            sum(r.num_emitted for r in decoding) / len(decoding), 3
-        )
+        row["tokens_per_round"] = round(sum(r.num_emitted for r in decoding) / len(decoding), 3)
         row["ms_per_round"] = {
             stage: round(1e3 * statistics.median(getattr(r, f"{stage}_s") for r in decoding), 3)
             for stage in ("plan", "draft", "transfer", "verify", "commit")

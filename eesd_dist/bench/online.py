@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ async def ask(
     draft = (usage.get("metrics") or {}).get("speculative_decoding") or {}
     return Sample(
         first_token_s=(arrivals[0] if arrivals else ended) - started,
-        gaps_s=tuple(b - a for a, b in zip(arrivals, arrivals[1:], strict=False)),
+        gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
         total_s=ended - started,
         num_tokens=usage["usage"]["completion_tokens"],
         num_drafted=draft.get("num_draft_tokens", 0),

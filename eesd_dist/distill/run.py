@@ -67,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
         sequences += [list(tokenizer.encode(row["text"])) for row in rows]
 
     target = FrozenTarget(options.model, spec, options.exits)
-    draft_vocab = frequent_tokens(
-        sequences, count=options.draft_vocab, vocab_size=spec.vocab_size
-    )
+    draft_vocab = frequent_tokens(sequences, count=options.draft_vocab, vocab_size=spec.vocab_size)
     heads = [
         TrainableExitHead.from_target(
             options.model,
@@ -103,7 +101,9 @@ def main(argv: Sequence[str]) -> int:
         if folder.exists():
             shutil.rmtree(folder)
         head.save(folder, provenance=collect_provenance(seed=options.seed).as_json())
-        calibrate(options.model, folder, held_out, spec.eos_token_ids, max_tokens=options.max_tokens)
+        calibrate(
+            options.model, folder, held_out, spec.eos_token_ids, max_tokens=options.max_tokens
+        )
     return 0
 
 
@@ -119,9 +119,7 @@ def calibrate(
     config = EngineConfig(
         model=ModelConfig(path=model, head=folder),
         cache=CacheConfig(num_pages=256),
-        speculation=SpeculationConfig(
-            max_draft_tokens=8, fixed_length=8, log_evidence=True
-        ),
+        speculation=SpeculationConfig(max_draft_tokens=8, fixed_length=8, log_evidence=True),
     )
     llm = LLM(config)
     outcomes: list[Outcome] = []

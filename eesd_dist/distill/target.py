@@ -4,6 +4,7 @@ The same `LlamaSpan` as in serving, once per stretch between two exit layers; no
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -33,13 +34,11 @@ class FrozenTarget:
                 num_pages=1,
                 page_size=16,
             )
-            for first, last in zip(cuts, cuts[1:], strict=False)
+            for first, last in pairwise(cuts)
         ]
 
     @torch.no_grad()
-    def forward(
-        self, tokens_BT: Tensor, exits: Sequence[int]
-    ) -> tuple[dict[int, Tensor], Tensor]:
+    def forward(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Hidden states [B, T, D] after each wanted layer, and logits [B, T, V]."""
         hidden_BTD = self._spans[0].embed(tokens_BT.flatten()).view(*tokens_BT.shape, -1)
         kept: dict[int, Tensor] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.model.exit_head import TrainableExitHead
@@ -79,7 +79,7 @@ def train_heads(
                 guess_BTV, logits_BTV, vocab_ids=head.vocab_ids, soft=options.soft
             )
         optimizer.zero_grad(set_to_none=True)
-        torch.stack(list(losses.values())).sum().backward()
+        torch.autograd.backward(torch.stack(list(losses.values())).sum())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
@@ -100,8 +100,8 @@ def distillation_loss(
         seen_BTV = target_BTV[..., vocab_ids]
         label_BT = seen_BTV.argmax(dim=-1)
         known_BT = vocab_ids[label_BT] == best_BT
-    log_q_BTV = F.log_softmax(guess_BTV, dim=-1)
-    log_p_BTV = F.log_softmax(seen_BTV, dim=-1)
+    log_q_BTV = functional.log_softmax(guess_BTV, dim=-1)
+    log_p_BTV = functional.log_softmax(seen_BTV, dim=-1)
     kl_BT = (log_p_BTV.exp() * (log_p_BTV - log_q_BTV)).sum(dim=-1)
     ce_BT = -log_q_BTV.gather(-1, label_BT.unsqueeze(-1)).squeeze(-1)
     loss_BT = (1.0 - soft) * ce_BT + soft * kl_BT

@@ -75,7 +75,7 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def _split_of(spec: ModelSpec, path: Path, head_folder: Path | None) -> int:
-    """Where the head says; without a head nothing is drafted and an eighth of the layers will do."""
+    """Where the head says; without one nothing is drafted, and an eighth of the layers will do."""
     if head_folder is None:
         return max(1, spec.num_layers // 8)
     return HeadConfig.read(head_folder, target=spec, target_path=path).exit_layer

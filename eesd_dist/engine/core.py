@@ -65,7 +65,7 @@ class _InFlight:
 
 
 class EngineCore:
-    """One pipeline's engine. `step` belongs to one thread; `add` and `abort` may be called from any."""
+    """One pipeline's engine. `step` belongs to one thread; `add` and `abort` to any."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class EngineCore:
         self._in_flight: dict[int, _InFlight] = {}
         self._next_cohort = 0
         self._round_id = 0
-        
+
     @property
     def generation(self) -> int:
         return self._generation
@@ -131,7 +131,11 @@ class EngineCore:
             for request_id, plan in plans.items():
                 live = self._scheduler.live(request_id)
                 mine = self._controllers.get(request_id)
-                if live is None or mine is None or plan.belief.num_rounds < mine.belief().num_rounds:
+                if (
+                    live is None
+                    or mine is None
+                    or plan.belief.num_rounds < mine.belief().num_rounds
+                ):
                     continue
                 self._controllers[request_id] = self._controller_for(live.request, plan)
 
@@ -215,9 +219,7 @@ class EngineCore:
             self._go_ahead(self._in_flight[cohort], controllers)
         return True
 
-    def _go_ahead(
-        self, waiting: _InFlight, controllers: Mapping[RequestId, Controller]
-    ) -> None:
+    def _go_ahead(self, waiting: _InFlight, controllers: Mapping[RequestId, Controller]) -> None:
         """With nobody else to draft for, guess on past the draft until the verdict is here."""
         while not self._channel.reply_is_here():
             runs = self._draft.ahead_room(waiting.drafted.runs)
@@ -240,7 +242,7 @@ class EngineCore:
             finished = [e.request_id for e in emissions if e.finish_reason is not None]
             for outcome in outcomes:
                 controller = self._controllers.get(outcome.request_id)
-                if controller is not None and outcome.num_drafted:
+                if controller is not None:
                     controller.observe(outcome)
             if self._book is not None:
                 self._book.observe(outcomes)
@@ -286,9 +288,7 @@ class EngineCore:
                 flags = reply.accepted[at : at + k].tolist()
                 num_accepted = flags.index(0) if 0 in flags else k
             else:
-                num_accepted = next(
-                    (i for i in range(k) if run.tokens[i] != chosen[i]), k
-                )
+                num_accepted = next((i for i in range(k) if run.tokens[i] != chosen[i]), k)
             self._draft.settle(run, num_accepted=num_accepted, next_token=chosen[num_accepted])
             results[request_id] = Committed(
                 tokens=tuple(TokenId(t) for t in chosen[: num_accepted + 1]),
@@ -403,9 +403,7 @@ def _segment(run: DraftRun, page_size: int) -> Segment:
     )
 
 
-def _logprobs(
-    item: PlanItem, reply: VerifyReply, at: int, count: int
-) -> tuple[TokenLogprobs, ...]:
+def _logprobs(item: PlanItem, reply: VerifyReply, at: int, count: int) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of the tokens that leave; nothing when the request asked for none."""
     wanted = item.live.request.sampling.top_logprobs
     if wanted is None:

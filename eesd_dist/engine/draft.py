@@ -19,8 +19,8 @@ from eesd_dist.control.controllers import Controller
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
-from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.evidence import evidence_of
+from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.rows import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
@@ -134,15 +134,13 @@ class DraftStage:
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
-        if item.start < state.exit_len:  # preempted, or a shorter prefix was found in the cache
-            state.exit_len = item.start
-            state.lagging_TD.clear()
         run = DraftRun(item=item, state=state)
-        if state.ahead:
-            same_pages = item.pages[: len(state.ahead_pages)] == state.ahead_pages
-            if state.ahead_from == item.start and item.num_known == 1 and same_pages:
-                run.prefetched = state.ahead
-            state.ahead = deque()
+        same_pages = item.pages[: len(state.ahead_pages)] == state.ahead_pages
+        if state.ahead and state.ahead_from == item.start and item.num_known == 1 and same_pages:
+            run.prefetched = state.ahead
+        else:  # preempted, resumed from a shorter cached prefix, or nothing was done ahead
+            _roll_back(state, item.start)
+        state.ahead = deque()
         return run
 
     def _run_known(self, runs: list[DraftRun]) -> None:
@@ -204,9 +202,7 @@ class DraftStage:
             run.state.exit_len += segment.num_rows
             run.state.lagging_TD.clear()
 
-    def _draft_on(
-        self, runs: list[DraftRun], controllers: Mapping[RequestId, Controller]
-    ) -> None:
+    def _draft_on(self, runs: list[DraftRun], controllers: Mapping[RequestId, Controller]) -> None:
         active = runs
         for run in active:
             controllers[run.item.live.request.request_id].begin_round()
@@ -327,8 +323,7 @@ class DraftStage:
             for run in runs
             if run.item.max_draft > 0
             and run.item.is_final
-            and run.next_position + len(run.state.ahead)
-            < len(run.item.pages) * self.page_size
+            and run.next_position + len(run.state.ahead) < len(run.item.pages) * self.page_size
         ]
 
     @torch.inference_mode()
@@ -345,9 +340,7 @@ class DraftStage:
         else:
             (guess,) = self._guess([shadow], with_evidence=with_evidence)
         if guess.hidden_D is None:
-            (hidden_D,) = self._forward(
-                [guess.token], [(shadow.next_position, 1, run.item.pages)]
-            )
+            (hidden_D,) = self._forward([guess.token], [(shadow.next_position, 1, run.item.pages)])
             run.state.lagging_TD.append(hidden_D.unsqueeze(0))
             run.exit_row_D = None
             guess = Candidate(
@@ -379,20 +372,9 @@ class DraftStage:
         state.ahead = deque()
         if self.head is None or item.live.request.speculation.mode == "off":
             return
-        if state.exit_len >= keep:
-            state.exit_len = keep
-            state.lagging_TD.clear()
-            return
-        surplus = state.exit_len + sum(p.shape[0] for p in state.lagging_TD) - keep
-        while surplus > 0:
-            last_TD = state.lagging_TD.pop()
-            if last_TD.shape[0] > surplus:
-                state.lagging_TD.append(last_TD[: last_TD.shape[0] - surplus])
-            surplus -= last_TD.shape[0]
+        _roll_back(state, keep)
 
-    def _forward(
-        self, tokens: list[int], segments: list[tuple[int, int, Sequence[int]]]
-    ) -> Tensor:
+    def _forward(self, tokens: list[int], segments: list[tuple[int, int, Sequence[int]]]) -> Tensor:
         tokens_T = torch.tensor(tokens, device=self.device)
         plan = self._plan(
             [RowSegment(start=start, num_rows=n, pages=pages) for start, n, pages in segments]
@@ -406,3 +388,17 @@ class DraftStage:
             device=self.device,
             numerics=self._numerics,
         )
+
+
+def _roll_back(state: DraftState, keep: int) -> None:
+    """Forgets what the exit head has seen, or was about to see, from position `keep` on."""
+    if state.exit_len >= keep:
+        state.exit_len = keep
+        state.lagging_TD.clear()
+        return
+    surplus = state.exit_len + sum(piece.shape[0] for piece in state.lagging_TD) - keep
+    while surplus > 0:
+        last_TD = state.lagging_TD.pop()
+        if last_TD.shape[0] > surplus:
+            state.lagging_TD.append(last_TD[: last_TD.shape[0] - surplus])
+        surplus -= last_TD.shape[0]

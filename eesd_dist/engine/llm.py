@@ -48,7 +48,9 @@ class LLM:
     """Both stages in this process. Not for several threads: that is what the service is for."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._engine = build_local_engine(config, book=BeliefBook(ceiling=config.speculation.max_draft_tokens))
+        self._engine = build_local_engine(
+            config, book=BeliefBook(ceiling=config.speculation.max_draft_tokens)
+        )
 
     @property
     def engine(self) -> EngineCore:
@@ -60,7 +62,7 @@ class LLM:
         *,
         observe: Callable[[RoundStats], None] | None = None,
     ) -> Iterator[Emission]:
-        """Emissions of all requests as they leave, interleaved. Raises RequestError, CapacityError."""
+        """Emissions as they leave, interleaved; raises RequestError or CapacityError at once."""
         for request in requests:
             self._engine.add(request)
         while self._engine.has_work:

@@ -119,7 +119,7 @@ def batches(
 
 
 def orthogonalised(update: Tensor, *, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrix of each matrix in a stack (Newton-Schulz; Muon, K. Jordan 2024)."""
+    """Nearest semi-orthogonal matrix of each of a stack (Newton-Schulz; Muon, K. Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = update.transpose(-1, -2) if update.size(-2) > update.size(-1) else update
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
