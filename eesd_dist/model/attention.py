@@ -42,7 +42,8 @@ class LayerPages:
         shape = (num_slots, 2 * num_kv_heads, head_dim)
         self.slots_SHE = torch.zeros(shape, dtype=dtype, device=device)
         by_head = self.slots_SHE.transpose(0, 1).unsqueeze(0)
-        self._keys_1KSE, self._values_1KSE = by_head.chunk(2, dim=1)
+        self._keys_1KSE = by_head.narrow(1, 0, num_kv_heads)
+        self._values_1KSE = by_head.narrow(1, num_kv_heads, num_kv_heads)
         self._num_kv_heads = num_kv_heads
 
     def write(self, keys_values_THE: Tensor, rows: RowPlan) -> None:

@@ -7,6 +7,7 @@ knows how many tokens to guess or what became of them.
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Self
 
@@ -220,13 +221,11 @@ class ExitHead:
         """Packs a head's present weights for drafting; later training does not reach them."""
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
         spec = head.config.layer
-        with torch.no_grad():
-            layer = head.layer.layer(packer.pack, SingleGroup(), dtype=packer.compute_dtype)
-            norm_D = head.norm_D.detach().to(device, packer.weight_dtype)
-            norm = RmsNorm(norm_D, eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
-            linear = packer.pack(head.lm_head_VD.detach())
+        weights = deepcopy(head.layer).requires_grad_(False).to(device, packer.weight_dtype)
+        norm_D = head.norm_D.detach().clone().to(device, packer.weight_dtype)
+        norm = RmsNorm(norm_D, eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
         layers = PagedLayers(
-            [layer],
+            [weights.layer(packer.pack, SingleGroup(), dtype=packer.compute_dtype)],
             spec.sliding_windows,
             spec=spec,
             dtype=packer.compute_dtype,
@@ -239,7 +238,12 @@ class ExitHead:
             exit_layer=head.exit_layer,
             vocab_ids=None if head.vocab_ids is None else head.vocab_ids.to(device),
             layers=layers,
-            logits_head=LogitsHead(norm, linear, packer=packer, numerics=numerics),
+            logits_head=LogitsHead(
+                norm,
+                packer.pack(head.lm_head_VD.detach().clone()),
+                packer=packer,
+                numerics=numerics,
+            ),
         )
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:

@@ -83,16 +83,19 @@ class DecoderLayer:
         return x_TD + self.down(functional.silu(gate_TI).mul_(up_TI))
 
     def _rotate(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
-        """Turns queries and keys to their positions, in place: the fused product is ours alone."""
-        num_turned = heads_THE.shape[1] - self.num_kv_heads
+        """Turns queries and keys to their positions; in place where nothing else needs the old."""
+        num_heads = heads_THE.shape[1]
+        num_turned = num_heads - self.num_kv_heads
         turned_THE = heads_THE.narrow(1, 0, num_turned)
         if self.head_norm is None and heads_THE.dtype == torch.float32:
-            torch.view_as_complex(turned_THE.view(*turned_THE.shape[:2], -1, 2)).mul_(rotation_T1P)
+            pairs_THP = torch.view_as_complex(turned_THE.view(*turned_THE.shape[:2], -1, 2))
+            pairs_THP.mul_(rotation_T1P)
             return heads_THE
-        normed_THE = turned_THE if self.head_norm is None else self.head_norm(turned_THE)
-        pairs_THP = torch.view_as_complex(normed_THE.float().reshape(*normed_THE.shape[:2], -1, 2))
-        turned_THE.copy_(torch.view_as_real(pairs_THP * rotation_T1P).flatten(2))
-        return heads_THE
+        if self.head_norm is not None:
+            turned_THE = self.head_norm(turned_THE)
+        pairs_THP = torch.view_as_complex(turned_THE.float().reshape(*turned_THE.shape[:2], -1, 2))
+        turned_THE = torch.view_as_real(pairs_THP * rotation_T1P).flatten(2).to(heads_THE.dtype)
+        return torch.cat([turned_THE, heads_THE.narrow(1, num_turned, self.num_kv_heads)], dim=1)
 
 
 class LayerWeights(nn.Module):

@@ -1,0 +1,87 @@
+"""A product is taken only when its rows do not see one another."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eesd_dist.config import Numerics
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.kernels import (
+    Candidate,
+    Linear,
+    LinearPacker,
+    padded_rows,
+    rows_are_independent,
+)
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def fickle(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """Adds up in another order as soon as there are more than nine rows."""
+
+    def multiply(x_MI: Tensor) -> Tensor:
+        if len(x_MI) <= 9:
+            return functional.linear(x_MI, weight_OI, bias_O)
+        return functional.linear(x_MI.flip(-1), weight_OI.flip(-1), bias_O)
+
+    return multiply
+
+
+def test_a_product_whose_rows_see_one_another_is_found_out() -> None:
+    assert not rows_are_independent(
+        Candidate("fickle", fickle),
+        num_out=64,
+        num_in=64,
+        dtype=torch.float32,
+        device=CPU,
+        num_threads=1,
+    )
+
+
+def test_a_machine_that_cannot_keep_the_promise_says_what_to_do() -> None:
+    packer = LinearPacker(dtype="float32", numerics="invariant", device=CPU)
+    packer.candidates = (Candidate("fickle", fickle),)
+    with pytest.raises(ConfigError, match=r"tried: fickle.*model\.numerics to fast"):
+        packer.pack(torch.randn(64, 48))
+
+
+def test_fast_takes_the_first_candidate_unchecked() -> None:
+    packer = LinearPacker(dtype="float32", numerics="fast", device=CPU)
+    packer.candidates = (Candidate("fickle", fickle),)
+    weight_OI = torch.randn(64, 48)
+    assert torch.allclose(packer.pack(weight_OI)(torch.eye(48)), weight_OI.t(), atol=1e-6)
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_bfloat16_weights_are_multiplied_with_exactly(numerics: Numerics) -> None:
+    packer = LinearPacker(dtype="bfloat16", numerics=numerics, device=CPU)
+    sizes = 2.0 ** torch.arange(-17, 16)
+    weight_OI = (sizes * (1 + torch.arange(33) / 128)).bfloat16().diag().repeat(4, 1)
+    bias_O = torch.randn(132).bfloat16()
+    found = packer.pack(weight_OI, bias_O)(torch.ones(5, 33, dtype=packer.compute_dtype))
+    expected_O = weight_OI.float().sum(1) + bias_O.float()
+    if packer.compute_dtype == torch.float32:
+        assert torch.equal(found, expected_O.expand(5, -1))
+
+
+def test_a_weight_too_large_for_half_precision_goes_to_another_candidate() -> None:
+    packer = LinearPacker(dtype="bfloat16", numerics="invariant", device=CPU)
+    weight_OI = torch.full((16, 32), 1e6).bfloat16()
+    found = packer.pack(weight_OI)(torch.ones(4, 32))
+    assert torch.equal(found, weight_OI.float().sum(1).expand(4, -1))
+
+
+def test_rows_are_padded_to_counts_the_check_has_answered_for() -> None:
+    counts = [padded_rows(rows, numerics="invariant", device=CPU) for rows in range(1, 100)]
+    assert counts[:9] == [4, 4, 4, 4, 5, 6, 9, 9, 9]
+    assert all(count % 6 not in (1, 2) for count in counts)
+    assert all(0 <= count - rows <= 3 for rows, count in enumerate(counts, start=1))
+    assert padded_rows(7, numerics="fast", device=CPU) == 7
+
+
+def test_a_gpu_sees_few_row_counts() -> None:
+    counts = {padded_rows(rows, numerics="invariant", device=CUDA) for rows in range(1, 513)}
+    assert counts == {16, 32, 64, 128, 256, 512}
