@@ -1,0 +1,30 @@
+"""What each rank of a tensor-parallel span does in these tests; light to import for a peer."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eesd_dist.config import DType
+from tests.dist.transport.peers import join_verify_stage
+from tests.unit.model.stages import Stages
+
+NUM_TOKENS = 60
+TIMEOUT_S = 20.0
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
+
+
+def compute_as_rank(port: int, rank: int, folder: Path, dtype: DType) -> list[Tensor]:
+    """Whole-vocabulary logits of a prefill and of plain decoding, put together by all ranks."""
+    torch.set_num_threads(1)
+    group = join_verify_stage(port, rank, timeout_s=TIMEOUT_S)
+    stages = Stages.load(folder, group=group, dtype=dtype)
+    chunks = [25, 7, 28]
+    runs = [
+        stages.run_in_pieces(tokens(), pages=range(4), pieces=chunks),
+        stages.run_in_pieces(tokens(), pages=range(8, 12), pieces=[1] * NUM_TOKENS),
+    ]
+    return [torch.cat(group.all_gather(part_TV), dim=1) for part_TV in runs]

@@ -1,0 +1,38 @@
+"""Two processes that share a model's heads compute what one process computes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eesd_dist.config import DType
+from eesd_dist.transport.rendezvous import StoreHost
+from tests.dist.span_ranks import compute_as_rank, tokens
+from tests.dist.transport.peers import peer_process
+from tests.support.tiny_checkpoints import save_tiny_model
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama, biases", "float32"),
+        ("qwen3", "bfloat16"),
+        ("mistral, sliding window", "bfloat16"),
+    ],
+)
+def test_two_processes_compute_the_model_and_keep_the_rows_bits(
+    tmp_path: Path, family: str, dtype: DType
+) -> None:
+    model = save_tiny_model(tmp_path, family)
+    with torch.no_grad():
+        if dtype == "bfloat16":
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        expected_TV = model(tokens()[None]).logits[0]
+    host = StoreHost()
+    with peer_process(compute_as_rank, host.port, 1, tmp_path, dtype):
+        chunked_TV, decoded_TV = compute_as_rank(host.port, 0, tmp_path, dtype)
+    assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
+    assert torch.equal(decoded_TV, chunked_TV)
