@@ -8,8 +8,14 @@ and 16, in one process and over actors with one and two verify ranks; float32, a
 of the output is one JSON object. Exit status 1 when a promised equality fails.
 """
 
+import argparse
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,8 +30,11 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.llm import Generation
-from eesd_dist.text.prompts import Prompt
+from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import (
     ControllerName,
     Request,
@@ -34,6 +43,7 @@ from eesd_dist.types import (
     SpeculationParams,
 )
 
+SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 CONTROLLERS: tuple[ControllerName, ...] = ("fixed", "threshold", "beta", "calibration")
 BATCHES = (1, 4, 16)
 SAMPLING: dict[str, SamplingParams] = {
@@ -55,16 +65,28 @@ class Runner(Protocol):
     """Something that takes requests to their ends: an engine here, or actors over there."""
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
-    def close(self) -> None: ...
+
+
+Actors = Callable[[EngineConfig], AbstractContextManager[Runner]]
+"""Starts the drafting and verify-rank actors of one engine, and ends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    topology: str
+    verify_ranks: int
+    """0: both stages in this process."""
     dtype: DType
     numerics: Numerics
-    promised: bool
-    """Whether a mismatch is a bug; bfloat16 with fast numerics promises nothing."""
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a mismatch is a bug; `fast` numerics promise nothing."""
+        return self.numerics == "invariant"
+
+    @property
+    def label(self) -> str:
+        where = f"actors, verify TP {self.verify_ranks}" if self.verify_ranks else "one process"
+        return f"{where}, {self.dtype}, {self.numerics}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,15 +107,15 @@ class Tally:
         self.accepted += sum(speculative.accepted)
 
 
-def engine_config(
-    model: Path, head: Path | None, case: Case, *, verify_ranks: int = 1
-) -> EngineConfig:
+def engine_config(model: Path, head: Path | None, case: Case) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=model, head=head, dtype=case.dtype, numerics=case.numerics),
         cache=CacheConfig(num_pages=256),
         scheduler=SchedulerConfig(max_running=16),
         speculation=SpeculationConfig(max_draft_tokens=6),
-        parallel=ParallelConfig(verify_tensor_parallel_size=verify_ranks),
+        parallel=ParallelConfig(
+            verify_tensor_parallel_size=max(1, case.verify_ranks), timeout_s=60.0
+        ),
     )
 
 
@@ -107,8 +129,6 @@ def _requests(
     tag: str,
     stop_token_ids: tuple[int, ...],
 ) -> list[Request]:
-    import dataclasses
-
     chosen = itertools.islice(itertools.cycle(prompts), batch)
     return [
         Request(
@@ -137,7 +157,6 @@ def compare(
     total = Tally()
     for (name, sampling), batch in itertools.product(SAMPLING.items(), BATCHES):
         per_request = max(4, max_tokens // batch)
-        shared = {"batch": batch, "max_tokens": per_request}
         plain = runner.generate(
             _requests(
                 prompts,
@@ -155,8 +174,8 @@ def compare(
                     prompts,
                     sampling,
                     SpeculationParams(controller=controller),
-                    batch=shared["batch"],
-                    max_tokens=shared["max_tokens"],
+                    batch=batch,
+                    max_tokens=per_request,
                     tag=f"{controller}-{name}-{batch}",
                     stop_token_ids=stop_token_ids,
                 )
@@ -171,3 +190,73 @@ def compare(
             total.drafted += tally.drafted
             total.accepted += tally.accepted
     return total
+
+
+CASES = (
+    Case(verify_ranks=0, dtype="float32", numerics="invariant"),
+    Case(verify_ranks=1, dtype="float32", numerics="invariant"),
+    Case(verify_ranks=2, dtype="float32", numerics="invariant"),
+    Case(verify_ranks=0, dtype="bfloat16", numerics="invariant"),
+    Case(verify_ranks=1, dtype="bfloat16", numerics="invariant"),
+    Case(verify_ranks=2, dtype="bfloat16", numerics="invariant"),
+    Case(verify_ranks=0, dtype="bfloat16", numerics="fast"),
+)
+
+
+@contextmanager
+def _here(config: EngineConfig) -> Iterator[Runner]:
+    llm = LLM(config)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def main(argv: Sequence[str], *, actors: Actors) -> int:
+    parser = argparse.ArgumentParser(prog="eesd bench exact", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--head", type=Path)
+    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
+    parser.add_argument("--tokens", type=int, default=20_000, help="tokens to compare, about")
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    options = parser.parse_args(argv)
+
+    def say(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    compared = len(CASES) * len(CONTROLLERS) * len(SAMPLING) * len(BATCHES)
+    # Texts end when they end: a third is added for those that end before they are cut.
+    max_tokens = max(8, round(1.33 * options.tokens / compared))
+    rows = []
+    for case in CASES:
+        config = engine_config(options.model, options.head, case)
+        started = time.perf_counter()
+        with (actors if case.verify_ranks else _here)(config) as runner:
+            tally = compare(
+                runner,
+                prompts,
+                max_tokens=max_tokens,
+                stop_token_ids=layout_of(config).spec.eos_token_ids,
+                report=say,
+                label=case.label,
+            )
+        row = dataclasses.asdict(case) | dataclasses.asdict(tally)
+        rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
+        say(f"{case.label:42} {tally.tokens:7} tokens, {tally.mismatches} differ")
+    promised = [row for case, row in zip(CASES, rows, strict=True) if case.is_promised]
+    free = [row for case, row in zip(CASES, rows, strict=True) if not case.is_promised]
+    report = {
+        "tokens": sum(row["tokens"] for row in promised),
+        "mismatches": sum(row["mismatches"] for row in promised),
+        "fast": {
+            "tokens": sum(row["tokens"] for row in free),
+            "mismatches": sum(row["mismatches"] for row in free),
+        },
+        "cases": rows,
+        "provenance": collect_provenance(seed=1000).as_json(),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 1 if report["mismatches"] else 0

@@ -170,7 +170,8 @@ async def run(
                     max_tokens=max_tokens,
                     seed=seed + load,
                 )
-                row = {"load": load, "speculation": mode} | row_of(samples, wall_s)
+                row: dict[str, Any] = {"load": load, "speculation": mode}
+                row |= row_of(samples, wall_s)
                 rows.append(row)
                 say(
                     f"load {load:3} {mode:5} {row['tokens_per_s']:8.1f} tok/s"

@@ -191,6 +191,9 @@ class EngineCore:
         started_unix_s, started = time.time(), self._clock()
         with self._lock:
             plan = self._scheduler.plan(cohort)
+            items = plan.items if plan is not None else ()
+            # Pages of whoever sits this round out may pass through other hands before the next.
+            self._draft.drop_ahead(keep={item.live.request.request_id for item in items})
             if plan is None:
                 return False
             for request_id in plan.preempted:

@@ -8,7 +8,7 @@ nothing of queues, of the verifier's answers or of how rounds travel.
 # Shapes: T rows, A runs that go on drafting, D hidden size, V vocabulary (or the draft vocabulary).
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -107,9 +107,18 @@ class DraftStage:
         self._rejection = rejection
         self._log_evidence = log_evidence
         self._states: dict[RequestId, DraftState] = {}
+        self._ahead_of: set[RequestId] = set()
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
+
+    def drop_ahead(self, *, keep: Set[RequestId]) -> None:
+        """Forgets what was drafted ahead for any request but these."""
+        for request_id in self._ahead_of - keep:
+            state = self._states.get(request_id)
+            if state is not None:
+                state.ahead = deque()
+        self._ahead_of &= keep
 
     def forget_all(self) -> None:
         self._states.clear()
@@ -333,6 +342,7 @@ class DraftStage:
         if not ahead:
             run.state.ahead_from = run.next_position
             run.state.ahead_pages = run.item.pages
+            self._ahead_of.add(run.item.live.request.request_id)
         shadow = DraftRun(item=run.item, state=run.state, exit_row_D=run.exit_row_D)
         shadow.tokens = [*run.tokens, *(c.token for c in ahead)]
         if run.prefetched:

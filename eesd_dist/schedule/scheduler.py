@@ -454,6 +454,7 @@ class Scheduler:
             finish_reason=finish_reason,
             num_drafted=result.num_drafted,
             num_cached_prompt_tokens=live.num_cached_prompt_tokens,
+            queue_s=_queue_s(live),
         )
 
     def _advance(self, live: LiveRequest, *, num_computed: int) -> None:
@@ -461,6 +462,12 @@ class Scheduler:
         if num_computed // size > live.num_computed // size:
             self._pages.register(live.tokens, live.pages, num_computed=num_computed, salt=live.salt)
         live.num_computed = num_computed
+
+
+def _queue_s(live: LiveRequest) -> float:
+    scheduled_s = live.first_scheduled_s
+    assert scheduled_s is not None, f"{live.request_id} left without having been scheduled"
+    return scheduled_s - live.arrival_s
 
 
 def _ticket(live: LiveRequest) -> int:
