@@ -1,13 +1,13 @@
 """A Ray instance that comes with the service and goes with it.
 
-Small (no dashboard, little shared memory), reachable with a token that only its own processes have,
-in a folder of its own that is removed in the end. Nothing of it outlives the block.
+Small (no dashboard, little shared memory), reachable with a token that only its own processes
+have, in a folder of its own that is removed in the end. Nothing of it outlives the block. The
+environment it needs is `serve_app._environment`'s.
 """
 
 import logging
 import math
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import ray
 
+from eesd_dist.errors import EngineError
 from serve_app._processes import descendants, end, running_after
 from serve_app.config import ServiceConfig
 
@@ -27,20 +28,11 @@ _SETTLE_S = 5.0
 
 
 @contextmanager
-def local_ray(config: ServiceConfig) -> Iterator[None]:
+def local_ray(config: ServiceConfig, *, shows_logs: bool) -> Iterator[None]:
     """Within the block Ray runs here; after it there is no process, session or file of it."""
     folder = tempfile.mkdtemp(prefix="eesd-", dir=_short_folder())
-    _set_environment()
     try:
-        ray.init(
-            "local",
-            num_cpus=_num_cpus(config),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-            _temp_dir=folder,
-        )
+        _start(config, folder, shows_logs=shows_logs)
         yield
     finally:
         ours = descendants()
@@ -53,20 +45,20 @@ def local_ray(config: ServiceConfig) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _set_environment() -> None:
-    """Before Ray is started; all its processes inherit it."""
-    os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update(
-        {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # A service whose actors are known from the start has no use for idle workers in store.
-            "RAY_enable_worker_prestart": "0",
-            "RAY_prestart_worker_first_driver": "0",
-            "RAY_enable_metrics_collection": "0",
-        }
-    )
+def _start(config: ServiceConfig, folder: str, *, shows_logs: bool) -> None:
+    try:
+        ray.init(
+            "local",
+            num_cpus=_num_cpus(config),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=shows_logs,
+            _temp_dir=folder,
+        )
+    except Exception as error:  # Ray has many, and none of its own kind
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EngineError(f"Ray could not be started: {reason}") from error
 
 
 def _short_folder() -> str:

@@ -5,7 +5,6 @@ is served, and by whom, is `serve_app.app`.
 """
 
 import logging
-import os
 import re
 import signal
 import socket
@@ -24,11 +23,13 @@ from serve_app._local_ray import local_ray
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig
 
+logger = logging.getLogger(__name__)
+
 Say = Callable[[str], None]
 
 _POLL_S = 0.25
-_LOOK_EVERY_S = 5.0
-_MAX_MISSED_LOOKS = 3
+_LOOK_EVERY_S = 3.0
+_MAX_MISSED_LOOKS = 20
 _OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
 
 
@@ -57,13 +58,17 @@ class Stopping:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_service(config: ServiceConfig, *, address: str | None, say: Say) -> None:
-    """Until told to stop. Raises ConfigError when the service cannot be started as it is."""
+def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool, say: Say) -> None:
+    """Until told to stop; `shows_logs` lets the actors' logs through. Raises ConfigError when the service cannot be started as it is."""
     _check_early(config)
     stopping = Stopping()
     stopping.listen()
     began_s = time.monotonic()
-    where = local_ray(config) if address is None else _joined(address)
+    where = (
+        local_ray(config, shows_logs=shows_logs)
+        if address is None
+        else _joined(address, shows_logs=shows_logs)
+    )
     say(f"starting {config.served_model_name} ...")
     with where:
         stopping.listen()
@@ -71,7 +76,7 @@ def run_service(config: ServiceConfig, *, address: str | None, say: Say) -> None
             _bring_up(config, stopping)
             if not stopping.is_set:
                 say(_welcome(config, took_s=time.monotonic() - began_s))
-                _stay(config, stopping)
+                _stay(config, stopping, say=say)
         finally:
             say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
             _take_down(config, is_ours=address is None)
@@ -100,11 +105,10 @@ def _check_early(config: ServiceConfig) -> None:
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
-    """A cluster that somebody else runs. Without a word about authentication Ray would guess."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+def _joined(address: str, *, shows_logs: bool) -> Iterator[None]:
+    """A cluster that somebody else runs."""
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {address}: {error}") from error
     try:
@@ -114,6 +118,7 @@ def _joined(address: str) -> Iterator[None]:
 
 
 def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options={"host": config.host, "port": config.port},
@@ -142,18 +147,27 @@ def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
         raise _why("\n".join(parts))
 
 
-def _stay(config: ServiceConfig, stopping: Stopping) -> None:
+def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
     """Until a signal, or until there is no Ray left that could serve."""
+    pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
+    seen: dict[str, int] = {}
     missed = 0
     while not stopping.wait(_LOOK_EVERY_S):
         try:
-            is_there = config.app_name in serve.status().applications
+            states = pipelines.broadcast("state").results(timeout_s=_LOOK_EVERY_S)
         except Exception as error:  # whatever Ray raises when it is going under
-            is_there = False
-            logging.getLogger(__name__).warning("no answer from Serve: %r", error)
-        missed = 0 if is_there else missed + 1
-        if missed == _MAX_MISSED_LOOKS:
-            raise EngineError("Serve no longer answers: the service has ended by itself")
+            missed += 1
+            logger.info("no answer from the pipelines: error=%r", error)
+            if missed == _MAX_MISSED_LOOKS:
+                raise EngineError(
+                    f"no pipeline has answered {missed} times: the service has ended by itself"
+                ) from error
+            continue
+        missed = 0
+        for state in states:
+            if state.num_interruptions > seen.get(state.pipeline, 0):
+                seen[state.pipeline] = state.num_interruptions
+                say(f"{state.last_trouble}; {'whole again' if state.is_whole else 'mending'}")
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:

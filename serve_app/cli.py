@@ -21,13 +21,14 @@ import yaml
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError, EesdError, RequestError
 from eesd_dist.types import ControllerName, SpeculationParams
+from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, read_service_config, service_config
 
 _DELEGATED = {
     "bench offline": "eesd_dist.bench.offline",
     "bench online": "eesd_dist.bench.online",
-    "bench exact": "eesd_dist.bench.exact",
-    "distill": "eesd_dist.distill.run",
+    "bench exact": "serve_app.bench_exact",
+    "distill": "serve_app.distill",
     "plan": "cluster.planner",
     "preflight": "cluster.preflight",
 }
@@ -62,10 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from serve_app._serving import run_service  # Ray takes seconds to import
-
     config = _config_of(arguments)
-    run_service(config, address=arguments.address, say=lambda text: print(text, flush=True))
+    if arguments.address is None:
+        prepare_for_local_ray()
+    else:
+        prepare_for_cluster()
+    from serve_app._serving import run_service  # Ray reads the environment when it is imported
+
+    run_service(
+        config,
+        address=arguments.address,
+        shows_logs=arguments.verbose,
+        say=lambda text: print(text, flush=True),
+    )
     return 0
 
 

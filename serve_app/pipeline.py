@@ -82,6 +82,8 @@ class PipelineState:
     is_whole: bool
     num_live: int
     num_interruptions: int
+    last_trouble: str
+    """What interrupted it last; empty when nothing ever has."""
     members: tuple[MemberReport, ...]
 
 
@@ -146,6 +148,7 @@ class Pipeline:
             is_whole=self._whole.is_set(),
             num_live=len(self._live),
             num_interruptions=self._num_interruptions,
+            last_trouble=str(self._trouble) if self._num_interruptions else "",
             members=tuple(
                 MemberReport(
                     name=m.post.name,

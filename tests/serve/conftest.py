@@ -1,0 +1,83 @@
+"""One local Ray for the whole test session, and one service on it."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read by Ray when it is imported: idle workers in store cost a busy machine more than they save.
+os.environ.update(
+    {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_metrics_collection": "0",
+    }
+)
+
+import ray
+from ray import serve
+
+from serve_app.app import build_app
+from serve_app.config import service_config
+from tests.support.running import Running, free_port
+from tests.support.tiny_service import write_tiny_service
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.serve)
+            item.add_marker(pytest.mark.timeout(240))
+
+
+@pytest.fixture(scope="session")
+def ray_port() -> Iterator[int]:
+    """Starts Ray and Serve; the port is where Serve listens."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        ray.init(
+            "local",
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        yield port
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_service(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """The whole application: ingress, a pipeline with two verify ranks, router."""
+    config = service_config(
+        {
+            "engine": {
+                "model": {"path": str(tiny_service), "dtype": "float32", "device": "cpu"},
+                "cache": {"num_pages": 256},
+                "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": 20.0},
+            },
+            "model_name": "tiny",
+            "port": ray_port,
+            "router": {"checkpoint": str(tmp_path_factory.mktemp("router") / "beliefs.json")},
+            "telemetry": {"trace_folder": str(tmp_path_factory.mktemp("traces"))},
+        }
+    )
+    serve.run(build_app(config), name=config.app_name, route_prefix="/")
+    return Running(
+        url=f"http://127.0.0.1:{ray_port}",
+        config=config,
+        pipelines=serve.get_deployment_handle("Pipeline", config.app_name),
+    )

@@ -1,0 +1,173 @@
+"""Processes die; streams pause, and go on with the very tokens they would have had."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray import serve
+
+from eesd_dist.errors import EngineError, RequestError
+from eesd_dist.text import Tokenizer
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.config import service_config
+from serve_app.pipeline import Pipeline
+from tests.support.running import Running, tokens_of, until
+from tests.support.toy_stages import toy_stages, toy_token
+
+MEMBERS = ("verify rank 1", "verify rank 0", "drafting actor")
+
+
+@pytest.mark.parametrize("victim", MEMBERS)
+def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
+    prompt = Tokenizer.load(service.config.engine.model.path).encode("the lazy dog")
+    sampling = SamplingParams(max_tokens=250, temperature=0.9, seed=4)
+    undisturbed = tokens_of(
+        service.items(Request(request_id=RequestId("one"), prompt=prompt, sampling=sampling))
+    )
+    before = service.state()
+
+    items = service.items(Request(request_id=RequestId("two"), prompt=prompt, sampling=sampling))
+    tokens = [token for emission in next(items) for token in emission.tokens]
+    service.signal(victim, signal.SIGKILL)
+    pauses = []
+    last_s = time.monotonic()
+    for item in items:
+        tokens += tokens_of([item])
+        pauses.append(time.monotonic() - last_s)
+        last_s = time.monotonic()
+
+    assert tokens == undisturbed
+    after = until(lambda: state if (state := service.state()).is_whole else None)
+    assert after.generation == before.generation + 1
+    assert victim in after.last_trouble
+    assert "its process has died" in after.last_trouble
+    assert max(pauses) < service.config.recovery.stream_pause_s
+
+
+@pytest.fixture(scope="module")
+def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """A pipeline of toys: everything but the model is real."""
+    return _toy_pipeline(
+        "toy",
+        tmp_path_factory.mktemp("toy"),
+        recovery={"max_interruptions": 2, "stream_pause_s": 20.0},
+        health={"fresh_s": 0.5},
+    )
+
+
+def _toy_pipeline(name: str, folder: Path, **sections: object) -> Running:
+    tree: dict[str, object] = {
+        "engine": {
+            "model": {"path": str(folder)},
+            "scheduler": {"max_waiting": 4},
+            "parallel": {"verify_tensor_parallel_size": 2},
+        },
+        "app_name": name,
+        "router": {"name": f"{name}-router"},
+        **sections,
+    }
+    config = service_config(tree)
+    deployment = serve.deployment(
+        Pipeline,
+        name="Pipeline",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1000,
+        max_constructor_retry_count=1,
+        health_check_period_s=1.0,
+    )
+    serve.run(deployment.bind(config, toy_stages), name=name, route_prefix=None)
+    return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
+
+
+def _request(name: str, *, max_tokens: int) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt=(TokenId(1), TokenId(2)),
+        sampling=SamplingParams(seed=7, max_tokens=max_tokens),
+    )
+
+
+def _expected(request: Request) -> list[int]:
+    return [toy_token(request, 2 + i) for i in range(request.sampling.max_tokens)]
+
+
+def test_a_member_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
+    request = _request("hang", max_tokens=300)
+    items = toy.items(request)
+    tokens = [token for emission in next(items) for token in emission.tokens]
+    before = {m.name: m.pid for m in toy.state().members}
+    toy.signal("verify rank 1", signal.SIGSTOP)
+    toy.signal("verify rank 0", signal.SIGKILL)
+    assert tokens + tokens_of(items) == _expected(request)
+    after = {m.name: m.pid for m in toy.state().members}
+    assert after["drafting actor"] == before["drafting actor"]
+    assert after["verify rank 0"] != before["verify rank 0"]
+    assert after["verify rank 1"] != before["verify rank 1"]
+
+
+def test_drafting_goes_on_without_a_router_and_the_router_comes_back(toy: Running) -> None:
+    router = ray.get_actor(toy.config.router.name, namespace=toy.config.router.namespace)
+    request = _request("alone", max_tokens=100)
+    items = toy.items(request)
+    ray.kill(router, no_restart=False)
+    assert tokens_of(items) == _expected(request)
+    known = until(lambda: ray.get(router.describe.remote(), timeout=20)["pipelines"])
+    assert len(known) == 1
+
+
+def test_one_request_too_many_is_refused_and_the_others_go_on(toy: Running) -> None:
+    streams = [toy.items(_request(f"crowd-{i}", max_tokens=60)) for i in range(4)]
+    firsts = [next(stream) for stream in streams]
+    refusal = next(toy.items(_request("crowd-5", max_tokens=4)))
+    assert type(refusal).__name__ == "QueueFull"
+    assert "raise scheduler.max_waiting" in str(refusal)
+    for first, stream in zip(firsts, streams, strict=True):
+        assert len(first[0].tokens) + len(tokens_of(stream)) >= 60
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(toy: Running) -> None:
+    owner = toy.items(_request("same", max_tokens=60))
+    next(owner)
+    refusal = next(toy.items(_request("same", max_tokens=4)))
+    assert isinstance(refusal, RequestError)
+    assert len(tokens_of(owner)) >= 56
+
+
+def test_a_stream_that_is_interrupted_again_and_again_ends_with_an_error(toy: Running) -> None:
+    items = toy.items(_request("poison", max_tokens=3000))
+    next(items)
+    last: object = None
+    for _ in range(4):
+        generation = toy.state().generation
+        toy.signal("drafting actor", signal.SIGKILL)
+        until(lambda old=generation: toy.state().generation > old and toy.state().is_whole)
+    for item in items:
+        last = item
+    assert isinstance(last, EngineError)
+    assert "interruptions" in str(last)
+    assert "drafting actor" in str(last)
+    assert toy.pipelines.health.remote().result(timeout_s=20).is_healthy
+
+
+def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
+    ray_port: int, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=r"verify rank 0 needs CPU 0\.5, no_such_thing 1"):
+        _toy_pipeline(
+            "nowhere",
+            tmp_path,
+            placement={"verify": {"resources": {"no_such_thing": 1}}, "timeout_s": 2.0},
+        )
+    serve.delete("nowhere")
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again_and_again(
+    ray_port: int, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="found nothing, expected a model folder"):
+        _toy_pipeline("empty", tmp_path / "missing")
+    assert time.monotonic() - began_s < 60
+    serve.delete("empty")

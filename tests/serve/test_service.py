@@ -1,0 +1,216 @@
+"""The service as its users meet it: HTTP in, text out, over actors that talk by Gloo."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+
+from eesd_dist.engine.llm import LLM
+from eesd_dist.text import Tokenizer
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
+from tests.support.running import Running, tokens_of, until
+
+PROMPT = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_completion_is_the_text_that_plain_decoding_in_one_process_gives(
+    client: openai.OpenAI, service: Running
+) -> None:
+    parameters = {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.3}
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=48,
+        seed=11,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+        **parameters,
+    )
+    served = answer.choices[0].model_extra or {}
+    tokenizer = Tokenizer.load(service.config.engine.model.path)
+    alone = service.config.engine.parallel.model_copy(update={"verify_tensor_parallel_size": 1})
+    llm = LLM(service.config.engine.model_copy(update={"parallel": alone}))
+    plain = Request(
+        request_id=RequestId("plain"),
+        prompt=tokenizer.encode(PROMPT),
+        sampling=SamplingParams(max_tokens=48, seed=11, **parameters),
+        speculation=SpeculationParams(mode="off"),
+    )
+    assert served["token_ids"] == llm.generate([plain])[0].tokens
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 48
+
+
+def test_speculation_off_and_on_give_the_same_text(client: openai.OpenAI) -> None:
+    texts, accepted = [], []
+    for mode in ("off", "auto"):
+        answer = client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=64,
+            temperature=0.7,
+            seed=3,
+            extra_body={"ignore_eos": True, "speculation": {"mode": mode}},
+        )
+        texts.append(answer.choices[0].text)
+        statistics = (answer.model_extra or {})["metrics"]["speculative_decoding"]
+        accepted.append(statistics and statistics["num_accepted_draft_tokens"])
+    assert texts[0] == texts[1]
+    assert accepted[0] is None
+    assert accepted[1] > 0
+
+
+def test_a_streamed_chat_is_the_chat_that_is_not_streamed(client: openai.OpenAI) -> None:
+    def ask(*, stream: bool) -> object:
+        return client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "where did the cat sit?"}],
+            max_tokens=40,
+            seed=5,
+            stream=stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        )
+
+    chunks = list(ask(stream=True))  # type: ignore[call-overload]
+    whole = ask(stream=False)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content  # type: ignore[attr-defined]
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens  # type: ignore[attr-defined]
+
+
+def test_three_choices_are_three_texts_and_the_first_is_the_one_of_n_1(
+    client: openai.OpenAI,
+) -> None:
+    def texts(n: int) -> list[str]:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=24, temperature=1.0, seed=8, n=n
+        )
+        return [choice.text for choice in answer.choices]
+
+    three = texts(3)
+    assert len(set(three)) == 3
+    assert three[0] == texts(1)[0]
+
+
+def test_logprobs_stand_beside_every_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "the dog"}],
+        max_tokens=12,
+        temperature=0.0,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"ignore_eos": True},
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 12
+    for token in logprobs.content:
+        best = token.top_logprobs[0]
+        assert len(token.top_logprobs) == 3
+        assert best.logprob == pytest.approx(token.logprob, abs=1e-4)  # greedy takes the best
+        assert token.logprob <= 0.0
+
+
+def test_a_wrong_parameter_is_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100_000)
+    assert refusal.value.param == "max_tokens"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_as_such(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model="tiny", prompt="cat " * 9000, max_tokens=1)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def test_the_service_is_healthy_because_a_token_can_be_generated(service: Running) -> None:
+    answer = httpx.get(f"{service.url}/health", timeout=30)
+    assert (answer.status_code, answer.content) == (200, b"")
+    state = service.pipelines.stats.remote().result(timeout_s=10)
+    assert time.time() - state.last_round_unix_s < 30
+
+
+def test_metrics_count_what_was_drafted_and_say_by_which_pipeline(
+    client: openai.OpenAI, service: Running
+) -> None:
+    def drafted() -> float:
+        page = httpx.get(f"{service.url}/metrics", timeout=30).text
+        samples = [
+            line
+            for line in page.splitlines()
+            if line.startswith("eesd_spec_decode_num_draft_tokens_total")
+        ]
+        assert len(samples) == 1
+        assert 'pipeline="eesd-' in samples[0]
+        return float(samples[0].rpartition(" ")[2])
+
+    before = drafted()
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=32, extra_body={"ignore_eos": True}
+    )
+    report = (answer.model_extra or {})["metrics"]["speculative_decoding"]
+    assert drafted() - before == report["num_draft_tokens"] > 0
+
+
+def test_rounds_say_where_their_time_went(client: openai.OpenAI, service: Running) -> None:
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8)
+    rounds = httpx.get(f"{service.url}/debug/rounds", timeout=30).json()["rounds"]
+    assert rounds[-1]["num_emitted"] >= 1
+    assert rounds[-1]["verify_s"] > 0.0
+
+
+def test_a_client_that_leaves_frees_what_its_request_held(service: Running) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 3000,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        assert json.loads(first.removeprefix("data: "))["choices"]
+        assert service.pipelines.stats.remote().result(timeout_s=10).num_running >= 1
+    until(lambda: service.pipelines.stats.remote().result(timeout_s=10).num_running == 0)
+    assert service.state().num_live == 0
+
+
+def test_the_router_has_learnt_from_the_rounds(client: openai.OpenAI, service: Running) -> None:
+    client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=40, extra_body={"ignore_eos": True}
+    )
+    router = ray.get_actor(service.config.router.name, namespace=service.config.router.namespace)
+    known = until(lambda: _learnt(router))
+    assert known["workloads"]["completion"]["num_rounds"] > 0
+    assert len(known["pipelines"]) == 1
+
+
+def test_a_request_keeps_its_text_when_it_is_resumed_from_its_tokens(service: Running) -> None:
+    tokenizer = Tokenizer.load(service.config.engine.model.path)
+    whole = Request(
+        request_id=RequestId("whole"),
+        prompt=tokenizer.encode(PROMPT),
+        sampling=SamplingParams(max_tokens=40, seed=21),
+    )
+    tokens = tokens_of(service.items(whole))
+    resumed = replace(whole, request_id=RequestId("resumed"), generated=tuple(tokens[:15]))
+    assert tokens_of(service.items(resumed)) == tokens[15:]
+
+
+def _learnt(router: Any) -> Any:
+    known = ray.get(router.describe.remote(), timeout=10)
+    return known if "completion" in known["workloads"] else None

@@ -1,0 +1,66 @@
+"""A service under test: where it answers, and how its processes are found and killed."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from eesd_dist.types import Request
+from serve_app.config import ServiceConfig
+from serve_app.pipeline import PipelineState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A service that answers."""
+
+    url: str
+    config: ServiceConfig
+    pipelines: Any
+    """A Serve handle."""
+
+    def state(self) -> PipelineState:
+        state: PipelineState = self.pipelines.state.remote().result(timeout_s=30)
+        return state
+
+    def signal(self, member: str, number: signal.Signals) -> None:
+        """To the process behind a member, e.g. `verify rank 1`."""
+        pids = {m.name: m.pid for m in self.state().members}
+        os.kill(pids[member], number)
+
+    def items(self, request: Request) -> Any:
+        """The pipeline's stream of the request, its first word taken off."""
+        stream = iter(self.pipelines.options(stream=True).stream.remote(request))
+        next(stream)
+        return stream
+
+
+def tokens_of(items: Any) -> list[int]:
+    """All tokens of a stream; raises the error that ended it."""
+    tokens: list[int] = []
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        tokens += [token for emission in item for token in emission.tokens]
+    return tokens
+
+
+def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
+    """Asks again and again; fails with the last answer when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := holds()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {answer!r}"
+        time.sleep(0.1)
+    return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
