@@ -1,1 +1,1 @@
-"""Decides every token, by one rule that drafting and verifying share."""
+"""How a token is chosen from logits: the coupled rule, and rejection sampling beside it."""

@@ -1,0 +1,216 @@
+"""What happens to logits before a token is chosen: edits, temperature, filters, in this order.
+
+1. edits of single logits: forbidden tokens and logit_bias, then the repetition penalty (prompt and
+   output), then presence and frequency penalties (output only);
+2. temperature;
+3. filters, each seeing what the one before left: top_k, top_p, min_p.
+
+Order and meaning are those of vLLM and of transformers' logits processors. Rows of one kind are
+treated together, and no row's result depends on the rows beside it. Nothing here draws anything.
+
+Shapes: S rows, V columns (a vocabulary, a shard of it, or a draft vocabulary), R rows of one kind.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eesd_dist.sampling.rows import RowRule
+
+_Ids = npt.NDArray[np.int64]
+
+
+class Columns(Protocol):
+    """Which token each column of the logits speaks of."""
+
+    def ids(self, like: Tensor) -> Tensor:
+        """Token ids of all columns, on `like`'s device."""
+        ...
+
+    def columns_of(self, token_ids: _Ids) -> _Ids:
+        """The column of each token; negative where it has none."""
+        ...
+
+
+class Shard:
+    """Consecutive token ids, from `start` on: a whole vocabulary or a rank's part of it."""
+
+    def __init__(self, *, start: int, size: int) -> None:
+        self._start = start
+        self._size = size
+
+    def ids(self, like: Tensor) -> Tensor:
+        stop = self._start + self._size
+        return torch.arange(self._start, stop, dtype=torch.int32, device=like.device)
+
+    def columns_of(self, token_ids: _Ids) -> _Ids:
+        columns = token_ids - self._start
+        return np.where(columns < self._size, columns, -1)
+
+
+class DraftVocabulary:
+    """A truncated vocabulary: column c speaks of target token `vocab_ids[c]`."""
+
+    def __init__(self, vocab_ids: Tensor) -> None:
+        self._vocab_ids = vocab_ids
+
+    def ids(self, like: Tensor) -> Tensor:
+        return self._vocab_ids.to(like.device)
+
+    def columns_of(self, token_ids: _Ids) -> _Ids:
+        ids_V = self._vocab_ids.cpu().numpy()
+        by_id_V = np.argsort(ids_V)
+        slot = np.searchsorted(ids_V, token_ids, sorter=by_id_V).clip(max=len(ids_V) - 1)
+        columns: _Ids = by_id_V[slot]
+        return np.where(ids_V[columns] == token_ids, columns, -1)
+
+
+def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
+    """Edited logits over temperature, filtered tokens at -inf; greedy rows are only edited.
+
+    The argument is not changed; it is returned as it is when there is nothing to do.
+    """
+    scores_SV = logits_SV
+    if any(rule.edits_logits for rule in rules):
+        scores_SV = scores_SV.clone()
+        _edit_(scores_SV, rules, columns)
+    if any(rule.temperature != 1.0 and not rule.is_greedy for rule in rules):
+        divisors = [1.0 if rule.is_greedy else rule.temperature for rule in rules]
+        # a tensor, since dividing by a number may become a multiplication with its reciprocal
+        scores_SV = scores_SV / _column(divisors, like=scores_SV)
+    filtered = [row for row, rule in enumerate(rules) if rule.is_filtered]
+    if not filtered:
+        return scores_SV
+    if len(filtered) == len(rules):
+        return _filter(scores_SV, rules)
+    scores_SV = scores_SV.clone() if scores_SV is logits_SV else scores_SV
+    scores_SV[filtered] = _filter(scores_SV[filtered], [rules[row] for row in filtered])
+    return scores_SV
+
+
+class _Edits:
+    """Single logits to change, (row, token, amount), found on the host and applied at once."""
+
+    def __init__(self) -> None:
+        self._rows: list[_Ids] = []
+        self._ids: list[_Ids] = []
+        self._amounts: list[npt.NDArray[np.float32]] = []
+
+    def add(self, row: int, ids: _Ids, amounts: npt.NDArray[np.float32] | float) -> None:
+        self._rows.append(np.full(len(ids), row))
+        self._ids.append(ids)
+        self._amounts.append(np.broadcast_to(np.float32(amounts), (len(ids),)))
+
+    def apply_(
+        self, x_SV: Tensor, columns: Columns, change: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Puts change(logit, amount) in each logit's place, where this vocabulary has it."""
+        if not self._rows:
+            return
+        column = columns.columns_of(np.concatenate(self._ids))
+        here = column >= 0
+        at = tuple(
+            torch.from_numpy(index[here]).to(x_SV.device)
+            for index in (np.concatenate(self._rows), column)
+        )
+        amount = torch.from_numpy(np.concatenate(self._amounts)[here]).to(x_SV.device)
+        x_SV[at] = change(x_SV[at], amount)
+
+
+def _edit_(x_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> None:
+    biases, repetitions, outputs = _Edits(), _Edits(), _Edits()
+    for row, rule in enumerate(rules):
+        if rule.logit_bias or rule.forbidden:
+            biases.add(row, *_biases_of(rule))
+        if rule.repetition_penalty != 1.0:
+            repetitions.add(row, np.unique(_ids(rule.history)), rule.repetition_penalty)
+        if rule.presence_penalty != 0.0 or rule.frequency_penalty != 0.0:
+            ids, counts = np.unique(_ids(rule.history[rule.num_prompt :]), return_counts=True)
+            penalty = rule.frequency_penalty * counts + rule.presence_penalty
+            outputs.add(row, ids, -penalty.astype(np.float32))
+    biases.apply_(x_SV, columns, torch.add)
+    repetitions.apply_(x_SV, columns, _discourage)
+    outputs.apply_(x_SV, columns, torch.add)
+
+
+def _ids(tokens: Sequence[int]) -> _Ids:
+    return np.array(tokens, dtype=np.int64)
+
+
+def _biases_of(rule: RowRule) -> tuple[_Ids, npt.NDArray[np.float32]]:
+    """What to add to which token; forbidden tokens get -inf, whatever the bias says."""
+    bias_of: dict[int, float] = {}
+    for token_id, bias in rule.logit_bias:
+        bias_of[token_id] = bias_of.get(token_id, 0.0) + bias
+    bias_of.update(dict.fromkeys(rule.forbidden, -np.inf))
+    return np.array(list(bias_of), dtype=np.int64), np.array(list(bias_of.values()), np.float32)
+
+
+def _discourage(x: Tensor, penalty: Tensor) -> Tensor:
+    """Keskar et al. 2019 (CTRL), section 4.1, with the sign handled as everybody does since."""
+    return torch.where(x > 0, x / penalty, x * penalty)
+
+
+def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
+    """Every filter comes down to the lowest score that stays, so that rows are masked once."""
+    vocab_size = scores_RV.shape[-1]
+    top_k = [min(rule.top_k, vocab_size) or vocab_size for rule in rules]
+    top_p = [rule.top_p if rule.top_p < 1.0 else torch.inf for rule in rules]
+    min_p = [rule.min_p for rule in rules]
+    lowest_R1 = torch.full_like(scores_RV[:, :1], -torch.inf)
+    if max(min_p) > 0.0:
+        lowest_R1 = scores_RV.amax(dim=-1, keepdim=True) + _column(min_p, like=scores_RV).log()
+    if min(top_k) == vocab_size and min(top_p) > 1.0:
+        return scores_RV.masked_fill(scores_RV < lowest_R1, -torch.inf)
+
+    sorted_RV = _descending(scores_RV)
+    kth_R1 = sorted_RV.gather(-1, _column(top_k, like=scores_RV).long() - 1)
+    lowest_R1 = lowest_R1.maximum(kth_R1)  # all that equal the k-th stay
+    if min(top_p) < 1.0:
+        if min(top_k) < vocab_size:
+            sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
+        num_kept_R1 = _num_in_nucleus(sorted_RV, _column(top_p, like=scores_RV))
+        edge_R1 = sorted_RV.gather(-1, num_kept_R1 - 1)
+        next_R1 = sorted_RV.gather(-1, num_kept_R1.clamp_max(vocab_size - 1))
+        if bool(((next_R1 == edge_R1) & (num_kept_R1 < vocab_size)).any()):
+            scores_RV = _without_excess(scores_RV, sorted_RV, edge_R1, num_kept_R1)
+        lowest_R1 = lowest_R1.maximum(edge_R1)
+    return scores_RV.masked_fill(scores_RV < lowest_R1, -torch.inf)
+
+
+def _descending(x_RV: Tensor) -> Tensor:
+    """Each row's values from the largest down. NumPy's sort is ten times torch's on a CPU."""
+    if x_RV.device.type == "cpu":
+        return torch.from_numpy(np.sort(x_RV.detach().numpy(), axis=-1)).flip(-1)
+    return x_RV.sort(dim=-1, descending=True).values
+
+
+def _num_in_nucleus(sorted_RV: Tensor, top_p_R1: Tensor) -> Tensor:
+    """[R, 1] the fewest leading tokens with a mass of top_p, at least one.
+
+    Holtzman et al. 2019 (arXiv 1904.09751).
+    """
+    mass_RV = sorted_RV.softmax(dim=-1).cumsum(dim=-1)
+    return 1 + (mass_RV[:, :-1] < top_p_R1).sum(dim=-1, keepdim=True)
+
+
+def _without_excess(
+    scores_RV: Tensor, sorted_RV: Tensor, edge_R1: Tensor, num_kept_R1: Tensor
+) -> Tensor:
+    """Where more tokens equal the nucleus' last score than fit into it, the smallest ids stay."""
+    room_R1 = num_kept_R1 - (sorted_RV > edge_R1).sum(dim=-1, keepdim=True)
+    equal_RV = scores_RV == edge_R1
+    return scores_RV.masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > room_R1), -torch.inf)
+
+
+def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def log_total(x_SV: Tensor) -> Tensor:
+    """[S, 1] logsumexp of each row; through log_softmax, which never mixes or splits rows."""
+    return x_SV.amax(dim=-1, keepdim=True) - x_SV.log_softmax(dim=-1).amax(dim=-1, keepdim=True)

@@ -1,0 +1,152 @@
+"""Rejection sampling, the published way to verify a draft; beside the coupled rule, not under it.
+
+A token drawn from the head's distribution q is kept with probability min(1, p / q) under the
+target's p; the first one lost is replaced by a draw from what p has over q, and a draft that
+survives whole is followed by a draw from p: Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1;
+Chen et al. 2023 (arXiv 2302.01318), Algorithm 2. p and q are the *processed* distributions:
+penalties, temperature and filters come first. The text has the target's distribution, but unlike
+the coupled rule's it depends on what was drafted.
+
+Every random number is keyed by (seed, position, what it is for), so a run can be repeated. Drafts
+are keyed by their depth as well: a position drafted anew in a later round gets new noise.
+
+Shapes: S rows of the target, K drafted tokens, C chains, V the target's vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+import torch
+from torch import Tensor
+
+from eesd_dist.sampling.noise import Stream, gumbel, noise_key, uniform
+from eesd_dist.sampling.processors import Columns, DraftVocabulary, Shard, processed
+from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.rule import first_max
+from eesd_dist.types import TokenId, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSample:
+    """Tokens drawn from the head's own distribution, and that distribution."""
+
+    tokens: Tensor
+    """[S] int64 target ids."""
+    probs: Tensor
+    """[S, V] over the target's vocabulary, float32; what `reject` wants as draft_probs_KV."""
+
+
+def draft_sample(
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    depths: Sequence[int],
+    *,
+    vocab_ids: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> DraftSample:
+    """Draws one token per row, `depths[s]` tokens after the last one that was certain.
+
+    A truncated draft vocabulary is given by `vocab_ids` and the target's `vocab_size`.
+    """
+    columns: Columns = Shard(start=0, size=logits_SV.shape[-1])
+    if vocab_ids is not None:
+        columns = DraftVocabulary(vocab_ids)
+    probs_SV = probabilities(logits_SV, rules, columns)
+    keys = [
+        noise_key(rule.seed, rule.position, Stream.DRAFT + depth)
+        for rule, depth in zip(rules, depths, strict=True)
+    ]
+    tokens_S = _draw(probs_SV, keys, columns)
+    if vocab_ids is None:
+        return DraftSample(tokens=tokens_S, probs=probs_SV)
+    assert vocab_size is not None, "a truncated draft vocabulary needs the target's vocab_size"
+    ids_V = vocab_ids.to(probs_SV.device).long()
+    whole_SV = probs_SV.new_zeros(len(rules), vocab_size).index_copy_(1, ids_V, probs_SV)
+    return DraftSample(tokens=ids_V[tokens_S], probs=whole_SV)
+
+
+def reject(
+    target_logits: Tensor,
+    draft_probs_KV: Tensor,
+    draft_tokens: Sequence[int],
+    rules: Sequence[RowRule],
+) -> tuple[int, int]:
+    """How many tokens of one chain survive, and the token after them.
+
+    `target_logits` [K + 1, V] and `rules` have one row more than the draft: the bonus token's.
+    """
+    verdict = reject_all(target_logits, draft_probs_KV, [draft_tokens], rules)[0]
+    return verdict.num_accepted, verdict.next_token
+
+
+def reject_all(
+    target_logits_SV: Tensor,
+    draft_probs_KV: Tensor,
+    drafts: Sequence[Sequence[int]],
+    rules: Sequence[RowRule],
+) -> list[Verdict]:
+    """The same for many chains at once; rows stand chain by chain, each with its bonus row last."""
+    first_rows = list(accumulate((len(draft) + 1 for draft in drafts), initial=0))
+    assert first_rows.pop() == target_logits_SV.shape[0] == len(rules), "K + 1 rows per chain"
+    columns = Shard(start=0, size=target_logits_SV.shape[-1])
+    p_SV = probabilities(target_logits_SV, rules, columns)
+    draft_rows = [
+        first + depth
+        for first, draft in zip(first_rows, drafts, strict=True)
+        for depth in range(len(draft))
+    ]
+    q_SV = torch.zeros_like(p_SV)  # no draft has a bonus row: p has all of p over nothing
+    q_SV[draft_rows] = draft_probs_KV
+    tokens = [token for draft in drafts for token in draft]
+    survives = iter(_survives(p_SV, q_SV, draft_rows, tokens, rules))
+    counts = [_num_leading([next(survives) for _ in draft]) for draft in drafts]
+    next_rows = [first + count for first, count in zip(first_rows, counts, strict=True)]
+    keys = [noise_key(rules[row].seed, rules[row].position) for row in next_rows]
+    next_tokens = _draw(_residual(p_SV[next_rows], q_SV[next_rows]), keys, columns).tolist()
+    return [
+        Verdict(num_drafted=len(draft), num_accepted=count, next_token=TokenId(token))
+        for draft, count, token in zip(drafts, counts, next_tokens, strict=True)
+    ]
+
+
+def probabilities(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
+    """The distribution each row's token is drawn from; all of it on one token when greedy."""
+    scores_SV = processed(logits_SV, rules, columns)
+    probs_SV = scores_SV.softmax(dim=-1)
+    greedy = [row for row, rule in enumerate(rules) if rule.is_greedy]
+    if greedy:
+        probs_SV[greedy] = 0.0
+        probs_SV[greedy, first_max(scores_SV)[greedy]] = 1.0
+    return probs_SV
+
+
+def _survives(
+    p_SV: Tensor,
+    q_SV: Tensor,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    rules: Sequence[RowRule],
+) -> list[bool]:
+    """Whether each drafted token, taken alone, is kept."""
+    coins = [uniform(noise_key(rules[r].seed, rules[r].position, Stream.ACCEPT)) for r in rows]
+    coin_K = torch.tensor(coins, dtype=torch.float64, device=p_SV.device)
+    p_K, q_K = p_SV[rows, tokens].double(), q_SV[rows, tokens].double()
+    kept: list[bool] = (coin_K * q_K < p_K).tolist()  # u < p / q, with no division by a tiny q
+    return kept
+
+
+def _num_leading(claims: Sequence[bool]) -> int:
+    """How many hold before the first that does not."""
+    return sum(takewhile(bool, claims))
+
+
+def _residual(p_CV: Tensor, q_CV: Tensor) -> Tensor:
+    """max(0, p - q), not normalised; p itself where rounding left nothing."""
+    rest_CV = (p_CV - q_CV).clamp_min_(0.0)
+    return torch.where(rest_CV.sum(dim=-1, keepdim=True) > 0.0, rest_CV, p_CV)
+
+
+def _draw(weights_SV: Tensor, keys: Sequence[int], columns: Columns) -> Tensor:
+    """[S] columns drawn in proportion to the weights, by the Gumbel-max trick."""
+    return first_max(gumbel(keys, columns.ids(weights_SV)).add_(weights_SV.log()))

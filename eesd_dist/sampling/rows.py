@@ -1,0 +1,132 @@
+"""What one row of logits has to be judged by: its request's parameters at one position.
+
+Plain values only. A row's history is its own (the request's tokens plus the draft tokens before
+it), so that penalties mean the same with speculation on and off. How a rule is applied stands in
+`processors` and `rule`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from eesd_dist.transport.contracts import Segment
+from eesd_dist.types import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are taken as 0, as vLLM does: dividing by them overflows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """How the token at `position` is chosen from its row of logits."""
+
+    seed: int
+    position: int
+    """Of the token being chosen, the prompt's first token being 0."""
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 keeps the whole vocabulary."""
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    num_prompt: int
+    history: Sequence[int] = ()
+    """All tokens before `position` when `needs_history`; else it may be empty."""
+    top_logprobs: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        *,
+        position: int,
+        num_prompt: int,
+        history: Sequence[int] = (),
+    ) -> Self:
+        return cls(
+            seed=params.seed,
+            position=position,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            num_prompt=num_prompt,
+            history=history,
+            top_logprobs=params.top_logprobs,
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are cut by rank or mass; a greedy choice survives every such cut."""
+        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+    @property
+    def needs_full_row(self) -> bool:
+        """Whether a vocabulary shard must see the others' logits to choose.
+
+        Penalties, biases and forbidden tokens act on single logits, so a shard does its own.
+        """
+        return self.is_filtered
+
+    @property
+    def needs_history(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Tokens that may not be chosen yet: the stops, while the text is too short to end."""
+        too_short = self.position - self.num_prompt < self.min_tokens
+        return self.stop_token_ids if too_short else ()
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether single logits change before the temperature."""
+        return bool(self.logit_bias) or bool(self.forbidden) or self.needs_history
+
+
+def rules_of(segment: Segment) -> list[RowRule]:
+    """One rule per judged row of a segment, in row order."""
+    needs_history = (
+        segment.repetition_penalty != 1.0
+        or segment.presence_penalty != 0.0
+        or segment.frequency_penalty != 0.0
+    )
+    return [
+        RowRule(
+            seed=segment.seed,
+            position=segment.start + row + 1,
+            temperature=segment.temperature,
+            top_p=segment.top_p,
+            top_k=segment.top_k,
+            min_p=segment.min_p,
+            repetition_penalty=segment.repetition_penalty,
+            presence_penalty=segment.presence_penalty,
+            frequency_penalty=segment.frequency_penalty,
+            logit_bias=segment.logit_bias,
+            min_tokens=segment.min_tokens,
+            stop_token_ids=segment.stop_token_ids,
+            num_prompt=segment.num_prompt,
+            history=segment.history + segment.tokens[: row + 1] if needs_history else (),
+            top_logprobs=segment.top_logprobs,
+        )
+        for row in range(segment.num_rows - segment.num_sampled, segment.num_rows)
+    ]

@@ -1,0 +1,235 @@
+"""One rule decides every token: argmax over v of filtered_logits(v) / temperature + gumbel(v).
+
+The noise depends on (seed, position, token) alone, and temperature 0 drops it. So an exit head
+that applies the same rule to its own logits drafts what the target is likely to choose, the draft
+is accepted when both choose the same, and the text is that of plain decoding, whatever was
+drafted. A shard of the vocabulary needs only its own slice of the noise. Of equals the smallest
+token id wins, on any sharding. This file knows nothing of rounds, pages or channels.
+
+Sources: the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv 1411.0030);
+drafting and verifying with common noise (Daliri, Musco and Suresh, arXiv 2408.07978): accepted
+with a probability between (1 - TV) / (1 + TV) and 1 - TV.
+
+Shapes: S sampled rows, F rows that need the whole vocabulary, V columns of the logits, n reported
+alternatives, G ranks, W numbers that a rank tells the others of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eesd_dist.sampling.evidence import Certainty, evidence_of
+from eesd_dist.sampling.noise import gumbel, noise_key
+from eesd_dist.sampling.processors import (
+    Columns,
+    DraftVocabulary,
+    Shard,
+    log_total,
+    processed,
+)
+from eesd_dist.sampling.rows import RowRule, rules_of
+from eesd_dist.transport.contracts import TensorGroup
+
+__all__ = [
+    "Certainty",
+    "Choice",
+    "DraftChoice",
+    "RowRule",
+    "choose",
+    "draft_choice",
+    "evidence_of",
+    "first_max",
+    "perturbed",
+    "rules_of",
+]
+
+_Ints = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The target's own tokens, one per row, and what it thought of them."""
+
+    tokens: _Ints
+    """[S]"""
+    logprobs: _Floats
+    """[S] under the raw logits at temperature 1; empty when no row wants them."""
+    top_ids: _Ints
+    """[S, n] best first, n the largest `top_logprobs` of the rows."""
+    top_logprobs: _Floats
+    """[S, n]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftChoice:
+    """What the exit head would have the target choose."""
+
+    tokens: Tensor
+    """[S] int64 target ids."""
+    perturbed: Tensor
+    """[S, V] the scores these are the maxima of, in the head's own columns."""
+
+
+def choose(
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    *,
+    group: TensorGroup | None = None,
+    vocab_start: int = 0,
+) -> Choice:
+    """The rule, on float32 logits of this rank's shard; every rank returns the same Choice."""
+    assert len(rules) == logits_SV.shape[0], "one rule per row"
+    if group is None or group.size == 1:
+        return _choose_alone(logits_SV, rules)
+    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start)
+
+
+def draft_choice(
+    logits_SV: Tensor, rules: Sequence[RowRule], *, vocab_ids: Tensor | None = None
+) -> DraftChoice:
+    """The same rule on the exit head's logits, with the noise of the target's token ids.
+
+    `vocab_ids` [V] names the target token of each column of a truncated draft vocabulary.
+    """
+    columns = _columns_of(logits_SV, vocab_ids)
+    scores_SV = perturbed(logits_SV, rules, columns)
+    tokens_S = first_max(scores_SV)
+    if vocab_ids is not None:
+        tokens_S = vocab_ids.to(tokens_S.device).long()[tokens_S]
+    return DraftChoice(tokens=tokens_S, perturbed=scores_SV)
+
+
+def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
+    """The scores whose maximum is the choice: processed logits, plus noise in sampled rows."""
+    scores_SV = processed(logits_SV, rules, columns)
+    noisy = [row for row, rule in enumerate(rules) if not rule.is_greedy]
+    if not noisy:
+        return scores_SV
+    keys = [noise_key(rules[row].seed, rules[row].position) for row in noisy]
+    noise_RV = gumbel(keys, columns.ids(scores_SV))
+    if len(noisy) == len(rules):
+        return noise_RV.add_(scores_SV)
+    scores_SV = scores_SV.clone() if scores_SV is logits_SV else scores_SV
+    scores_SV[noisy] += noise_RV
+    return scores_SV
+
+
+def first_max(x_SV: Tensor) -> Tensor:
+    """[S] where each row is largest; of equals the first. NumPy's is ten times torch's on a CPU."""
+    if x_SV.device.type == "cpu":
+        return torch.from_numpy(x_SV.detach().numpy().argmax(axis=-1))
+    return x_SV.argmax(dim=-1)
+
+
+def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
+    if vocab_ids is None:
+        return Shard(start=0, size=logits_SV.shape[-1])
+    return DraftVocabulary(vocab_ids)
+
+
+def _num_top(rules: Sequence[RowRule]) -> int | None:
+    """How many alternatives to report of every row; None when nobody wants log-probabilities."""
+    return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
+
+
+def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> Choice:
+    tokens_S = first_max(perturbed(logits_SV, rules, _columns_of(logits_SV, None)))
+    num_top = _num_top(rules)
+    if num_top is None:
+        return _silent_choice(tokens_S.cpu().numpy())
+    logprobs_SV = logits_SV.log_softmax(dim=-1)
+    best = logprobs_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
+    top_ids, top_logprobs = _ordered(
+        best.indices.double().cpu().numpy(), best.values.double().cpu().numpy()
+    )
+    return Choice(
+        tokens=tokens_S.cpu().numpy().astype(np.int32),
+        logprobs=logprobs_SV.gather(-1, tokens_S.unsqueeze(-1)).squeeze(-1).cpu().numpy(),
+        top_ids=top_ids.astype(np.int32),
+        top_logprobs=top_logprobs.astype(np.float32),
+    )
+
+
+def _silent_choice(tokens: npt.NDArray[np.int64]) -> Choice:
+    return Choice(
+        tokens=tokens.astype(np.int32),
+        logprobs=np.empty(0, np.float32),
+        top_ids=np.empty((len(tokens), 0), np.int32),
+        top_logprobs=np.empty((len(tokens), 0), np.float32),
+    )
+
+
+def _choose_together(
+    logits_SV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup, vocab_start: int
+) -> Choice:
+    """Local maxima, one exchange of a few numbers per row, and whole rows only for filters."""
+    columns = Shard(start=vocab_start, size=logits_SV.shape[-1])
+    full = [row for row, rule in enumerate(rules) if rule.needs_full_row]
+    local = [row for row, rule in enumerate(rules) if not rule.needs_full_row]
+    # score, token and raw logit of the best candidate of each row; float64 holds all three
+    best_S3 = torch.empty(len(rules), 3, dtype=torch.float64, device=logits_SV.device)
+    if full:
+        whole_FV = torch.cat(group.all_gather(logits_SV[full].contiguous()), dim=-1)
+        best_S3[full] = _best(whole_FV, [rules[r] for r in full], _columns_of(whole_FV, None))
+    if local:
+        best_S3[local] = _best(logits_SV[local], [rules[r] for r in local], columns, vocab_start)
+    num_top = _num_top(rules)
+    report_SW = [] if num_top is None else [_report(logits_SV, num_top, vocab_start)]
+    told_SW = torch.cat([best_S3, *report_SW], dim=-1)
+    told_GSW = torch.stack(group.all_gather(told_SW)).cpu().numpy()
+    # ranks stand in the order of their ids: the first maximum has the smallest
+    winner_S = told_GSW[:, :, 0].argmax(axis=0)
+    _, token_S, raw_S = told_GSW[winner_S, np.arange(len(rules)), :3].T
+    if num_top is None:
+        return _silent_choice(token_S.astype(np.int64))
+    return _reported_choice(token_S, raw_S, told_GSW[:, :, 3:], num_top=num_top)
+
+
+def _best(
+    logits_RV: Tensor, rules: Sequence[RowRule], columns: Columns, vocab_start: int = 0
+) -> Tensor:
+    scores_RV = perturbed(logits_RV, rules, columns)
+    at_R1 = first_max(scores_RV).unsqueeze(-1)
+    score_R1, raw_R1 = scores_RV.gather(-1, at_R1), logits_RV.gather(-1, at_R1)
+    return torch.cat([score_R1.double(), (at_R1 + vocab_start).double(), raw_R1.double()], dim=-1)
+
+
+def _report(logits_SV: Tensor, num_top: int, vocab_start: int) -> Tensor:
+    """What log-probabilities need of a shard: its logsumexp, its largest logits and their ids."""
+    best = logits_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
+    ids_Sn = best.indices + vocab_start
+    return torch.cat([log_total(logits_SV).double(), best.values.double(), ids_Sn.double()], dim=-1)
+
+
+def _reported_choice(
+    token_S: npt.NDArray[np.float64],
+    raw_S: npt.NDArray[np.float64],
+    report_GSW: npt.NDArray[np.float64],
+    *,
+    num_top: int,
+) -> Choice:
+    total_S = np.logaddexp.reduce(report_GSW[:, :, 0], axis=0)
+    per_shard = (report_GSW.shape[-1] - 1) // 2
+    values_GSn, ids_GSn = np.split(report_GSW[:, :, 1:], [per_shard], axis=-1)
+    top_ids, top_logits = _ordered(
+        np.concatenate(list(ids_GSn), axis=-1), np.concatenate(list(values_GSn), axis=-1)
+    )
+    return Choice(
+        tokens=token_S.astype(np.int32),
+        logprobs=(raw_S - total_S).astype(np.float32),
+        top_ids=top_ids[:, :num_top].astype(np.int32),
+        top_logprobs=(top_logits - total_S[:, None])[:, :num_top].astype(np.float32),
+    )
+
+
+def _ordered(
+    ids: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Each row by falling value, equals by rising id."""
+    order = np.lexsort((ids, -values), axis=-1)
+    return np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)

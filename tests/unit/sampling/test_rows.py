@@ -1,0 +1,77 @@
+"""A row's rule says where it stands and what came before it, and asks for no more than it needs."""
+
+from dataclasses import replace
+
+from eesd_dist.sampling.rows import rules_of
+from eesd_dist.transport.contracts import Segment
+from eesd_dist.types import SamplingParams
+from tests.unit.sampling.rows_and_odds import rule
+
+SEGMENT = Segment(
+    start=4,
+    num_rows=3,
+    num_sampled=2,
+    pages=(0,),
+    tokens=(10, 11, 12),
+    history=(6, 7, 8, 9),
+    num_prompt=3,
+    temperature=0.5,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.5,
+    seed=17,
+    min_tokens=0,
+    stop_token_ids=(2,),
+    logit_bias=((5, 1.0),),
+    top_logprobs=3,
+)
+
+
+def test_each_sampled_row_chooses_the_token_after_its_own() -> None:
+    assert [row.position for row in rules_of(SEGMENT)] == [6, 7]
+
+
+def test_a_rows_history_ends_with_its_own_token_and_includes_the_draft_before_it() -> None:
+    histories = [tuple(row.history) for row in rules_of(SEGMENT)]
+    assert histories == [(6, 7, 8, 9, 10, 11), (6, 7, 8, 9, 10, 11, 12)]
+    assert all(len(row.history) == row.position for row in rules_of(SEGMENT))
+
+
+def test_no_history_is_kept_for_a_row_that_does_not_need_it() -> None:
+    segment = replace(SEGMENT, frequency_penalty=0.0, history=())
+    assert [row.history for row in rules_of(segment)] == [(), ()]
+
+
+def test_a_rule_carries_every_parameter_of_its_segment() -> None:
+    for row in rules_of(SEGMENT):
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "seed", "min_tokens", "stop_token_ids", "logit_bias",
+            "num_prompt", "top_logprobs",
+        ):  # fmt: skip
+            assert getattr(row, name) == getattr(SEGMENT, name)
+
+
+def test_a_segment_in_the_middle_of_a_prefill_has_no_rules() -> None:
+    assert rules_of(replace(SEGMENT, num_sampled=0)) == []
+
+
+def test_only_filters_of_a_sampled_row_need_the_whole_vocabulary() -> None:
+    assert rule(SamplingParams(top_p=0.9)).needs_full_row
+    assert rule(SamplingParams(top_k=5)).needs_full_row
+    assert rule(SamplingParams(min_p=0.1)).needs_full_row
+    assert not rule(SamplingParams(temperature=0.0, top_p=0.9, top_k=5)).needs_full_row
+    assert not rule(SamplingParams(frequency_penalty=1.0, logit_bias=((1, 2.0),))).needs_full_row
+
+
+def test_stops_are_forbidden_exactly_until_min_tokens_are_out() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(7,))
+    assert [rule(params, position=p, num_prompt=5).forbidden for p in (5, 6, 7)] == [(7,), (7,), ()]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert rule(SamplingParams(temperature=1e-6)).is_greedy
+    assert not rule(SamplingParams(temperature=1e-4)).is_greedy

@@ -1,0 +1,277 @@
+"""The rule is exact sampling, the same on any sharding, and a common-noise draft is often right."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eesd_dist.sampling.rule import (
+    Choice,
+    RowRule,
+    choose,
+    draft_choice,
+    evidence_of,
+    first_max,
+)
+from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.types import SamplingParams
+from tests.support.thread_group import on_ranks
+from tests.unit.sampling.rows_and_odds import (
+    NUM_AT_ONCE,
+    NUM_DRAWS,
+    PLAIN,
+    chi_square_p_value,
+    counts_of,
+    rule,
+    total_variation,
+    with_one_percent_moved,
+)
+
+V = 64
+MENU = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, temperature=0.7, top_p=0.9),
+    SamplingParams(seed=5, top_k=5, logit_bias=((3, 4.0), (60, -100.0))),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(seed=6, presence_penalty=2.0, min_p=0.05),
+    SamplingParams(seed=7, min_tokens=99, stop_token_ids=(1, 33)),
+]
+
+
+def random_logits(seed: int, *shape: int, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
+    return [
+        rule(
+            replace(params, top_logprobs=top_logprobs),
+            position=5,
+            num_prompt=2,
+            history=(5, 9, 9, 33, 12),
+        )
+        for params in MENU
+    ]
+
+
+@cache
+def rules_with_seeds(num_seeds: int, params: SamplingParams = PLAIN) -> tuple[RowRule, ...]:
+    """The same position of as many requests, which differ in their seeds alone."""
+    return tuple(
+        rule(replace(params, seed=seed), position=12, num_prompt=4) for seed in range(num_seeds)
+    )
+
+
+def draws(logits_V: Tensor, rules: Sequence[RowRule]) -> Tensor:
+    logits_SV = logits_V.repeat(NUM_AT_ONCE, 1)
+    parts = [rules[start : start + NUM_AT_ONCE] for start in range(0, len(rules), NUM_AT_ONCE)]
+    return torch.cat([torch.from_numpy(choose(logits_SV, part).tokens) for part in parts])
+
+
+def test_200_000_choices_at_temperature_1_have_the_distribution_of_the_target() -> None:
+    logits_V = random_logits(0, V, scale=1.0)
+    target_V = logits_V.double().softmax(-1)
+    counts_V = counts_of(draws(logits_V, rules_with_seeds(NUM_DRAWS)), vocab_size=V)
+    assert chi_square_p_value(counts_V, target_V) > 1e-3
+    assert total_variation(counts_V / NUM_DRAWS, target_V) < 0.01
+
+
+def test_a_sampler_with_one_percent_of_bias_is_caught_by_the_same_test() -> None:
+    target_V = random_logits(0, V, scale=1.0).double().softmax(-1)
+    biased_V = with_one_percent_moved(target_V)
+    biased_draws = draws(biased_V.log().float(), rules_with_seeds(NUM_DRAWS))
+    assert chi_square_p_value(counts_of(biased_draws, vocab_size=V), target_V) < 1e-12
+
+
+def test_successive_positions_of_one_seed_have_the_distribution_of_the_target() -> None:
+    logits_V = random_logits(11, V, scale=1.0)
+    rules = [rule(SamplingParams(seed=5), position=position) for position in range(40_000)]
+    counts_V = counts_of(draws(logits_V, rules), vocab_size=V)
+    assert chi_square_p_value(counts_V, logits_V.double().softmax(-1)) > 1e-3
+
+
+def test_temperature_and_top_p_give_the_filtered_distribution() -> None:
+    logits_V = random_logits(1, V, scale=1.0)
+    probs_V = (logits_V.double() / 0.7).softmax(-1)
+    order = probs_V.argsort(descending=True)
+    kept = order[: int((probs_V[order].cumsum(0) < 0.8).sum()) + 1]
+    target_V = torch.zeros(V, dtype=torch.float64)
+    target_V[kept] = probs_V[kept] / probs_V[kept].sum()
+    rules = rules_with_seeds(40_000, SamplingParams(temperature=0.7, top_p=0.8))
+    counts_V = counts_of(draws(logits_V, rules), vocab_size=V)
+    assert chi_square_p_value(counts_V, target_V) > 1e-3
+
+
+@pytest.mark.parametrize("distance", [0.1, 0.5, 2.0])
+def test_a_draft_with_the_same_noise_is_accepted_as_often_as_the_theorem_says(
+    distance: float,
+) -> None:
+    target_V = random_logits(2, V)
+    head_V = target_V + distance * random_logits(3, V, scale=1.0)
+    tv = total_variation(target_V.softmax(-1), head_V.softmax(-1))
+    rules = rules_with_seeds(20_000)
+    drafted_S = draft_choice(head_V.expand(len(rules), -1), rules).tokens
+    accepted = float((drafted_S == draws(target_V, rules)).double().mean())
+    slack = 4 * 0.5 / len(rules) ** 0.5
+    assert (1 - tv) / (1 + tv) - slack < accepted < 1 - tv + slack
+
+
+def test_temperature_0_takes_the_largest_logit_and_the_smallest_id_of_equals() -> None:
+    logits_SV = torch.zeros(2, V)
+    logits_SV[0, [9, 40]] = 5.0
+    greedy = rule(SamplingParams(temperature=0.0))
+    assert choose(logits_SV, [greedy, greedy]).tokens.tolist() == [9, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=70))
+def test_first_max_is_the_first(values: list[int]) -> None:
+    assert first_max(torch.tensor([values]).float()).tolist() == [values.index(max(values))]
+
+
+def test_the_noise_of_a_row_does_not_depend_on_the_greedy_rows_beside_it() -> None:
+    logits_SV = random_logits(4, 3, V)
+    sampled = rule(SamplingParams(seed=8), position=3)
+    greedy = rule(SamplingParams(temperature=0.0), position=3)
+    together = choose(logits_SV, [greedy, sampled, greedy]).tokens
+    assert together[1] == choose(logits_SV[1:2], [sampled]).tokens[0]
+    assert together[[0, 2]].tolist() == logits_SV[[0, 2]].argmax(-1).tolist()
+
+
+def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) -> list[Choice]:
+    width = logits_SV.shape[-1] // num_ranks
+
+    def on_rank(group: TensorGroup) -> Choice:
+        start = group.rank * width
+        shard_SV = logits_SV[:, start : start + width]
+        return choose(shard_SV, rules, group=group, vocab_start=start)
+
+    return on_ranks(num_ranks, on_rank)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("top_logprobs", [None, 0, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_rank_of_a_sharded_vocabulary_makes_the_choice_of_the_whole_one(
+    num_ranks: int, top_logprobs: int | None, seed: int
+) -> None:
+    rules = menu_rules(top_logprobs=top_logprobs)
+    logits_SV = random_logits(seed, len(rules), V)
+    alone = choose(logits_SV, rules)
+    for choice in choose_on_shards(logits_SV, rules, num_ranks):
+        assert choice.tokens.tolist() == alone.tokens.tolist()
+        assert choice.top_ids.tolist() == alone.top_ids.tolist()
+        np.testing.assert_allclose(choice.logprobs, alone.logprobs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(choice.top_logprobs, alone.top_logprobs, rtol=1e-5, atol=1e-6)
+
+
+def test_ties_across_shards_go_to_the_smallest_id() -> None:
+    logits_SV = torch.zeros(2, V)
+    logits_SV[0, [20, 40, 60]] = 1.0
+    greedy = rule(SamplingParams(temperature=0.0))
+    for num_ranks in (2, 4):
+        for choice in choose_on_shards(logits_SV, [greedy, greedy], num_ranks):
+            assert choice.tokens.tolist() == [20, 0]
+
+
+def test_a_shard_smaller_than_the_wanted_alternatives_still_reports_them_all() -> None:
+    rules = [rule(SamplingParams(top_logprobs=20))]
+    logits_SV = random_logits(7, 1, V)
+    alone = choose(logits_SV, rules)
+    for choice in choose_on_shards(logits_SV, rules, 4):
+        assert choice.top_ids.tolist() == alone.top_ids.tolist()
+
+
+def test_logprobs_are_those_of_the_raw_logits_whatever_the_parameters() -> None:
+    rules = menu_rules(top_logprobs=4)
+    logits_SV = random_logits(5, len(rules), V)
+    expected_SV = logits_SV.double().log_softmax(-1)
+    choice = choose(logits_SV, rules)
+    tokens_S = torch.from_numpy(choice.tokens).long()
+    np.testing.assert_allclose(
+        choice.logprobs, expected_SV.gather(-1, tokens_S[:, None]).squeeze(-1), atol=1e-5
+    )
+    best = expected_SV.topk(4)
+    assert choice.top_ids.tolist() == best.indices.tolist()
+    np.testing.assert_allclose(choice.top_logprobs, best.values, atol=1e-5)
+
+
+def test_nobody_who_wants_no_logprobs_gets_any() -> None:
+    choice = choose(random_logits(5, 2, V), [rule(), rule()])
+    assert choice.logprobs.shape == (0,)
+    assert choice.top_ids.shape == choice.top_logprobs.shape == (2, 0)
+
+
+def test_a_bias_of_100_forces_a_token_and_of_minus_100_bans_it() -> None:
+    logits_SV = random_logits(6, 1, V)
+    for temperature in (0.0, 1.0):
+        forced = SamplingParams(temperature=temperature, logit_bias=((11, 100.0),))
+        assert choose(logits_SV, [rule(forced)]).tokens.tolist() == [11]
+    favourite = int(logits_SV.argmax())
+    banned = SamplingParams(temperature=0.0, logit_bias=((favourite, -100.0),))
+    assert (
+        choose(logits_SV, [rule(banned)]).tokens.tolist()
+        == logits_SV.topk(2).indices[:, 1].tolist()
+    )
+
+
+def test_no_stop_is_chosen_before_min_tokens() -> None:
+    logits_SV = torch.zeros(2, V)
+    logits_SV[:, 33] = 50.0
+    params = SamplingParams(min_tokens=3, stop_token_ids=(33,))
+    rules = [rule(params, position=position, num_prompt=4) for position in (6, 7)]
+    early, late = choose(logits_SV, rules).tokens.tolist()
+    assert early != 33
+    assert late == 33
+
+
+def test_a_penalty_sees_the_drafted_ancestors_of_its_row() -> None:
+    logits_SV = torch.zeros(2, V)
+    logits_SV[:, 5], logits_SV[:, 6] = 2.0, 1.9
+    params = SamplingParams(temperature=0.0, presence_penalty=0.5)
+    before = rule(params, position=2, num_prompt=2, history=(1, 5))
+    after = rule(params, position=3, num_prompt=2, history=(1, 5, 5))
+    assert choose(logits_SV, [before, after]).tokens.tolist() == [5, 6]
+
+
+def test_a_head_with_the_targets_logits_drafts_the_targets_choice() -> None:
+    rules = menu_rules()
+    logits_SV = random_logits(8, len(rules), V)
+    assert (
+        draft_choice(logits_SV, rules).tokens.tolist() == choose(logits_SV, rules).tokens.tolist()
+    )
+
+
+def test_a_truncated_draft_vocabulary_uses_the_noise_of_the_target_ids() -> None:
+    rules = menu_rules()
+    logits_SV = random_logits(9, len(rules), V)
+    vocab_ids = torch.tensor([2, 3, 5, 8, 13, 21, 33, 34, 55])
+    outside = torch.ones(V, dtype=torch.bool)
+    outside[vocab_ids] = False
+    only_these_SV = logits_SV.masked_fill(outside, -torch.inf)
+    drafted = draft_choice(logits_SV[:, vocab_ids], rules, vocab_ids=vocab_ids)
+    assert drafted.tokens.tolist() == choose(only_these_SV, rules).tokens.tolist()
+    assert drafted.perturbed.shape == (len(rules), len(vocab_ids))
+
+
+def test_evidence_is_that_of_the_softmax() -> None:
+    logits_SV = random_logits(10, 3, V)
+    probs_SV = logits_SV.double().softmax(-1)
+    for row, certainty in enumerate(evidence_of(logits_SV)):
+        top1, top2 = probs_SV[row].topk(2).values.tolist()
+        assert certainty.top1_prob == pytest.approx(top1, rel=1e-5)
+        assert certainty.top2_margin == pytest.approx(top1 - top2, rel=1e-4)
+        entropy = float(torch.special.entr(probs_SV[row]).sum())
+        assert certainty.entropy == pytest.approx(entropy, rel=1e-5)
+
+
+def test_a_masked_token_adds_nothing_to_the_entropy() -> None:
+    logits_SV = torch.tensor([[0.0, 0.0, -torch.inf]])
+    assert evidence_of(logits_SV)[0].entropy == pytest.approx(0.6931472)
