@@ -77,25 +77,31 @@ class DecoderLayer:
 
     def forward(self, x_TD: Tensor, rotation_T1P: Tensor, attend: Attend) -> Tensor:
         heads_THE = self.qkv(self.attention_norm(x_TD)).view(x_TD.shape[0], -1, self.head_dim)
-        rotated_THE = self._rotate(heads_THE, rotation_T1P)
-        x_TD = x_TD + self.output(attend(rotated_THE))
+        if self.head_norm is None and heads_THE.dtype == torch.float32:
+            self._rotate_in_place(heads_THE, rotation_T1P)
+        else:
+            heads_THE = self._rotated(heads_THE, rotation_T1P)
+        x_TD = x_TD + self.output(attend(heads_THE))
         gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
         return x_TD + self.down(functional.silu(gate_TI).mul_(up_TI))
 
-    def _rotate(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
-        """Turns queries and keys to their positions; in place where nothing else needs the old."""
-        num_heads = heads_THE.shape[1]
+    def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
+        """Turns queries and keys to their positions; the fused product is ours alone."""
+        num_rows, num_heads, head_dim = heads_THE.shape
+        pairs_THP = torch.view_as_complex(heads_THE.view(num_rows, num_heads, head_dim // 2, 2))
+        pairs_THP.narrow(1, 0, num_heads - self.num_kv_heads).mul_(rotation_T1P)
+
+    def _rotated(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
+        num_rows, num_heads, head_dim = heads_THE.shape
         num_turned = num_heads - self.num_kv_heads
         turned_THE = heads_THE.narrow(1, 0, num_turned)
-        if self.head_norm is None and heads_THE.dtype == torch.float32:
-            pairs_THP = torch.view_as_complex(turned_THE.view(*turned_THE.shape[:2], -1, 2))
-            pairs_THP.mul_(rotation_T1P)
-            return heads_THE
+        values_THE = heads_THE.narrow(1, num_turned, self.num_kv_heads)
         if self.head_norm is not None:
             turned_THE = self.head_norm(turned_THE)
-        pairs_THP = torch.view_as_complex(turned_THE.float().reshape(*turned_THE.shape[:2], -1, 2))
-        turned_THE = torch.view_as_real(pairs_THP * rotation_T1P).flatten(2).to(heads_THE.dtype)
-        return torch.cat([turned_THE, heads_THE.narrow(1, num_turned, self.num_kv_heads)], dim=1)
+        paired = turned_THE.float().reshape(num_rows, -1, head_dim // 2, 2)
+        pairs_THP = torch.view_as_complex(paired) * rotation_T1P
+        turned_THE = torch.view_as_real(pairs_THP).flatten(2).to(heads_THE.dtype)
+        return torch.cat([turned_THE, values_THE], dim=1)
 
 
 class LayerWeights(nn.Module):

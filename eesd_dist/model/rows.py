@@ -123,9 +123,9 @@ class RowPlan:
         positions: list[int] = []
         slots: list[int] = []
         for segment in self.segments:
-            for position in range(segment.start, segment.start + segment.num_rows):
-                positions.append(position)
-                slots.append(segment.pages[position // size] * size + position % size)
+            covered = range(segment.start, segment.start + segment.num_rows)
+            positions += covered
+            slots += [segment.pages[at // size] * size + at % size for at in covered]
         return positions, slots
 
     def groups(self, kind: AttentionKind) -> tuple[AttentionGroup, ...]:
@@ -218,19 +218,26 @@ class RowPlan:
     def _mask(
         self, kind: AttentionKind, run: _Run, *, before: int, window_rows: int, num_keys: int
     ) -> Tensor | None:
-        """Zero where a row may look, -inf where not; company rows copy their nearest real row."""
+        """Zero where a row may look, -inf where not; what company rows see is of no account."""
         sees_all = kind.window is None or kind.window > run.start
         if self.numerics == "fast" and run.count == 1 and sees_all:
             return None
         if run.count == 1:
-            last = torch.full((1, 1), run.start, device=self.device)
-        else:
-            offset_W = torch.arange(window_rows, device=self.device) - before
-            last_W = offset_W.clamp(0, run.count - 1) + run.start
-            last = last_W.repeat_interleave(kind.queries_per_kv).unsqueeze(1)
-        key_N = torch.arange(num_keys, device=self.device)
-        hidden = key_N > last
-        if kind.window is not None:
-            hidden |= key_N <= last - kind.window
-        mask = torch.zeros(hidden.shape, dtype=kind.dtype, device=self.device)
-        return mask.masked_fill_(hidden, -torch.inf).view(1, 1, *hidden.shape)
+            mask = self._hidden_keys(kind, first=run.start, num_rows=1, num_keys=num_keys)
+            return mask.view(1, 1, 1, num_keys)
+        first = run.start - before
+        mask = self._hidden_keys(kind, first=first, num_rows=window_rows, num_keys=num_keys)
+        each_query = mask.unsqueeze(1).expand(-1, kind.queries_per_kv, -1)
+        return each_query.reshape(1, 1, -1, num_keys)
+
+    def _hidden_keys(
+        self, kind: AttentionKind, *, first: int, num_rows: int, num_keys: int
+    ) -> Tensor:
+        """[num_rows, num_keys] of consecutive positions from `first` on."""
+        shape = (num_rows, num_keys)
+        later = torch.full(shape, -torch.inf, dtype=kind.dtype, device=self.device)
+        later.triu_(first + 1)
+        if kind.window is None:
+            return later
+        earlier = torch.full(shape, -torch.inf, dtype=kind.dtype, device=self.device)
+        return later.add_(earlier.tril_(first - kind.window))

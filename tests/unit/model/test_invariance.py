@@ -54,7 +54,7 @@ SHAPES = {
     ),
     "head norms and biases": Shape(page_size=32, sizes={}, family="qwen3, biases"),
 }
-NUM_TOKENS = 140
+NUM_TOKENS = 100
 
 
 def tokens_of(request: int) -> Tensor:
@@ -83,20 +83,19 @@ def test_a_row_has_the_same_bits_alone_in_a_verify_pass_and_in_a_chunk(
     stages = load(tmp_path, shape, dtype)
     alone_TV = stages.run_in_pieces(tokens_of(0), pages=range(12), pieces=[1] * NUM_TOKENS)
     rng = Random(name)
-    for longest in (4, 9, 60):
-        pieces = random_pieces(rng, longest)
+    for pieces in (random_pieces(rng, 9), random_pieces(rng, 60), [17, 33, 34, 16]):
         pages = rng.sample(range(12, 40), 10)
         found_TV = stages.run_in_pieces(tokens_of(0), pages=pages, pieces=pieces)
         assert torch.equal(found_TV, alone_TV), f"pieces {pieces} on pages {pages}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["bundled", "one query a head", "small pages"])
+@pytest.mark.parametrize("name", ["bundled", "one query a head"])
 def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, name: str, dtype: DType) -> None:
     shape = SHAPES[name]
     save_tiny_model(tmp_path, shape.family, **shape.sizes)
     stages = load(tmp_path, shape, dtype)
-    pages = {request: range(12 * request, 12 * request + 12) for request in range(5)}
+    pages = {request: range(12 * request, 12 * request + 12) for request in range(4)}
     alone = {
         request: stages.run_in_pieces(
             tokens_of(request), pages=pages[request], pieces=[1] * NUM_TOKENS
@@ -109,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, name: str, dtype
         running = [request for request in pages if done[request] < NUM_TOKENS]
         company = rng.sample(running, rng.randint(1, len(running)))
         counts = {
-            request: min(rng.choice([1, 1, 2, 5, 40]), NUM_TOKENS - done[request])
+            request: min(rng.choice([1, 3, 8, 40]), NUM_TOKENS - done[request])
             for request in company
         }
         segments = [RowSegment(done[r], counts[r], pages[r]) for r in company]
