@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-slow check format bench
+.PHONY: install serve test test-slow check format bench bench-online
 
 install: $(STAMP)
 
@@ -39,3 +39,16 @@ format: install
 
 bench: install
 	$(BIN)/eesd bench offline --quick
+
+# The service is started here, once with overlap and once without; port 8000 must be free.
+bench-online: install
+	@for overlap in true false; do \
+	    echo "engine.scheduler.overlap=$$overlap"; \
+	    $(BIN)/eesd serve --set engine.scheduler.overlap=$$overlap & service=$$!; \
+	    until $(BIN)/python -c 'import httpx; httpx.get("http://127.0.0.1:8000/health", timeout=30).raise_for_status()' 2>/dev/null; do \
+	        kill -0 $$service 2>/dev/null || exit 1; sleep 2; \
+	    done; \
+	    $(BIN)/eesd bench online; status=$$?; \
+	    kill -TERM $$service; wait $$service; \
+	    [ $$status -eq 0 ] || exit $$status; \
+	done

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from serve_app import cli
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+COMMAND = re.compile(r"\beesd ((?:bench )?[a-z]+)")
 CODE_PATH = re.compile(r"`((?:eesd_dist|serve_app|cluster|infra|tests|docs)/[\w./-]+)`")
 
 
@@ -22,3 +25,18 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
 
 def test_the_changelog_names_the_version_or_calls_it_unreleased() -> None:
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_command_in_the_documents_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    # Behind `eesd` in code: shell blocks and inline code, not prose.
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(
+        r"`(eesd [^`\n]+)`", text
+    )
+    commands = {name for block in blocks for name in COMMAND.findall(block)}
+    assert {"bench exact", "plan"} <= commands
+    for command in sorted(commands):
+        with pytest.raises(SystemExit) as left:
+            cli.main([*command.split(), "--help"])
+        assert left.value.code == 0, command
+    capsys.readouterr()
