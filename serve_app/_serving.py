@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from eesd_dist.errors import CheckpointError, ConfigError, EngineError
+from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app._local_ray import local_ray
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
+_QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _POLL_S = 0.25
 _LOOK_EVERY_S = 3.0
 _MAX_MISSED_LOOKS = 20
@@ -59,7 +60,10 @@ class Stopping:
 
 
 def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool, say: Say) -> None:
-    """Until told to stop; `shows_logs` lets the actors' logs through. Raises ConfigError when the service cannot be started as it is."""
+    """Until told to stop; `shows_logs` lets the actors' logs through.
+
+    Raises ConfigError when the service cannot be started as it is.
+    """
     _check_early(config)
     stopping = Stopping()
     stopping.listen()
@@ -119,32 +123,41 @@ def _joined(address: str, *, shows_logs: bool) -> Iterator[None]:
 
 def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options={"host": config.host, "port": config.port},
         proxy_location="HeadOnly",
-        logging_config=quiet,
+        logging_config=_QUIET,
     )
+    deploy(build_app(config), name=config.app_name, route_prefix="/", wait=stopping.wait)
+
+
+def deploy(
+    application: serve.Application,
+    *,
+    name: str,
+    route_prefix: str | None,
+    wait: Callable[[float], bool],
+) -> None:
+    """Until it runs, or `wait` (seconds) says that nobody wants it any more.
+
+    Raises the error of ours that kept it from running, as ConfigError or EngineError.
+    """
     serve.run_many(
         [
             serve.RunTarget(
-                target=build_app(config),
-                name=config.app_name,
-                route_prefix="/",
-                logging_config=quiet,
+                target=application, name=name, route_prefix=route_prefix, logging_config=_QUIET
             )
         ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    while not stopping.wait(_POLL_S):
-        application = serve.status().applications.get(config.app_name)
-        if application is None or application.status == ApplicationStatus.DEPLOYING:
+    while not wait(_POLL_S):
+        status = serve.status().applications.get(name)
+        if status is None or status.status == ApplicationStatus.DEPLOYING:
             continue
-        if application.status == ApplicationStatus.RUNNING:
+        if status.status == ApplicationStatus.RUNNING:
             return
-        parts = [application.message, *(d.message for d in application.deployments.values())]
-        raise _why("\n".join(parts))
+        raise _why([status.message, *(d.message for d in status.deployments.values())])
 
 
 def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
@@ -183,8 +196,9 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
         return
 
 
-def _why(message: str) -> Exception:
+def _why(messages: Sequence[str]) -> EesdError:
     """Serve hands over its replica's traceback; the last error of ours in it is the reason."""
+    message = "\n".join(messages)
     found = _OURS.findall(message)
     if found:
         kind, text = found[-1]

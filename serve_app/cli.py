@@ -105,6 +105,42 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _batch(arguments: argparse.Namespace) -> int:
+    from serve_app._batching import run_here, run_there  # torch takes seconds to import
+    from serve_app.batch import BatchOptions
+
+    config = _config_of(arguments)
+    options = BatchOptions(
+        concurrency=arguments.concurrency,
+        seed=arguments.seed,
+        defaults=_defaults(arguments.default),
+        ordered=arguments.ordered,
+        force=arguments.force,
+        show_progress=not arguments.quiet,
+    )
+    files = (arguments.input, arguments.output)
+    if arguments.url is None:
+        report = run_here(*files, config=config, options=options)
+    else:
+        key = os.environ.get(config.api_key_env) or None
+        report = run_there(*files, url=arguments.url, api_key=key, config=config, options=options)
+    print(
+        f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
+        f"answered, {report.num_failed} failed; {report.num_tokens} tokens"
+    )
+    return 1 if report.num_failed else 0
+
+
+def _defaults(settings: Sequence[str]) -> dict[str, object]:
+    defaults: dict[str, object] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--default {setting}: expected FIELD=VALUE")
+        defaults[name] = yaml.safe_load(value)
+    return defaults
+
+
 def _version(_: argparse.Namespace) -> int:
     try:
         print(f"eesd {version('eesd-dist')}")
@@ -204,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="the OpenAI-compatible service on Ray"))
     _add_generate(commands.add_parser("generate", help="one text, streamed to the terminal"))
+    _add_batch(commands.add_parser("batch", help="a file of requests, one answer a line"))
     about = commands.add_parser("version", help="which version this is")
     about.set_defaults(run=_version)
     return parser
@@ -234,6 +271,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--no-speculation", action="store_true", help="plain decoding: the same text, later")
     add("--color", choices=("auto", "always", "never"), default="auto")
     parser.set_defaults(run=_generate)
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("input", type=Path, metavar="IN.jsonl", help="OpenAI batch lines, or plain bodies")
+    add("output", type=Path, metavar="OUT.jsonl", help="goes on where an earlier run ended")
+    _add_engine_flags(parser)
+    add("--url", help="a running service to ask; without it, the engine runs here")
+    add("--concurrency", type=int, default=16, help="rows that run at the same time")
+    add("--seed", type=int, default=0, help="the job's seed; a row's own wins")
+    add("--default", action="append", default=[], metavar="FIELD=VALUE", help="for every row")
+    add("--ordered", action="store_true", help="leave the output in the input's order")
+    add("--force", action="store_true", help="go on behind rows made otherwise")
+    add("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=_batch)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,7 @@ class Ingress:
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
+            max_draft_tokens=config.engine.speculation.max_draft_tokens,
             api_key=os.environ.get(config.api_key_env) or None,
             created_unix_s=int(time.time()),
         )

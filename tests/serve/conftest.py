@@ -71,6 +71,8 @@ def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPath
             },
             "model_name": "tiny",
             "port": ray_port,
+            # A busy machine takes its time to start a process.
+            "recovery": {"stream_pause_s": 120.0},
             "router": {"checkpoint": str(tmp_path_factory.mktemp("router") / "beliefs.json")},
             "telemetry": {"trace_folder": str(tmp_path_factory.mktemp("traces"))},
         }
