@@ -46,8 +46,9 @@ class LayerPages:
         self._values_1KSE = by_head.narrow(1, num_kv_heads, num_kv_heads)
         self._num_kv_heads = num_kv_heads
 
-    def write(self, keys_values_THE: Tensor, rows: RowPlan) -> None:
-        keys_values_RHE = keys_values_THE[: rows.num_rows]
+    def write(self, heads_THE: Tensor, rows: RowPlan) -> None:
+        """Keeps the keys and values of the real rows: the last 2 * K heads."""
+        keys_values_RHE = heads_THE[: rows.num_rows, -2 * self._num_kv_heads :]
         if rows.slots_are_consecutive:
             self.slots_SHE.narrow(0, rows.first_slot, rows.num_rows).copy_(keys_values_RHE)
         else:
@@ -75,9 +76,9 @@ def attend_paged(
     num_rows, num_heads, head_dim = heads_THE.shape
     per_kv = kind.queries_per_kv
     num_kv = num_heads // (per_kv + 2)
-    pages.write(heads_THE.narrow(1, per_kv * num_kv, 2 * num_kv), rows)
-    queries_QKE = heads_THE.narrow(1, 0, per_kv * num_kv).reshape(-1, num_kv, head_dim)
-    queries_1KQE = queries_QKE.transpose(0, 1).unsqueeze(0)
+    pages.write(heads_THE, rows)
+    queries_THE = heads_THE.narrow(1, 0, per_kv * num_kv)
+    queries_1KQE = queries_THE.reshape(1, -1, num_kv, head_dim).transpose(1, 2)
     groups = rows.groups(kind)
     width = per_kv * num_kv * head_dim
     if len(groups) == 1 and groups[0].window_rows == num_rows:
