@@ -38,7 +38,8 @@ class ModelConfig(Section):
     """Folder of the target: config.json, safetensors, tokenizer."""
 
     head: Path | None = None
-    """Folder of the exit head; `<path>/exit_head` is taken when it exists. None: plain decoding only."""
+    """Folder of the exit head. None takes `<path>/exit_head` where it exists; without either there
+    is plain decoding only."""
 
     dtype: DType = "bfloat16"
     """Type of the weights. A CPU without bfloat16 instructions computes on them in float32."""

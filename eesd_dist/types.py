@@ -64,7 +64,7 @@ ControllerName = Literal["fixed", "threshold", "beta", "calibration"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request says about speculation. It can change the time a text takes, never the text."""
+    """What one request says about speculation: it changes how long a text takes, never the text."""
 
     mode: Literal["off", "auto"] = "auto"
     controller: ControllerName | None = None
@@ -75,7 +75,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request is its prompt, its parameters, its seed and its tokens so far; the rest is cache."""
+    """A request is its prompt, parameters, seed and tokens so far; the rest is cache."""
 
     request_id: RequestId
     prompt: tuple[TokenId, ...]

@@ -5,6 +5,7 @@ without HTTP; requests go in over the same handle that the ingress uses.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -51,16 +52,20 @@ class ActorRunner:
 def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
     """Ray, router and one pipeline for as long as the block runs."""
     prepare_for_local_ray()
-    from serve_app._local_ray import local_ray  # Ray reads the environment when it is imported
-    from serve_app._serving import bring_up, take_down
+    from ray import serve  # Ray reads the environment when it is imported
+
+    from serve_app._local_ray import local_ray
+    from serve_app.app import build_app
 
     config = ServiceConfig(engine=engine)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with local_ray(config, shows_logs=False):
+        serve.start(proxy_location="Disabled")
         try:
-            bring_up(config, http=False)
+            serve.run(build_app(config), name=config.app_name, route_prefix=None)
             yield ActorRunner(config)
         finally:
-            take_down(config)
+            serve.shutdown()
 
 
 def main(argv: Sequence[str]) -> int:

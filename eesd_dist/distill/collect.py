@@ -1,8 +1,8 @@
 """Text for self-distillation: what the target itself writes after the given prompts.
 
-Generated in batches without speculation; every second one greedy, the others sampled. Sequences (prompt and answer, token ids) go to a JSON-lines file, a whole line at a time,
-so that a run that was stopped goes on where it ended. It knows nothing of engines, text or
-training.
+Generated in batches without speculation; every second one greedy, the others sampled. Sequences
+(prompt and answer, token ids) go to a JSON-lines file, a whole line at a time, so that a run that
+was stopped goes on where it ended. It knows nothing of engines, text or training.
 """
 
 import json

@@ -6,6 +6,7 @@ lie at an even stride and the result is a row again without a copy.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -25,7 +26,7 @@ from eesd_dist.model.rows import (
 
 
 class LayerPages:
-    """The keys and values of one layer, slot by slot.
+    """The keys and values of one layer, slot by slot, and attention over them.
 
     Starts at zero: a masked slot that was never written is finite, and adds exactly nothing.
     """
@@ -35,26 +36,62 @@ class LayerPages:
         *,
         num_slots: int,
         num_kv_heads: int,
+        queries_per_kv: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._queries_per_kv = queries_per_kv
+        self._num_queries = num_kv_heads * queries_per_kv
+        self._head_dim = head_dim
         shape = (num_slots, 2 * num_kv_heads, head_dim)
-        self.slots_SHE = torch.zeros(shape, dtype=dtype, device=device)
-        by_head = self.slots_SHE.transpose(0, 1).unsqueeze(0)
+        self._slots_SHE = torch.zeros(shape, dtype=dtype, device=device)
+        by_head = self._slots_SHE.transpose(0, 1).unsqueeze(0)
         self._keys_1KSE = by_head.narrow(1, 0, num_kv_heads)
         self._values_1KSE = by_head.narrow(1, num_kv_heads, num_kv_heads)
-        self._num_kv_heads = num_kv_heads
 
-    def write(self, heads_THE: Tensor, rows: RowPlan) -> None:
-        """Keeps the keys and values of the real rows: the last 2 * K heads."""
-        keys_values_RHE = heads_THE[: rows.num_rows, -2 * self._num_kv_heads :]
+    def attend(self, rows: RowPlan, groups: Sequence[AttentionGroup], heads_THE: Tensor) -> Tensor:
+        """Writes the rows' keys and values, then lets every row look at its own; [T, G * K * E]."""
+        self._write(rows, heads_THE)
+        queries_1KQE = (
+            heads_THE.narrow(1, 0, self._num_queries)
+            .reshape(1, -1, self._num_kv_heads, self._head_dim)
+            .transpose(1, 2)
+        )
+        num_rows = heads_THE.shape[0]
+        if len(groups) == 1 and groups[0].window_rows == num_rows:
+            keys, values = self._read(groups[0])
+            mixed_1KQE = functional.scaled_dot_product_attention(
+                queries_1KQE, keys, values, groups[0].mask
+            )
+            return mixed_1KQE.transpose(1, 2).reshape(num_rows, -1)
+        mixed_TD = heads_THE.new_zeros(num_rows, self._num_queries * self._head_dim)
+        for group in groups:
+            wanted_RD = self._attend_in_group(group, queries_1KQE)
+            mixed_TD.narrow(0, group.first_row, group.num_rows).copy_(wanted_RD)
+        return mixed_TD
+
+    def _attend_in_group(self, group: AttentionGroup, queries_1KQE: Tensor) -> Tensor:
+        per_kv = self._queries_per_kv
+        window_1KQE = queries_1KQE.narrow(
+            2, group.window_start * per_kv, group.window_rows * per_kv
+        )
+        keys, values = self._read(group)
+        mixed_1KQE = functional.scaled_dot_product_attention(window_1KQE, keys, values, group.mask)
+        window_WD = mixed_1KQE.transpose(1, 2).reshape(group.window_rows, -1)
+        return window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
+
+    def _write(self, rows: RowPlan, heads_THE: Tensor) -> None:
+        """Keeps the keys and values of the real rows."""
+        keys_values_RHE = heads_THE[: rows.num_rows, self._num_queries :]
         if rows.slots_are_consecutive:
-            self.slots_SHE.narrow(0, rows.first_slot, rows.num_rows).copy_(keys_values_RHE)
+            slots_RHE = self._slots_SHE.narrow(0, rows.first_slot, rows.num_rows)
+            slots_RHE.copy_(keys_values_RHE)
         else:
-            self.slots_SHE.index_copy_(0, rows.slots_R, keys_values_RHE)
+            self._slots_SHE.index_copy_(0, rows.slots_R, keys_values_RHE)
 
-    def read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    def _read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, N, E]: a view where the pages lie side by side."""
         if group.slots is None:
             first, num_keys = group.first_slot, group.num_keys
@@ -62,44 +99,10 @@ class LayerPages:
                 self._keys_1KSE.narrow(2, first, num_keys),
                 self._values_1KSE.narrow(2, first, num_keys),
             )
-        gathered_1HNE = self.slots_SHE.index_select(0, group.slots).transpose(0, 1).unsqueeze(0)
-        return (
-            gathered_1HNE.narrow(1, 0, self._num_kv_heads),
-            gathered_1HNE.narrow(1, self._num_kv_heads, self._num_kv_heads),
-        )
-
-
-def attend_paged(
-    heads_THE: Tensor, pages: LayerPages, rows: RowPlan, kind: AttentionKind
-) -> Tensor:
-    """Writes the rows' keys and values, then lets every row look at its own; [T, G * K * E]."""
-    num_rows, num_heads, head_dim = heads_THE.shape
-    per_kv = kind.queries_per_kv
-    num_kv = num_heads // (per_kv + 2)
-    pages.write(heads_THE, rows)
-    queries_THE = heads_THE.narrow(1, 0, per_kv * num_kv)
-    queries_1KQE = queries_THE.reshape(1, -1, num_kv, head_dim).transpose(1, 2)
-    groups = rows.groups(kind)
-    width = per_kv * num_kv * head_dim
-    if len(groups) == 1 and groups[0].window_rows == num_rows:
-        keys, values = pages.read(groups[0])
-        mixed_1KQE = functional.scaled_dot_product_attention(
-            queries_1KQE, keys, values, attn_mask=groups[0].mask
-        )
-        return mixed_1KQE.transpose(1, 2).reshape(num_rows, width)
-    mixed_TD = heads_THE.new_zeros(num_rows, width)
-    for group in groups:
-        window_1KQE = queries_1KQE.narrow(
-            2, group.window_start * per_kv, group.window_rows * per_kv
-        )
-        keys, values = pages.read(group)
-        mixed_1KQE = functional.scaled_dot_product_attention(
-            window_1KQE, keys, values, attn_mask=group.mask
-        )
-        window_WD = mixed_1KQE.transpose(1, 2).reshape(group.window_rows, width)
-        wanted_RD = window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
-        mixed_TD.narrow(0, group.first_row, group.num_rows).copy_(wanted_RD)
-    return mixed_TD
+        num_kv = self._num_kv_heads
+        gathered_NHE = self._slots_SHE.index_select(0, group.slots)
+        gathered_1HNE = gathered_NHE.transpose(0, 1).unsqueeze(0)
+        return gathered_1HNE.narrow(1, 0, num_kv), gathered_1HNE.narrow(1, num_kv, num_kv)
 
 
 def attend_whole(
@@ -152,6 +155,7 @@ def grouping_is_exact(
     pages = LayerPages(
         num_slots=total,
         num_kv_heads=num_kv_heads,
+        queries_per_kv=queries_per_kv,
         head_dim=head_dim,
         dtype=dtype,
         device=device,
@@ -162,7 +166,7 @@ def grouping_is_exact(
         rows = RowPlan.build([segment], page_size=page_size, device=device, numerics="invariant")
         padded_THE = heads_THE.new_zeros(rows.num_padded, num_heads, head_dim)
         padded_THE[:num_rows] = heads_THE[start : start + num_rows]
-        return attend_paged(padded_THE, pages, rows, kind)[:num_rows]
+        return pages.attend(rows, rows.groups(kind), padded_THE)[:num_rows]
 
     together_TD = mixed(0, total)
     checked = sorted({*range(0, total, max(1, math.isqrt(total) - 1)), page_size - 1, page_size})

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.attention import LayerPages, attend_paged, attend_whole, grouping_is_exact
+from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exact
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.layer import DecoderLayer, LayerWeights, RmsNorm
 from eesd_dist.model.parallel import Shard
@@ -59,6 +59,7 @@ class PagedLayers:
             LayerPages(
                 num_slots=num_pages * page_size,
                 num_kv_heads=num_kv_heads,
+                queries_per_kv=spec.queries_per_kv,
                 head_dim=spec.head_dim,
                 dtype=dtype,
                 device=device,
@@ -77,23 +78,22 @@ class PagedLayers:
         kind = AttentionKind(
             queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=not exact
         )
-        self._kinds = [replace(kind, window=window) for window in windows]
+        self._windows = tuple(windows)
+        self._kinds = {window: replace(kind, window=window) for window in set(windows)}
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
-        for layer, pages, kind in zip(self._layers, self._pages, self._kinds, strict=True):
-            x_TD = layer.forward(
-                x_TD,
-                rotation_T1P,
-                partial(attend_paged, pages=pages, rows=rows, kind=kind),
-            )
+        groups = {window: rows.groups(kind) for window, kind in self._kinds.items()}
+        for layer, pages, window in zip(self._layers, self._pages, self._windows, strict=True):
+            attend = partial(pages.attend, rows, groups[window])
+            x_TD = layer.forward(x_TD, rotation_T1P, attend)
         return x_TD.narrow(0, 0, rows.num_rows)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(
             self._layers,
-            [kind.window for kind in self._kinds],
+            self._windows,
             hidden_BLD.to(self.compute_dtype),
             self._rotation_SP,
         )
