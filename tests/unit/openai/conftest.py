@@ -41,7 +41,9 @@ class Api:
 
     @cached_property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20)
+        # No connection outlives its answer: the server drops those on which a stream broke.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.Client(base_url=self.url, timeout=20, limits=limits)
 
     def post(self, path: str, body: object) -> httpx.Response:
         return self.http.post(path, json=body)
