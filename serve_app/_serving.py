@@ -74,17 +74,28 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
         else _joined(address, shows_logs=shows_logs)
     )
     say(f"starting {config.served_model_name} ...")
-    with where:
-        stopping.listen()
-        try:
-            _bring_up(config, stopping)
-            if not stopping.is_set:
-                say(_welcome(config, took_s=time.monotonic() - began_s))
-                _stay(config, stopping, say=say)
-        finally:
-            say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
-            _take_down(config, is_ours=address is None)
-    say("stopped: no process is left")
+    try:
+        with where:
+            stopping.listen()
+            _serve_until_stopped(
+                config, stopping, began_s=began_s, is_ours=address is None, say=say
+            )
+    except SystemExit:  # a signal while Ray was starting is answered by Ray's own handler
+        logger.info("stopped while starting")
+    say("stopped: no process is left" if address is None else "stopped")
+
+
+def _serve_until_stopped(
+    config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
+) -> None:
+    try:
+        _bring_up(config, stopping)
+        if not stopping.is_set:
+            say(_welcome(config, took_s=time.monotonic() - began_s))
+            _stay(config, stopping, say=say)
+    finally:
+        say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
+        _take_down(config, is_ours=is_ours)
 
 
 def _check_early(config: ServiceConfig) -> None:
