@@ -184,6 +184,9 @@ class RoundStats:
     sent_bytes: int = 0
     request_ids: tuple[RequestId, ...] = ()
     traceparents: tuple[str | None, ...] = ()
+    trace_id: int = 0
+    """Identity of the round's span, as its header carried it to the verify ranks; 0: no trace."""
+    span_id: int = 0
     drafted_by_position: tuple[int, ...] = field(default=())
     accepted_by_position: tuple[int, ...] = field(default=())
 

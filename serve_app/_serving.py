@@ -21,7 +21,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app._local_ray import local_ray
 from serve_app.app import build_app
-from serve_app.config import ServiceConfig
+from serve_app.config import ServiceConfig, TelemetryConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ Say = Callable[[str], None]
 
 _QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _POLL_S = 0.25
+_FLUSH_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 3.0
 _MAX_MISSED_LOOKS = 20
 _OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
@@ -197,6 +198,8 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
+    if config.telemetry != TelemetryConfig():
+        _flush(config)
     if is_ours:
         serve.shutdown()
         return
@@ -205,6 +208,16 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
         ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
     except ValueError:  # no pipeline got as far as starting one
         return
+
+
+def _flush(config: ServiceConfig) -> None:
+    """Spans of the last requests are on their way for half a second; then their processes end."""
+    for deployment in ("Ingress", "Pipeline"):
+        try:
+            handle = serve.get_deployment_handle(deployment, config.app_name)
+            handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
+        except Exception as error:  # spans are no reason to stay
+            logger.warning("spans not sent: deployment=%s error=%r", deployment, error)
 
 
 def _why(messages: Sequence[str]) -> EesdError:

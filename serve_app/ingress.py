@@ -4,6 +4,7 @@ Everything about HTTP and the OpenAI dialect is `serve_app.openai`; here it is o
 surroundings: a client that reaches the pipelines, a tokenizer, a health check, metrics.
 """
 
+import asyncio
 import os
 import time
 from dataclasses import asdict
@@ -11,8 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from eesd_dist.actors.process import prepare_process
-from eesd_dist.actors.watch import tracing_of
+from eesd_dist.actors.process import prepare_process, tracing_of
 from eesd_dist.errors import EngineError
 from eesd_dist.text import Tokenizer
 from serve_app._metrics import merged
@@ -49,6 +49,10 @@ class Ingress:
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
         app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
         return app
+
+    async def flush(self) -> None:
+        """Sends spans that are still waiting, before this replica is taken down."""
+        await asyncio.to_thread(self._tracing.flush)
 
     async def _health(self) -> str | None:
         """Healthy as soon as one pipeline is."""

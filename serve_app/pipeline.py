@@ -140,6 +140,14 @@ class Pipeline:
         rounds: tuple[RoundStats, ...] = await self._of_drafter("rounds")
         return rounds
 
+    async def flush(self) -> None:
+        """Sends every member's waiting spans, before they are taken down."""
+        for member in (await self._crew).members:
+            try:
+                await asyncio.wait_for(_awaited(member.handle.flush.remote()), _ANSWER_TIMEOUT_S)
+            except (TimeoutError, RayError) as error:
+                logger.warning("spans not sent: %s error=%r", member.label, error)
+
     async def state(self) -> PipelineState:
         members = (await self._crew).members
         return PipelineState(

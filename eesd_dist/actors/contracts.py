@@ -13,6 +13,7 @@ from typing import Protocol
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats
 
 StreamItem = tuple[Emission, ...] | EesdError
@@ -157,5 +158,5 @@ class Stages(Protocol):
     def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember: ...
 
 
-StagesFactory = Callable[[EngineConfig, TelemetryOptions], Stages]
+StagesFactory = Callable[[EngineConfig, Tracing], Stages]
 """Called inside the actor's process; it must be importable by name."""

@@ -26,7 +26,7 @@ from eesd_dist.actors.contracts import (
 )
 from eesd_dist.actors.loop import LoopThread
 from eesd_dist.actors.mailboxes import Mailboxes
-from eesd_dist.actors.process import prepare_process, whereabouts
+from eesd_dist.actors.process import prepare_process, tracing_of, whereabouts
 from eesd_dist.actors.router_link import Plans, RouterLink
 from eesd_dist.actors.watch import DraftWatch
 from eesd_dist.config import EngineConfig
@@ -78,8 +78,9 @@ class DraftActor:
     ) -> None:
         prepare_process()
         self._name = name
-        self._stages = stages(config, telemetry)
-        self._watch = DraftWatch(telemetry, pipeline=name)
+        tracing = tracing_of(telemetry, process=name)
+        self._stages = stages(config, tracing)
+        self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Mailboxes()
         self._membership: _Membership | None = None
         """None between generations."""

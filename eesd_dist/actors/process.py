@@ -5,11 +5,13 @@ Said once, when an actor is built: never at import, and never changed later.
 
 import os
 import socket
+from pathlib import Path
 
 import ray
 
 from eesd_dist.actors.contracts import Stages, TelemetryOptions, Whereabouts
 from eesd_dist.config import EngineConfig
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
 
 
 def prepare_process() -> None:
@@ -33,8 +35,17 @@ def whereabouts() -> Whereabouts:
     )
 
 
-def engine_stages(config: EngineConfig, telemetry: TelemetryOptions) -> Stages:
+def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
+    """By the options; off when they name neither a collector nor a folder."""
+    return make_tracing(
+        process="-".join(process.split()),
+        endpoint=options.otlp_endpoint,
+        folder=Path(options.trace_folder) if options.trace_folder is not None else None,
+    )
+
+
+def engine_stages(config: EngineConfig, tracing: Tracing) -> Stages:
     """The real stages. Imported here, so that only the processes which run them pay for torch."""
     from eesd_dist.actors.stages import EngineStages
 
-    return EngineStages(config, telemetry)
+    return EngineStages(config, tracing)

@@ -5,6 +5,7 @@ loads it. Groups are called `rounds` (drafting actor and verify rank 0) and `ver
 parallel group); both belong to one generation and are dropped with it.
 """
 
+import time
 from collections.abc import Mapping
 
 import ray
@@ -14,7 +15,6 @@ from eesd_dist.actors.contracts import (
     Address,
     DraftMember,
     Generation,
-    TelemetryOptions,
     VerifyMember,
 )
 from eesd_dist.config import EngineConfig
@@ -22,7 +22,9 @@ from eesd_dist.engine.build import build_draft_engine, build_verify_stage, layou
 from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from eesd_dist.types import Request, RequestId
@@ -33,10 +35,10 @@ _DRAFTER = "drafting actor"
 class EngineStages:
     """One per actor process; keeps what outlives a generation."""
 
-    def __init__(self, config: EngineConfig, telemetry: TelemetryOptions) -> None:
+    def __init__(self, config: EngineConfig, tracing: Tracing) -> None:
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
-        self._telemetry = telemetry
+        self._tracing = tracing
         self._device = layout_of(config).device
         self._here = ray.util.get_node_ip_address()
         self._store: StoreHost | None = None
@@ -76,13 +78,19 @@ class EngineStages:
             tensor_group = self._join(generation, "verify", rank, names)
             groups.append(tensor_group)
             stage = build_verify_stage(self._config, tensor_group)
-        return _Verifying(stage, groups, leads=rank == 0)
+        return _Verifying(stage, groups, rank=rank, tracing=self._tracing)
 
     def _build_engine(self, channel: DistVerifyChannel, generation: Generation) -> EngineCore:
         speculation = self._config.speculation
         # Beliefs for when the router is silent; it knows more workloads than this pipeline does.
         book = BeliefBook(ceiling=speculation.max_draft_tokens, discount=speculation.discount)
-        return build_draft_engine(self._config, channel, generation=generation.number, book=book)
+        return build_draft_engine(
+            self._config,
+            channel,
+            generation=generation.number,
+            book=book,
+            round_span=self._tracing.round_ids,
+        )
 
     def _join(
         self, generation: Generation, name: str, rank: int, members: tuple[str, ...]
@@ -132,21 +140,34 @@ class _Drafting:
 class _Verifying:
     """One verify rank's loop in one generation."""
 
-    def __init__(self, stage: VerifyStage, groups: list[ProcessGroup], *, leads: bool) -> None:
+    def __init__(
+        self, stage: VerifyStage, groups: list[ProcessGroup], *, rank: int, tracing: Tracing
+    ) -> None:
         self._stage = stage
         self._groups = groups
+        self._rank = rank
+        self._tracing = tracing
         # Built now: from here on the drafting actor may send.
-        self._source = DistRoundSource(groups[0]) if leads else None
+        self._source = DistRoundSource(groups[0]) if rank == 0 else None
 
     def run(self) -> None:
         try:
             if self._source is not None:
-                serve_rounds(self._stage, self._source)
+                serve_rounds(self._stage, self._source, observe=self._record)
             else:
-                follow_rounds(self._stage)
+                follow_rounds(self._stage, observe=self._record)
         finally:
             self.abort()  # whoever waits for this rank need not wait for a deadline
 
     def abort(self) -> None:
         for group in self._groups:
             group.abort("the generation was ended")
+
+    def _record(self, header: RoundHeader, reply: VerifyReply) -> None:
+        self._tracing.record_rank(
+            SpanIds(trace_id=header.trace_id, span_id=header.span_id),
+            rank=self._rank,
+            num_rows=header.num_rows,
+            started_unix_s=time.time() - reply.verify_s,
+            seconds=reply.verify_s,
+        )

@@ -16,7 +16,7 @@ from eesd_dist.actors.contracts import (
     Whereabouts,
 )
 from eesd_dist.actors.loop import LoopThread
-from eesd_dist.actors.process import prepare_process, whereabouts
+from eesd_dist.actors.process import prepare_process, tracing_of, whereabouts
 from eesd_dist.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class VerifyActor:
         prepare_process()
         self._name = name
         self._rank = rank
-        self._stages = stages(config, telemetry)
+        self._tracing = tracing_of(telemetry, process=name)
+        self._stages = stages(config, self._tracing)
         self._membership: _Membership | None = None
         """None between generations."""
 
@@ -74,3 +75,7 @@ class VerifyActor:
         membership = self._membership
         self._membership = None
         return membership is None or await membership.stop()
+
+    async def flush(self) -> None:
+        """Sends spans that are still waiting; before this process is taken down."""
+        await asyncio.to_thread(self._tracing.flush)

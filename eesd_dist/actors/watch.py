@@ -7,11 +7,10 @@ requests came and when their tokens went. It can be left out without a trace in 
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
-from eesd_dist.actors.contracts import LoadLike, StepLike, TelemetryOptions
+from eesd_dist.actors.contracts import LoadLike, StepLike
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
-from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, RoundStats
 
 _ROUNDS_KEPT = 2048
@@ -56,9 +55,9 @@ class _Watched:
 class DraftWatch:
     """Lives in the drafting actor's event loop."""
 
-    def __init__(self, options: TelemetryOptions, *, pipeline: str) -> None:
-        self._metrics = ServiceMetrics(model_name=options.model_name)
-        self._tracing = tracing_of(options, process=f"{pipeline}-draft")
+    def __init__(self, tracing: Tracing, *, model_name: str) -> None:
+        self._metrics = ServiceMetrics(model_name=model_name)
+        self._tracing = tracing
         self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
         self._requests: dict[RequestId, _Watched] = {}
 
@@ -76,7 +75,9 @@ class DraftWatch:
         for stats in result.rounds:
             self._rounds.append(stats)
             self._metrics.observe_round(stats)
-            self._tracing.record_round(stats)
+            self._tracing.record_round(
+                stats, ids=SpanIds(trace_id=stats.trace_id, span_id=stats.span_id)
+            )
 
     def left(self, request_id: RequestId) -> None:
         """Its reader has gone, or it has failed."""
@@ -101,12 +102,3 @@ class DraftWatch:
         watched = self._requests.pop(request_id, None)
         if watched is not None:
             self._metrics.observe_request(watched.timings(reason))
-
-
-def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
-    """By the options; off when they name neither a collector nor a folder."""
-    return make_tracing(
-        process=process,
-        endpoint=options.otlp_endpoint,
-        folder=Path(options.trace_folder) if options.trace_folder is not None else None,
-    )

@@ -3,7 +3,7 @@
 The only place that knows all the parts of a pipeline. It starts no process and no server.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -26,6 +26,7 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
+from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.contracts import (
     RoundHeader,
     TensorGroup,
@@ -158,6 +159,7 @@ def build_draft_engine(
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
+    round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
 ) -> EngineCore:
     """The drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
@@ -196,6 +198,7 @@ def build_draft_engine(
         calibrator=Calibrator.load(layout.head_folder) if layout.head_folder else None,
         book=book,
         generation=generation,
+        round_span=round_span,
     )
 
 

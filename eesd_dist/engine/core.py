@@ -7,7 +7,7 @@ controllers how far to draft, the verify stage which tokens leave.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -19,6 +19,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel, VerifyReply
 from eesd_dist.types import (
     Emission,
@@ -62,6 +63,7 @@ class _InFlight:
     sent_at: float
     sent_bytes: int
     num_sampled: int
+    span: SpanIds
 
 
 class EngineCore:
@@ -79,7 +81,9 @@ class EngineCore:
         book: BeliefBook | None = None,
         generation: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
     ) -> None:
+        """`round_span`: from the traceparents of a round's requests to the span it will have."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
@@ -89,6 +93,7 @@ class EngineCore:
         self._book = book
         self._generation = generation
         self._clock = clock
+        self._round_span = round_span
         self._lock = threading.Lock()
         self._arrived = threading.Event()
         self._controllers: dict[RequestId, Controller] = {}
@@ -217,6 +222,7 @@ class EngineCore:
             sent_at=drafted_at,
             sent_bytes=sent_bytes,
             num_sampled=header.num_sampled,
+            span=SpanIds(trace_id=header.trace_id, span_id=header.span_id),
         )
         if self._speculation.draft_ahead and len(self._in_flight) == 1:
             self._go_ahead(self._in_flight[cohort], controllers)
@@ -315,10 +321,13 @@ class EngineCore:
 
     def _header(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
         self._round_id += 1
+        span = self._round_span([item.live.request.traceparent for item in plan.items])
         return RoundHeader(
             generation=self._generation,
             round_id=self._round_id,
             segments=tuple(_segment(run, self._draft.page_size) for run in drafted.runs),
+            trace_id=span.trace_id,
+            span_id=span.span_id,
             wants_rejection=self._speculation.acceptance == "rejection",
         )
 
@@ -369,6 +378,8 @@ class EngineCore:
             sent_bytes=waiting.sent_bytes,
             request_ids=tuple(i.live.request.request_id for i in items),
             traceparents=tuple(i.live.request.traceparent for i in items),
+            trace_id=waiting.span.trace_id,
+            span_id=waiting.span.span_id,
             drafted_by_position=tuple(
                 sum(o.num_drafted > j for o in outcomes) for j in range(longest)
             ),

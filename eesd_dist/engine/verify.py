@@ -7,6 +7,7 @@ parameters stand in each round's header. It does not know requests, queues or co
 # Shapes: T rows of a round, S sampled rows, K drafted rows, D hidden size, V vocabulary.
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -159,7 +160,13 @@ def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:
     return indices
 
 
-def serve_rounds(stage: VerifyStage, source: RoundSource) -> None:
+Observe = Callable[[RoundHeader, VerifyReply], None]
+"""Told of every round that a rank has just finished."""
+
+
+def serve_rounds(
+    stage: VerifyStage, source: RoundSource, *, observe: Observe = lambda *_: None
+) -> None:
     """Rank 0's loop: take a round, share it with the other ranks, verify, reply.
 
     Returns when the draft stage closes the channel; raises PeerLost when a rank is gone.
@@ -174,12 +181,14 @@ def serve_rounds(stage: VerifyStage, source: RoundSource) -> None:
             return
         if shared is not None:
             share_round(shared, *taken)
-        source.reply(stage.verify(*taken))
+        reply = stage.verify(*taken)
+        source.reply(reply)
+        observe(taken[0], reply)
 
 
-def follow_rounds(stage: VerifyStage) -> None:
+def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> None:
     """The other ranks' loop: the same computation on the same rows, and nothing to decide."""
     group = stage.group
     assert isinstance(group, ProcessGroup), "a follower is a rank of a process group"
     while (taken := follow_round(group)) is not None:
-        stage.verify(*taken)
+        observe(taken[0], stage.verify(*taken))

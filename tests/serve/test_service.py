@@ -1,6 +1,7 @@
 """The service as its users meet it: HTTP in, text out, over actors that talk by Gloo."""
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 import ray
 
 from eesd_dist.engine.llm import LLM
+from eesd_dist.telemetry import names
+from eesd_dist.telemetry.merge_traces import TraceSpan, read_spans
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
 from tests.support.running import Running, tokens_of, until
@@ -197,6 +200,45 @@ def test_the_router_has_learnt_from_the_rounds(client: openai.OpenAI, service: R
     known = until(lambda: _learnt(router))
     assert known["workloads"]["completion"]["num_rounds"] > 0
     assert len(known["pipelines"]) == 1
+
+
+def test_one_trace_leads_from_the_client_to_every_verify_rank(
+    client: openai.OpenAI, service: Running
+) -> None:
+    trace_id, client_span = f"{random.getrandbits(128):032x}", f"{random.getrandbits(64):016x}"
+    client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=6,
+        extra_headers={"traceparent": f"00-{trace_id}-{client_span}-01"},
+    )
+
+    def trace() -> list[TraceSpan] | None:
+        folder = service.config.telemetry.trace_folder
+        assert folder is not None
+        spans = [s for s in read_spans(folder.glob("*.jsonl")) if s.trace_id == trace_id]
+        ranks = {s.attributes[names.RANK] for s in spans if s.name == names.SPAN_VERIFY_RANK}
+        is_whole = ranks == {0, 1} and any(s.name == "text_completion tiny" for s in spans)
+        return spans if is_whole else None
+
+    spans = until(trace)
+    by_id = {span.span_id: span for span in spans}
+
+    def parents(name: str) -> set[str]:
+        return {
+            by_id[s.parent_id].name if s.parent_id in by_id else f"client {s.parent_id}"
+            for s in spans
+            if s.name == name
+        }
+
+    request = {"text_completion tiny"}
+    assert parents("text_completion tiny") == {f"client {client_span}"}
+    assert parents(names.SPAN_ROUTE) == request
+    assert parents(names.SPAN_ROUND) == request
+    stages = (names.SPAN_PLAN, names.SPAN_DRAFT, names.SPAN_TRANSFER, names.SPAN_VERIFY)
+    for stage in (*stages, names.SPAN_COMMIT, names.SPAN_VERIFY_RANK):
+        assert parents(stage) == {names.SPAN_ROUND}
+    assert len({span.process for span in spans}) == 4  # ingress, drafting actor, two ranks
 
 
 def test_a_request_keeps_its_text_when_it_is_resumed_from_its_tokens(service: Running) -> None:

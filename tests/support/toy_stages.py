@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from eesd_dist.actors.contracts import Address, Generation, Stages, TelemetryOptions
+from eesd_dist.actors.contracts import Address, Generation, Stages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, QueueFull
 from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
     Emission,
     FinishReason,
@@ -171,6 +172,6 @@ class ToyStages:
         return ToyRank()
 
 
-def toy_stages(config: EngineConfig, telemetry: TelemetryOptions) -> Stages:
-    del telemetry
+def toy_stages(config: EngineConfig, tracing: Tracing) -> Stages:
+    del tracing
     return ToyStages(config)
