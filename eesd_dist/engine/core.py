@@ -131,16 +131,15 @@ class EngineCore:
         self._arrived.set()
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
-        """Takes the router's newer beliefs, unless this engine has seen more rounds than it."""
+        """Takes the router's beliefs where they know more rounds than this engine's own, or where
+        neither has seen one yet and the router has the better prior."""
         with self._lock:
             for request_id, plan in plans.items():
                 live = self._scheduler.live(request_id)
                 mine = self._controllers.get(request_id)
-                if (
-                    live is None
-                    or mine is None
-                    or plan.belief.num_rounds < mine.belief().num_rounds
-                ):
+                if live is None or mine is None:
+                    continue
+                if 0 < mine.belief().num_rounds >= plan.belief.num_rounds:
                     continue
                 self._controllers[request_id] = self._controller_for(live.request, plan)
 

@@ -108,6 +108,9 @@ class DraftStage:
         self._log_evidence = log_evidence
         self._states: dict[RequestId, DraftState] = {}
         self._ahead_of: set[RequestId] = set()
+        self._segments: list[RowSegment] = []
+        self._rows: RowPlan | None = None
+        """The plan of `_segments`, the rows computed last; None before the first ones."""
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
@@ -316,14 +319,14 @@ class DraftStage:
         )
 
     @torch.inference_mode()
-    def rehearse(self, *, position: int, pages: tuple[int, ...]) -> None:
-        """One drafted token's worth of work on pages that nobody owns yet, for the profile."""
-        assert self.head is not None
+    def rehearse(self, *, position: int, pages: tuple[int, ...], drafts: bool) -> None:
+        """One known or drafted token's work on pages that nobody owns yet, for the profile."""
         rows = self._plan([RowSegment(start=position, num_rows=1, pages=pages)])
         hidden_TD = self.span.forward(
             self.span.embed(torch.zeros(1, dtype=torch.int64, device=self.device)), rows
         )
-        evidence_of(self.head.logits(self.head.forward(hidden_TD, rows)))
+        if drafts and self.head is not None:
+            evidence_of(self.head.logits(self.head.forward(hidden_TD, rows)))
 
     def ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
         """Runs that may go on past their draft while its verdict is under way."""
@@ -392,12 +395,13 @@ class DraftStage:
         return self.span.forward(self.span.embed(tokens_T), plan)
 
     def _plan(self, segments: list[RowSegment]) -> RowPlan:
-        return RowPlan.build(
-            segments,
-            page_size=self.page_size,
-            device=self.device,
-            numerics=self._numerics,
-        )
+        """Made once for span and exit head when both run the same rows, as they mostly do."""
+        if segments != self._segments or self._rows is None:
+            self._segments = segments
+            self._rows = RowPlan.build(
+                segments, page_size=self.page_size, device=self.device, numerics=self._numerics
+            )
+        return self._rows
 
 
 def _roll_back(state: DraftState, keep: int) -> None:

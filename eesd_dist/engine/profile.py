@@ -32,7 +32,8 @@ def measure_cost(
     longest = max_draft_tokens + 1
     pages = tuple(range(min(num_pages, -(-(longest + 2 * page_size) // page_size))))
     start = max(0, len(pages) * page_size - longest - page_size // 2)
-    step_s = _median(lambda: draft.rehearse(position=start, pages=pages))
+    step_s = _median(partial(draft.rehearse, position=start, pages=pages, drafts=True))
+    known_s = _median(partial(draft.rehearse, position=start, pages=pages, drafts=False))
     measured = {
         rows: _median(partial(_verify, draft, channel, rows, start, pages, generation))
         for rows in sorted({1, 2, 3, 4, 6, longest})
@@ -40,6 +41,7 @@ def measure_cost(
     }
     return CostModel(
         draft_step_s=step_s,
+        round_s=known_s,
         verify_s=tuple(_interpolated(measured, rows) for rows in range(1, longest + 1)),
     )
 
