@@ -110,6 +110,7 @@ class Crew:
                     store=store,
                     num_verify_ranks=len(self._posts) - 1,
                     timeout_s=self._recruiting.engine.parallel.timeout_s,
+                    shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self._posts),
                 )
                 drafter, *ranks = [self._at(post) for post in self._posts]
                 await asyncio.gather(

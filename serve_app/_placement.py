@@ -39,6 +39,13 @@ def posts_of(
     return (draft, *ranks)
 
 
+def gpus_per_rank(*, num_gpus: float, num_verify_ranks: int, must_have_one: bool) -> float:
+    """One each; on a machine with a single GPU the two stages of the smallest pipeline share it."""
+    if num_gpus == 0:
+        return 1.0 if must_have_one else 0.0
+    return 0.5 if num_gpus == 1 and num_verify_ranks == 1 else 1.0
+
+
 def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
     num_gpus = gpus_per_rank if bundle.num_gpus is None else bundle.num_gpus
     wanted = {"CPU": bundle.num_cpus, "GPU": num_gpus, **bundle.resources}

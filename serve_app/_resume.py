@@ -16,9 +16,6 @@ from eesd_dist.types import Emission, Request
 
 logger = logging.getLogger(__name__)
 
-_BREATH_S = 0.25
-"""Who has lost a peer may know it sooner than those who will replace it."""
-
 Source = Callable[[Request], AsyncGenerator[StreamItem, None]]
 
 
@@ -28,6 +25,7 @@ async def resumed(
     source: Source,
     until_whole: Callable[[EesdError], Awaitable[None]],
     max_interruptions: int,
+    breath_s: float = 0.25,
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
     """The request's emissions to the last, over as many submissions as it takes.
 
@@ -40,7 +38,8 @@ async def resumed(
     while True:
         try:
             async with aclosing(_until_error(source, request)) as parts:
-                async for emissions in parts:
+                async for part in parts:
+                    emissions = _as_first_seen(part) if num_interruptions else part
                     request = _with_tokens(request, emissions)
                     yield emissions
                     if emissions[-1].finish_reason is not None:
@@ -63,7 +62,7 @@ async def resumed(
         )
         if num_interruptions > max_interruptions:
             raise EngineError(f"given up after {num_interruptions} interruptions: {lost}") from lost
-        await asyncio.sleep(_BREATH_S)
+        await asyncio.sleep(breath_s)  # who lost a peer may know it before those who replace it
         await until_whole(lost)
 
 
@@ -75,6 +74,11 @@ async def _until_error(
             if isinstance(item, EesdError):
                 raise item
             yield item
+
+
+def _as_first_seen(emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
+    """To whoever is resumed, earlier tokens are prompt and arrival is now; not to the client."""
+    return tuple(replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions)
 
 
 def _with_tokens(request: Request, emissions: tuple[Emission, ...]) -> Request:

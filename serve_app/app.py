@@ -31,8 +31,6 @@ def build_app(
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MANY,
         health_check_period_s=2.0,
-        # Weights are loaded before the first check is answered.
-        health_check_timeout_s=config.recovery.load_timeout_s,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
         **_how_many(config),

@@ -31,7 +31,8 @@ class BundleConfig(Section):
     """Logical CPUs: for placing actors, not a limit on what they use."""
 
     num_gpus: NonNegativeFloat | None = None
-    """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs."""
+    """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs; half of one
+    where there is a single GPU for a drafting actor and one verify rank."""
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom Ray resources, for nodes that offer them."""

@@ -32,7 +32,7 @@ from eesd_dist.types import (
     TokenId,
 )
 from serve_app._crew import Crew, Member, Recruiting, placed
-from serve_app._placement import posts_of
+from serve_app._placement import gpus_per_rank, posts_of
 from serve_app._resume import resumed
 from serve_app.config import ServiceConfig
 from serve_app.router import AskRouter, beat, router_handle
@@ -388,6 +388,10 @@ async def _awaited(reference: Any) -> Any:
 
 
 def _gpus_per_rank(engine: EngineConfig) -> float:
-    if engine.model.device == "auto":
-        return 1.0 if ray.cluster_resources().get("GPU", 0) > 0 else 0.0
-    return 1.0 if engine.model.device == "cuda" else 0.0
+    if engine.model.device == "cpu":
+        return 0.0
+    return gpus_per_rank(
+        num_gpus=ray.cluster_resources().get("GPU", 0.0),
+        num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
+        must_have_one=engine.model.device == "cuda",
+    )

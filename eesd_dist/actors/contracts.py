@@ -35,6 +35,8 @@ class Generation:
     store: Address
     num_verify_ranks: int
     timeout_s: float
+    shares_gpu: bool = False
+    """Both stages on one GPU: rows go through the host, since NCCL wants a GPU for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

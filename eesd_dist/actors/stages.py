@@ -21,12 +21,14 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage, layout_of
 from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
+from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
-from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.contracts import RoundHeader, VerifyChannel, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.through_host import ThroughHost
 from eesd_dist.types import Request, RequestId
 
 _DRAFTER = "drafting actor"
@@ -58,7 +60,9 @@ class EngineStages:
     def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
         group = self._rounds
         assert group is not None, "connect_draft comes first"
-        channel = DistVerifyChannel(group)
+        channel: VerifyChannel = DistVerifyChannel(group)
+        if generation.shares_gpu:
+            channel = ThroughHost(channel)
         if anew or self._engine is None:
             self._engine = None
             self._engine = self._build_engine(channel, generation)
@@ -71,6 +75,11 @@ class EngineStages:
         if rank == 0:
             groups.append(self._join(generation, "rounds", 1, (_DRAFTER, "verify rank 0")))
         size = generation.num_verify_ranks
+        if generation.shares_gpu and size > 1:
+            raise ConfigError(
+                f"{size} verify ranks share a GPU, and each needs one of its own: set "
+                "placement.verify.num_gpus to 1, or verify_tensor_parallel_size to 1"
+            )
         if size == 1:
             stage = build_verify_stage(self._config, SingleGroup())
         else:
@@ -80,7 +89,7 @@ class EngineStages:
             stage = build_verify_stage(self._config, tensor_group)
         return _Verifying(stage, groups, rank=rank, tracing=self._tracing)
 
-    def _build_engine(self, channel: DistVerifyChannel, generation: Generation) -> EngineCore:
+    def _build_engine(self, channel: VerifyChannel, generation: Generation) -> EngineCore:
         speculation = self._config.speculation
         # Beliefs for when the router is silent; it knows more workloads than this pipeline does.
         book = BeliefBook(ceiling=speculation.max_draft_tokens, discount=speculation.discount)
@@ -105,7 +114,7 @@ class EngineStages:
             rank=rank,
             size=len(members),
             timeout_s=generation.timeout_s,
-            device=self._device,
+            device=torch.device("cpu") if generation.shares_gpu else self._device,
             address=self._here,
             members=members,
         )

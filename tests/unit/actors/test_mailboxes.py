@@ -1,0 +1,64 @@
+"""Between the loop that makes tokens and the streams they leave by."""
+
+import asyncio
+
+import pytest
+
+from eesd_dist.actors.mailboxes import Mailboxes
+from eesd_dist.errors import EngineError, RequestError
+from eesd_dist.types import Emission, RequestId, TokenId
+
+R = RequestId("r")
+
+
+def _emission(token: int, request_id: RequestId = R) -> Emission:
+    return Emission(request_id=request_id, tokens=(TokenId(token),), num_accepted=0)
+
+
+def test_what_piles_up_leaves_together_and_in_order() -> None:
+    async def run() -> None:
+        mail = Mailboxes()
+        box = mail.open(R)
+        mail.deliver([_emission(1), _emission(9, RequestId("other"))])
+        mail.deliver([_emission(2)])
+        assert await box.take() == (_emission(1), _emission(2))
+
+    asyncio.run(run())
+
+
+def test_a_reader_waits_until_something_arrives() -> None:
+    async def run() -> None:
+        mail = Mailboxes()
+        reading = asyncio.ensure_future(mail.open(R).take())
+        await asyncio.sleep(0)
+        assert not reading.done()
+        mail.deliver([_emission(1)])
+        assert await reading == (_emission(1),)
+
+    asyncio.run(run())
+
+
+def test_tokens_come_before_the_error_that_followed_them() -> None:
+    async def run() -> None:
+        mail = Mailboxes()
+        box = mail.open(R)
+        mail.deliver([_emission(1)])
+        mail.fail_all(EngineError("broke"))
+        assert await box.take() == (_emission(1),)
+        assert isinstance(await box.take(), EngineError)
+
+    asyncio.run(run())
+
+
+def test_an_id_is_in_use_until_it_is_closed() -> None:
+    async def run() -> None:
+        mail = Mailboxes()
+        box = mail.open(R)
+        with pytest.raises(RequestError, match="already being served"):
+            mail.open(R)
+        mail.close(R)
+        assert "cancelled" in str(await box.take())
+        mail.open(R)
+        assert len(mail) == 1
+
+    asyncio.run(run())

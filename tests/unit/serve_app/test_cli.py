@@ -1,0 +1,80 @@
+"""From words to a configuration, without starting anything."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.errors import ConfigError
+from serve_app import cli
+from serve_app.config import BUNDLED_MODEL, ServiceConfig
+
+
+def _config(*words: str) -> ServiceConfig:
+    arguments: argparse.Namespace = cli._parser().parse_args(words)
+    return cli._config_of(arguments)
+
+
+def test_with_no_words_the_bundled_model_is_served_on_this_machine_alone() -> None:
+    config = _config("serve")
+    assert config.engine.model.path == BUNDLED_MODEL
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+    assert config.telemetry.otlp_endpoint is None
+
+
+def test_flags_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("engine: {model: {path: /m, dtype: float32}}\nport: 9000\nhost: 0.0.0.0\n")
+    config = _config("serve", "--config", str(file), "--port", "9001", "--verify-tp", "2")
+    assert config.engine.model.path == Path("/m")
+    assert config.engine.model.dtype == "float32"
+    assert config.engine.parallel.verify_tensor_parallel_size == 2
+    assert (config.host, config.port) == ("0.0.0.0", 9001)
+
+
+def test_any_key_can_be_set_and_is_checked() -> None:
+    config = _config("serve", "--set", "engine.scheduler.overlap=false", "--set", "app_name=x")
+    assert config.engine.scheduler.overlap is False
+    assert config.app_name == "x"
+    with pytest.raises(ConfigError, match=r"engine\.scheduler\.overlapp: Extra inputs"):
+        _config("serve", "--set", "engine.scheduler.overlapp=false")
+    with pytest.raises(ConfigError, match="host is 'x', expected a section"):
+        _config("serve", "--host", "x", "--set", "host.name=y")
+
+
+def test_pipelines_sets_both_bounds() -> None:
+    pipelines = _config("serve", "--pipelines", "3").pipelines
+    assert (pipelines.min_count, pipelines.max_count) == (3, 3)
+
+
+def test_a_collector_in_the_environment_is_used_unless_another_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    assert _config("serve").telemetry.otlp_endpoint == "http://collector:4318"
+    named = _config("serve", "--otlp-endpoint", "http://other:4318")
+    assert named.telemetry.otlp_endpoint == "http://other:4318"
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match=r"x\.yaml: found list, expected a mapping"):
+        _config("serve", "--config", str(file))
+    file.write_text("a: [")
+    with pytest.raises(ConfigError, match=r"x\.yaml: not YAML"):
+        _config("serve", "--config", str(file))
+
+
+def test_commands_of_other_parts_get_their_own_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["plan", "--help"])
+    assert leaving.value.code == 0
+    assert "--exit-layer" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "x", "--config", "/no/such.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("eesd: /no/such.yaml: No such file")
