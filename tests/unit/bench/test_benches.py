@@ -1,0 +1,96 @@
+"""The instruments: they run on any checkpoint, and they notice what they are there to notice."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.bench import exact, offline
+from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.text.prompts import load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.types import Request, TokenId
+from tests.support.tiny_service import write_tiny_service
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_service(tmp_path_factory.mktemp("bench") / "tiny")
+
+
+def test_offline_reports_every_variant_and_no_changed_text(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the quick", "class": "a"}\n{"prompt": "dog", "class": "b"}\n')
+    words = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "10"]
+    assert offline.main([*words, "--repeats", "1", "--dtype", "float32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    summary = report["summary"]
+    assert set(summary["by_class"]) == {"a", "b"}
+    assert summary["texts_unlike_plain"] == 0
+    for key in (
+        "plain_over_transformers",
+        "best_thompson_over_plain",
+        "best_thompson_over_best_fixed",
+        "worst_class_over_plain",
+    ):
+        assert summary[key] > 0
+    fixed = {f"fixed {k}" for k in range(1, 9)}
+    assert fixed | {"plain", "transformers", "beta", "calibration"} <= set(report["variants"])
+    assert report["variants"]["plain"]["over_plain"] == 1.0
+
+
+class Forgetful:
+    """A runner with a bug: under speculation every text loses its last token."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._llm = LLM(config)
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        done = self._llm.generate(requests)
+        for request, generation in zip(requests, done, strict=True):
+            if request.speculation.mode == "auto":
+                generation.tokens[-1] = TokenId((generation.tokens[-1] + 1) % 300)
+        return done
+
+
+def test_exact_finds_a_single_changed_token(model: Path) -> None:
+    case = exact.CASES[0]
+    config = exact.engine_config(model, None, case)
+    prompts = load_prompts(Tokenizer.load(model), exact.SHIPPED_PROMPTS, limit=4)
+    said: list[str] = []
+    sound = exact.compare(
+        LLM(config), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="sound"
+    )
+    assert sound.mismatches == 0
+    assert not said
+    assert sound.tokens > 200
+    broken = exact.compare(
+        Forgetful(config), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="b"
+    )
+    assert broken.mismatches >= 60
+    assert said
+
+
+def test_online_figures_are_taken_from_what_clients_saw() -> None:
+    samples = [
+        Sample(
+            first_token_s=0.1 * i,
+            gaps_s=(0.01, 0.02),
+            total_s=0.1 * i + 0.9,
+            num_tokens=10,
+            num_drafted=8,
+            num_accepted=4,
+        )
+        for i in range(1, 5)
+    ]
+    row = row_of(samples, 2.0)
+    assert row["tokens_per_s"] == 20.0
+    assert row["acceptance"] == 0.5
+    assert row["time_per_token_ms"]["p50"] == pytest.approx(100.0)
+    assert percentiles([]) == {}
+    assert overhead_of([]) == {}
