@@ -7,6 +7,7 @@ computes nothing and never sees text.
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections import deque
@@ -78,6 +79,8 @@ class PipelineState:
     """What a pipeline says of itself to people and to the router."""
 
     pipeline: str
+    pid: int
+    """Of the Serve replica itself."""
     generation: int
     is_whole: bool
     num_live: int
@@ -152,6 +155,7 @@ class Pipeline:
         members = (await self._crew).members
         return PipelineState(
             pipeline=self._name,
+            pid=os.getpid(),
             generation=(await self._crew).generation,
             is_whole=self._whole.is_set(),
             num_live=len(self._live),

@@ -1,10 +1,13 @@
 """Processes die; streams pause, and go on with the very tokens they would have had."""
 
+import json
+import os
 import signal
 import time
 from pathlib import Path
 from threading import Event
 
+import httpx
 import pytest
 import ray
 from ray import serve
@@ -44,6 +47,29 @@ def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
     assert victim in after.last_trouble
     assert "its process has died" in after.last_trouble
     assert max(pauses) < service.config.recovery.stream_pause_s
+
+
+def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -> None:
+    def stream(*, kills: bool) -> str:
+        body = {"model": "tiny", "prompt": "the log", "max_tokens": 120, "seed": 6, "stream": True}
+        url = f"{service.url}/v1/completions"
+        text = ""
+        with httpx.stream("POST", url, json={**body, "ignore_eos": True}, timeout=180) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if kills:
+                    os.kill(service.state().pid, signal.SIGKILL)
+                    kills = False
+        return text
+
+    undisturbed = stream(kills=False)
+    before = service.state()
+    assert stream(kills=True) == undisturbed
+    after = service.state()
+    assert after.pipeline != before.pipeline
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
