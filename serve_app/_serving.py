@@ -176,6 +176,7 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
     """Until a signal, or until there is no Ray left that could serve."""
     pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
     seen: dict[str, int] = {}
+    mending: set[str] = set()
     missed = 0
     while not stopping.wait(_LOOK_EVERY_S):
         try:
@@ -192,7 +193,11 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
         for state in states:
             if state.num_interruptions > seen.get(state.pipeline, 0):
                 seen[state.pipeline] = state.num_interruptions
-                say(f"{state.last_trouble}; {'whole again' if state.is_whole else 'mending'}")
+                mending.add(state.pipeline)
+                say(state.last_trouble)
+            if state.is_whole and state.pipeline in mending:
+                mending.remove(state.pipeline)
+                say(f"pipeline {state.pipeline} is whole again")
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
