@@ -156,12 +156,6 @@ class Crew:
             self._dismiss(member)
         remove_placement_group(self._group)
 
-    def dismiss_drafter(self) -> None:
-        """Ends every stream at once: there is nobody left to feed them."""
-        member = self._members.get(self._posts[0].name)
-        if member is not None:
-            self._dismiss(member)
-
     def _at(self, post: Post) -> Member:
         member = self._members.get(post.name)
         if member is None or member.is_dead:

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
@@ -70,12 +71,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         prepare_for_cluster()
     from serve_app._serving import run_service  # Ray reads the environment when it is imported
 
-    run_service(
-        config,
-        address=arguments.address,
-        shows_logs=arguments.verbose,
-        say=lambda text: print(text, flush=True),
-    )
+    ours = sys.stdout
+    with ExitStack() as redirected:
+        if not arguments.verbose:  # Ray prints whatever its processes have to say of themselves
+            nowhere = redirected.enter_context(open(os.devnull, "w"))
+            redirected.enter_context(redirect_stdout(nowhere))
+        run_service(
+            config,
+            address=arguments.address,
+            shows_logs=arguments.verbose,
+            say=lambda text: print(text, file=ours, flush=True),
+        )
     return 0
 
 

@@ -41,7 +41,6 @@ class EngineStages:
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         self._tracing = tracing
-        self._device = layout_of(config).device
         self._here = ray.util.get_node_ip_address()
         self._store: StoreHost | None = None
         """None until this process is asked to host one."""
@@ -114,10 +113,14 @@ class EngineStages:
             rank=rank,
             size=len(members),
             timeout_s=generation.timeout_s,
-            device=torch.device("cpu") if generation.shares_gpu else self._device,
+            device=self._device_of(generation),
             address=self._here,
             members=members,
         )
+
+    def _device_of(self, generation: Generation) -> torch.device:
+        """Where tensors lie that this generation sends. Raises what a bad checkpoint raises."""
+        return torch.device("cpu") if generation.shares_gpu else layout_of(self._config).device
 
 
 class _Drafting:
