@@ -17,7 +17,13 @@ from pathlib import Path
 
 import torch
 
-from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
 from eesd_dist.control.calibrator import expected_calibration_error, judged_tokens
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.control.regret import position_rates
@@ -63,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     held_out, prompts = prompts[:_JUDGED_PROMPTS], prompts[_JUDGED_PROMPTS:][: options.limit]
     sequences = _collect(options, spec, prompts)
     if options.text is not None:
-        rows = [json.loads(line) for line in options.text.read_text().splitlines()]
-        sequences += [list(tokenizer.encode(row["text"])) for row in rows]
+        with options.text.open(encoding="utf-8") as lines:
+            sequences += [list(tokenizer.encode(json.loads(line)["text"])) for line in lines]
 
     target = FrozenTarget(options.model, spec, options.exits)
     draft_vocab = frequent_tokens(sequences, count=options.draft_vocab, vocab_size=spec.vocab_size)
@@ -115,14 +121,20 @@ def calibrate(
     *,
     max_tokens: int,
 ) -> None:
-    """Fits the calibration map on rounds drafted to the full length, and logs what it is worth."""
+    """Fits the calibration map on rounds drafted to the full length.
+
+    Half of the prompts (a greedy and a sampled one in turn) are fitted on; what is logged is
+    measured on the other half.
+    """
     config = EngineConfig(
         model=ModelConfig(path=model, head=folder),
         cache=CacheConfig(num_pages=256),
         speculation=SpeculationConfig(max_draft_tokens=8, fixed_length=8, log_evidence=True),
+        parallel=ParallelConfig(num_threads=torch.get_num_threads()),
     )
     llm = LLM(config)
-    outcomes: list[Outcome] = []
+    fitted: list[Outcome] = []
+    judged: list[Outcome] = []
     for number, prompt in enumerate(prompts):
         llm.engine.add(
             Request(
@@ -138,16 +150,17 @@ def calibrate(
             )
         )
         while llm.engine.has_work:
+            outcomes = judged if number % 4 < 2 else fitted
             outcomes.extend(llm.engine.step(wait_s=0.0).outcomes)
-    pairs = judged_tokens(outcomes)
-    if not pairs:
+    pairs = judged_tokens(judged)
+    if not pairs or not judged_tokens(fitted):
         raise ConfigError(f"{folder}: no token was drafted on {len(prompts)} prompts: add prompts")
-    calibrator = fit_calibrator(pairs)
+    calibrator = fit_calibrator(judged_tokens(fitted))
     calibrator.save(folder)
     logger.info(
         "%s: acceptance by position %s, ECE %.4f, judged %d",
         folder.name,
-        [round(r, 3) for r in position_rates(outcomes, max_length=8)],
+        [round(r, 3) for r in position_rates(judged, max_length=8)],
         expected_calibration_error(
             [(calibrator.probability(e), accepted) for e, accepted in pairs]
         ),
@@ -163,6 +176,7 @@ def _collect(
         model=ModelConfig(path=options.model, numerics="fast"),
         cache=CacheConfig(num_pages=512, prefix_caching=False),
         speculation=SpeculationConfig(max_draft_tokens=0),
+        parallel=ParallelConfig(num_threads=options.threads),
     )
     llm = LLM(config)
     for done in collect(

@@ -220,7 +220,9 @@ def summarise(report: dict[str, Any]) -> dict[str, Any]:
 
 def read_bodies(path: Path) -> list[dict[str, Any]]:
     bodies: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         row = json.loads(line)
         if "question" in row:
             bodies.append({"messages": [{"role": "user", "content": row["question"]}]})

@@ -62,7 +62,8 @@ def collect(
 
 
 def read_sequences(file: Path) -> list[list[int]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def _whole_lines(file: Path) -> int:

@@ -17,6 +17,7 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.controllers import Controller, make_controller
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
+from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
@@ -62,7 +63,6 @@ class _InFlight:
     draft_s: float
     sent_at: float
     sent_bytes: int
-    num_sampled: int
     span: SpanIds
 
 
@@ -119,7 +119,12 @@ class EngineCore:
             self._scheduler.add(request)
             if plan is None and self._book is not None:
                 plan = self._book.admit(request.request_id, request.workload)
-            self._controllers[request.request_id] = self._controller_for(request, plan)
+            try:
+                self._controllers[request.request_id] = self._controller_for(request, plan)
+            except ConfigError:
+                self._scheduler.abort(request.request_id)
+                self._let_go(request.request_id)
+                raise
         self._arrived.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -182,6 +187,9 @@ class EngineCore:
             self._in_flight.clear()
             self._scheduler.reset_computed()
             self._draft.forget_all()
+            for request_id in list(self._controllers):
+                if self._scheduler.live(request_id) is None:  # aborted while in flight
+                    self._let_go(request_id)
             self._channel = channel
             self._generation = generation
 
@@ -195,9 +203,16 @@ class EngineCore:
         started_unix_s, started = time.time(), self._clock()
         with self._lock:
             plan = self._scheduler.plan(cohort)
-            items = plan.items if plan is not None else ()
-            # Pages of whoever sits this round out may pass through other hands before the next.
-            self._draft.drop_ahead(keep={item.live.request.request_id for item in items})
+            # Who is in no round may lose pages to others before the next one; in flight, nobody does.
+            rounds = [plan, *(waiting.plan for waiting in self._in_flight.values())]
+            self._draft.drop_ahead(
+                keep={
+                    item.live.request.request_id
+                    for round_plan in rounds
+                    if round_plan is not None
+                    for item in round_plan.items
+                }
+            )
             if plan is None:
                 return False
             for request_id in plan.preempted:
@@ -220,7 +235,6 @@ class EngineCore:
             draft_s=drafted_at - planned,
             sent_at=drafted_at,
             sent_bytes=sent_bytes,
-            num_sampled=header.num_sampled,
             span=SpanIds(trace_id=header.trace_id, span_id=header.span_id),
         )
         if self._speculation.draft_ahead and len(self._in_flight) == 1:
@@ -370,7 +384,7 @@ class EngineCore:
             num_emitted=num_emitted,
             plan_s=waiting.plan_s,
             draft_s=waiting.draft_s,
-            transfer_s=max(0.0, in_flight_s - reply.received_to_sent_s),
+            transfer_s=max(0.0, min(in_flight_s - reply.received_to_sent_s, blocked_s)),
             verify_s=reply.verify_s,
             commit_s=commit_s,
             started_unix_s=waiting.started_unix_s,

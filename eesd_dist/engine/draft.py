@@ -351,7 +351,7 @@ class DraftStage:
         if run.prefetched:
             guess = run.prefetched.popleft()
         else:
-            (guess,) = self._guess([shadow], with_evidence=with_evidence)
+            (guess,) = self._guess([shadow], with_evidence=with_evidence or self._log_evidence)
         if guess.hidden_D is None:
             (hidden_D,) = self._forward([guess.token], [(shadow.next_position, 1, run.item.pages)])
             run.state.lagging_TD.append(hidden_D.unsqueeze(0))
@@ -368,6 +368,9 @@ class DraftStage:
         state, item = run.state, run.item
         keep = item.start + item.num_known + num_accepted
         ahead = state.ahead
+        # What an earlier round left over is computed already: it goes on with the rest, or falls.
+        while ahead and run.prefetched and run.prefetched[0].hidden_D is not None:
+            ahead.append(run.prefetched.popleft())
         if ahead and num_accepted == len(run.tokens) and ahead[0].token == next_token:
             for depth, candidate in enumerate(list(ahead)[1:]):
                 ahead[depth + 1] = Candidate(

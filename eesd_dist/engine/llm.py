@@ -4,6 +4,7 @@
 drives it in a thread of its own and hands emissions to whoever asked. Neither knows text.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore, StepResult
-from eesd_dist.errors import EesdError
+from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import (
     Emission,
@@ -22,6 +23,9 @@ from eesd_dist.types import (
     TokenId,
     TokenLogprobs,
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,14 +67,22 @@ class LLM:
         observe: Callable[[RoundStats], None] | None = None,
     ) -> Iterator[Emission]:
         """Emissions as they leave, interleaved; raises RequestError or CapacityError at once."""
-        for request in requests:
-            self._engine.add(request)
-        while self._engine.has_work:
-            result = self._engine.step(wait_s=0.0)
-            if observe is not None:
-                for stats in result.rounds:
-                    observe(stats)
-            yield from result.emissions
+        added: list[RequestId] = []
+        try:
+            for request in requests:
+                self._engine.add(request)
+                added.append(request.request_id)
+            while self._engine.has_work:
+                result = self._engine.step(wait_s=0.0)
+                if observe is not None:
+                    for stats in result.rounds:
+                        observe(stats)
+                yield from result.emissions
+        finally:  # refused halfway, or read no further: nothing of it is left for the next call
+            for request_id in added:
+                self._engine.abort(request_id)
+            while self._engine.has_work:
+                self._engine.step(wait_s=0.0)
 
     def generate(
         self,
@@ -119,3 +131,6 @@ class EngineThread:
                     self._deliver(result)
         except EesdError as error:
             self._broken(error)
+        except Exception as error:  # a bug; nobody else would tell those who wait
+            logger.exception("engine loop broke")
+            self._broken(EngineError(f"the engine broke: {type(error).__name__}: {error}"))

@@ -148,7 +148,8 @@ class Scheduler:
                 f"request {request.request_id} is being served already: choose another id",
                 param="request_id",
             )
-        if len(self._waiting) >= self._config.max_waiting:
+        # A resumed request was let in once: the bound is for those that have no token yet.
+        if not request.generated and len(self._waiting) >= self._config.max_waiting:
             raise QueueFull(num_waiting=len(self._waiting), limit=self._config.max_waiting)
         self._waiting.append(
             LiveRequest(

@@ -25,9 +25,10 @@ def load_prompts(tokenizer: Tokenizer, path: Path, *, limit: int | None = None) 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, expected JSON lines with prompts")
     prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            prompts.append(_prompt(tokenizer, line, f"{path}:{number}"))
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                prompts.append(_prompt(tokenizer, line, f"{path}:{number}"))
     if not prompts:
         raise ConfigError(f"{path}: found no prompts, expected one JSON object a line")
     return prompts[:limit]

@@ -1,5 +1,9 @@
 """Two cohorts, and drafting ahead of a verdict: other orders of the same work, the same text."""
 
+import dataclasses
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,6 +11,8 @@ from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.llm import LLM
+from eesd_dist.errors import RequestError
+from eesd_dist.model.rows import RowPlan
 from eesd_dist.transport.group import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SpeculationParams, TokenId
@@ -83,3 +89,65 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
             found[emission.request_id].extend(emission.tokens)
     assert turns > 11
     assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
+
+
+def test_work_done_ahead_is_used_with_overlap_on(make_config: MakeConfig) -> None:
+    config = make_config(
+        "always",
+        scheduler=SchedulerConfig(overlap=True),
+        speculation=SpeculationConfig(max_draft_tokens=4),
+    )
+    stage = build_verify_stage(config, SingleGroup())
+    asked: list[int] = []
+
+    def forward(span_forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(hidden_td: torch.Tensor, rows: RowPlan) -> torch.Tensor:
+            asked.append(rows.num_rows)
+            return span_forward(hidden_td, rows)
+
+        return counted
+
+    engine = build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=6))
+    engine._draft.span.forward = forward(engine._draft.span.forward)  # type: ignore[method-assign]
+    (request,) = requests(1, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "used")
+    found = drain(engine, [request])
+    # Thrown away, every row would be computed about twice; used, about once.
+    num_rows = len(request.prompt) + len(found[request.request_id])
+    assert sum(asked) < 1.4 * num_rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replies_at_odd_times_never_upset_the_exit_head(seed: int, make_config: MakeConfig) -> None:
+    config = make_config(
+        "sometimes",
+        scheduler=SchedulerConfig(overlap=bool(seed % 2)),
+        speculation=SpeculationConfig(max_draft_tokens=6, stop_rule="bernoulli"),
+    )
+    stage = build_verify_stage(config, SingleGroup())
+    rng = random.Random(seed)
+
+    class Irregular(MemoryChannel):
+        def reply_is_here(self) -> bool:
+            return rng.random() < 0.35
+
+    engine = build_draft_engine(config, Irregular(stage.verify))
+    plain = LLM(make_config())
+    for name in ("greedy", "warm", "penalised"):
+        batch = requests(4, SAMPLING[name], SpeculationParams(controller="beta"), name)
+        wanted = plain.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), name))
+        for request, generation in zip(batch, wanted, strict=True):
+            assert drain(engine, [request])[request.request_id] == generation.tokens
+
+
+def test_a_refused_request_leaves_nothing_behind(make_config: MakeConfig) -> None:
+    llm = LLM(make_config())
+    good, bad = requests(2, SAMPLING["greedy"], SpeculationParams(), "mixed")
+    with pytest.raises(RequestError):
+        llm.generate([good, dataclasses.replace(bad, prompt=())])
+    again = dataclasses.replace(good, request_id=RequestId("again"))
+    assert llm.generate([again])[0].tokens
+    reader = llm.stream([dataclasses.replace(good, request_id=RequestId("half"))])
+    next(reader)
+    reader.close()
+    load = llm.engine.load()
+    assert load.free_pages == load.num_pages
