@@ -157,6 +157,10 @@ async def run(
             await ask(client, model, body, mode="off", max_tokens=max_tokens) for body in bodies[:6]
         ]
         alone_s = statistics.median(s.total_s for s in alone)
+        by_mode: dict[str, dict[str, Any]] = {"off": overhead_of(await _rounds(client, len(alone)))}
+        for body in bodies[:6]:
+            await ask(client, model, body, mode="auto", max_tokens=max_tokens)
+        by_mode["auto"] = overhead_of(await _rounds(client, len(alone)))
         rows: list[dict[str, Any]] = []
         for load in loads:
             chosen = [bodies[i % len(bodies)] for i in range(max(per_load, 2 * load))]
@@ -178,8 +182,20 @@ async def run(
                     f"  ttft p50 {row['ttft_ms']['p50']:8.1f} ms"
                     f"  per token p50 {row['time_per_token_ms']['p50']:7.2f} ms"
                 )
-        rounds = (await client.get("/debug/rounds")).json()
-    return {"alone_s": round(alone_s, 4), "rows": rows, "rounds": overhead_of(rounds["rounds"])}
+        rounds = overhead_of(await _rounds(client, None))
+    return {"alone_s": round(alone_s, 4), "rows": rows, "alone": by_mode, "rounds": rounds}
+
+
+async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[dict[str, Any]]:
+    """The service's latest rounds; those of the last so many requests, if a number is given."""
+    rounds: list[dict[str, Any]] = (await client.get("/debug/rounds")).json()["rounds"]
+    if last_requests is None:
+        return rounds
+    seen: list[str] = []
+    for row in reversed(rounds):
+        seen += [name for name in row["request_ids"] if name not in seen]
+    wanted = set(seen[:last_requests])
+    return [row for row in rounds if wanted & set(row["request_ids"])]
 
 
 def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -190,11 +206,9 @@ def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {
         stage[:-2]: round(1e3 * statistics.median(r[stage] for r in rounds), 3) for stage in stages
     }
-    alone = [r for r in rounds if r["num_requests"] == 1 and not r["num_prefill_rows"]]
-    if alone:
-        row["overhead_ms_one_request"] = round(
-            1e3 * statistics.median(r["plan_s"] + r["transfer_s"] + r["commit_s"] for r in alone), 3
-        )
+    row["overhead"] = round(
+        1e3 * statistics.median(r["plan_s"] + r["transfer_s"] + r["commit_s"] for r in rounds), 3
+    )
     return row
 
 
@@ -214,7 +228,9 @@ def summarise(report: dict[str, Any]) -> dict[str, Any]:
             )
             for load in loads
         },
-        "overhead_ms_one_request": report["rounds"].get("overhead_ms_one_request"),
+        "overhead_ms_per_round": {
+            mode: row.get("overhead") for mode, row in report["alone"].items()
+        },
     }
 
 

@@ -203,7 +203,7 @@ class EngineCore:
         started_unix_s, started = time.time(), self._clock()
         with self._lock:
             plan = self._scheduler.plan(cohort)
-            # Who is in no round may lose pages to others before the next one; in flight, nobody does.
+            # Who is in no round may lose pages before its next one; in flight, nobody does.
             rounds = [plan, *(waiting.plan for waiting in self._in_flight.values())]
             self._draft.drop_ahead(
                 keep={

@@ -24,7 +24,6 @@ from eesd_dist.types import (
     TokenLogprobs,
 )
 
-
 logger = logging.getLogger(__name__)
 
 
