@@ -287,6 +287,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant")
+    parser.add_argument(
+        "--stop-rule", choices=("auto", "bernoulli", "optimal", "steady"), default="auto"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     parser.add_argument("--json", action="store_true", help="only the last line")
@@ -305,7 +308,9 @@ def main(argv: Sequence[str]) -> int:
             path=options.model, head=options.head, dtype=options.dtype, numerics=options.numerics
         ),
         cache=CacheConfig(num_pages=128, prefix_caching=False),
-        speculation=SpeculationConfig(max_draft_tokens=8, fixed_length=8),
+        speculation=SpeculationConfig(
+            max_draft_tokens=8, fixed_length=8, stop_rule=options.stop_rule
+        ),
         parallel=ParallelConfig(num_threads=options.threads),
     )
     tokenizer = Tokenizer.load(options.model)
@@ -332,6 +337,7 @@ def main(argv: Sequence[str]) -> int:
             "dtype": options.dtype,
             "numerics": options.numerics,
             "threads": options.threads,
+            "stop_rule": options.stop_rule,
             "exit_layer": layout.split,
             "num_layers": layout.spec.num_layers,
         },
