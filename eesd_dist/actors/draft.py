@@ -24,6 +24,7 @@ from eesd_dist.actors.contracts import (
     TelemetryOptions,
     Whereabouts,
 )
+from eesd_dist.actors.joining import Joining
 from eesd_dist.actors.loop import LoopThread
 from eesd_dist.actors.mailboxes import Mailboxes
 from eesd_dist.actors.process import prepare_process, tracing_of, whereabouts
@@ -82,6 +83,7 @@ class DraftActor:
         self._stages = stages(config, tracing)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Mailboxes()
+        self._joining = Joining(name=name)
         self._membership: _Membership | None = None
         """None between generations."""
         self._needs_new_engine = True
@@ -109,8 +111,9 @@ class DraftActor:
 
     async def join(self, generation: Generation) -> None:
         """Second half, when they are ready for rounds: starts turning them."""
-        member = await asyncio.to_thread(
-            self._stages.join_draft, generation, anew=self._needs_new_engine
+        anew = self._needs_new_engine
+        member = await self._joining.enter(
+            generation, lambda: self._stages.join_draft(generation, anew=anew)
         )
         self._needs_new_engine = False
         while self._dropped:
@@ -135,10 +138,11 @@ class DraftActor:
         return end
 
     async def leave(self) -> bool:
-        """Ends the part in this generation; False when the loop cannot be stopped."""
+        """Ends the part in this generation; False when its loop or load cannot be stopped."""
         membership = self._membership
         self._membership = None
-        return membership is None or await membership.stop()
+        has_left = await self._joining.leave()
+        return has_left and (membership is None or await membership.stop())
 
     async def fail_all(self, error: EesdError) -> None:
         """Ends every live stream with one clear error and starts anew at the next join."""

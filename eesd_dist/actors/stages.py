@@ -21,7 +21,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage, layout_of
 from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import ConfigError, PeerLost
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
@@ -46,6 +46,8 @@ class EngineStages:
         """None until this process is asked to host one."""
         self._rounds: ProcessGroup | None = None
         """The newest generation's way to verify rank 0; None before the first."""
+        self._newest = 0
+        """The latest generation that was connected to."""
         self._engine: EngineCore | None = None
         """None until the first generation has come about, and while a new one is built."""
 
@@ -54,7 +56,12 @@ class EngineStages:
         return Address(host=self._here, port=self._store.port)
 
     def connect_draft(self, generation: Generation) -> None:
-        self._rounds = self._join(generation, "rounds", 0, (_DRAFTER, "verify rank 0"))
+        self._newest = max(self._newest, generation.number)
+        group = self._join(generation, "rounds", 0, (_DRAFTER, "verify rank 0"))
+        if generation.number < self._newest:  # it has waited for a peer for too long
+            group.abort("a newer generation began")
+            raise PeerLost(peer=_DRAFTER, operation="connect", reason="a newer generation began")
+        self._rounds = group
 
     def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
         group = self._rounds

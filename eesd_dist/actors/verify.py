@@ -15,6 +15,7 @@ from eesd_dist.actors.contracts import (
     VerifyMember,
     Whereabouts,
 )
+from eesd_dist.actors.joining import Joining
 from eesd_dist.actors.loop import LoopThread
 from eesd_dist.actors.process import prepare_process, tracing_of, whereabouts
 from eesd_dist.config import EngineConfig
@@ -49,6 +50,7 @@ class VerifyActor:
         self._rank = rank
         self._tracing = tracing_of(telemetry, process=name)
         self._stages = stages(config, self._tracing)
+        self._joining = Joining(name=name)
         self._membership: _Membership | None = None
         """None between generations."""
 
@@ -60,7 +62,9 @@ class VerifyActor:
         await asyncio.Event().wait()
 
     async def join(self, generation: Generation) -> None:
-        member = await asyncio.to_thread(self._stages.join_verify, generation, rank=self._rank)
+        member = await self._joining.enter(
+            generation, lambda: self._stages.join_verify(generation, rank=self._rank)
+        )
         self._membership = _Membership(member, name=f"loop of {self._name}")
         logger.info("joined: rank=%s generation=%d", self._name, generation.number)
 
@@ -71,10 +75,11 @@ class VerifyActor:
         return await membership.thread.end()
 
     async def leave(self) -> bool:
-        """Ends the part in this generation; False when the loop cannot be stopped."""
+        """Ends the part in this generation; False when its loop or load cannot be stopped."""
         membership = self._membership
         self._membership = None
-        return membership is None or await membership.stop()
+        has_left = await self._joining.leave()
+        return has_left and (membership is None or await membership.stop())
 
     async def flush(self) -> None:
         """Sends spans that are still waiting; before this process is taken down."""
