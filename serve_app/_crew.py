@@ -6,7 +6,7 @@ of its business.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,7 +103,7 @@ class Crew:
         operation = f"start of generation {self._generation}"
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*[self._fill(p, operation) for p in self._posts])
+                await _all(self._fill(p, operation) for p in self._posts)
                 store = await self._ask(self.drafter, "host_store", operation)
                 generation = Generation(
                     number=self._generation,
@@ -113,9 +113,11 @@ class Crew:
                     shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self._posts),
                 )
                 drafter, *ranks = [self._at(post) for post in self._posts]
-                await asyncio.gather(
-                    self._ask(drafter, "connect", operation, generation),
-                    *[self._ask(rank, "join", operation, generation) for rank in ranks],
+                await _all(
+                    [
+                        self._ask(drafter, "connect", operation, generation),
+                        *[self._ask(rank, "join", operation, generation) for rank in ranks],
+                    ]
                 )
                 await self._ask(drafter, "join", operation, generation)
         except TimeoutError as error:
@@ -169,8 +171,11 @@ class Crew:
         handle = self._spawn(post)
         try:
             whereabouts = await handle.whereabouts.remote()
-        except Exception as error:
-            raise _ours(error, peer=post.name, operation=operation) from error
+        except BaseException as error:
+            ray.kill(handle)  # else it keeps the bundle that the next attempt needs
+            if isinstance(error, Exception):
+                raise _ours(error, peer=post.name, operation=operation) from error
+            raise
         self._members[post.name] = Member(
             post=post,
             handle=handle,
@@ -265,6 +270,16 @@ async def placed(posts: Sequence[Post], *, placement: PlacementConfig, name: str
             "placement in the configuration, or add nodes"
         ) from error
     return group
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """At the same time; the first that fails ends the others, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for call in calls:
+                tasks.create_task(call)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def _when(reference: Awaitable[T]) -> T:
