@@ -163,9 +163,10 @@ class DraftActor:
         except EesdError as error:
             yield error
             return
-        is_over = False
+        is_admitted = is_over = False
         try:
             membership.member.add(request)
+            is_admitted = True
             self._watch.arrived(request)
             if self._router is not None:
                 self._router.admitted(request_id, request.workload)
@@ -179,6 +180,8 @@ class DraftActor:
         finally:
             self._mail.close(request_id)
             self._watch.left(request_id)
+            if is_admitted and self._router is not None:
+                self._router.observed((), (request_id,))
             if not is_over:
                 self._drop(request_id)
 
@@ -228,5 +231,7 @@ class DraftActor:
             self._num_rounds += len(result.rounds)
             self._last_round_unix_s = time.time()
         if self._router is not None:
-            self._router.observed(result.outcomes, result.finished)
+            # An outcome of one that has left meanwhile would bring it back to the router.
+            read = [outcome for outcome in result.outcomes if outcome.request_id in self._mail]
+            self._router.observed(read, result.finished)
         self._watch.saw(result)

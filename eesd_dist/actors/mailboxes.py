@@ -46,6 +46,9 @@ class Mailboxes:
     def __len__(self) -> int:
         return len(self._boxes)
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._boxes
+
     def open(self, request_id: RequestId) -> Mailbox:
         if request_id in self._boxes:
             raise RequestError(
