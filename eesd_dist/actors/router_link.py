@@ -83,7 +83,10 @@ class RouterLink:
         if self._is_silent:
             logger.info("router answers again")
         self._is_silent = False
-        self._apply(plans)
+        try:
+            self._apply(plans)
+        except Exception:  # a bug; the plans to come may be better ones
+            logger.exception("plans not applied: pipeline=%s", self._pipeline)
 
 
 def _drain(queue: deque[T]) -> tuple[T, ...]:

@@ -74,6 +74,26 @@ def test_a_silent_router_costs_its_advice_and_is_asked_again() -> None:
     asyncio.run(run())
 
 
+def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
+    async def run() -> None:
+        router = Router()
+        tried: list[Mapping[RequestId, DraftPlan]] = []
+
+        def apply(plans: Mapping[RequestId, DraftPlan]) -> None:
+            tried.append(plans)
+            if len(tried) == 1:
+                raise KeyError("no such request")
+
+        link = RouterLink(pipeline="p", ask=router.ask, apply=apply, interval_s=0.01)
+        link.start()
+        for _ in range(2):
+            link.observed([_outcome()], [])
+            await asyncio.sleep(0.05)
+        assert tried == [{R: PLAN}, {R: PLAN}]
+
+    asyncio.run(run())
+
+
 def test_with_nothing_to_say_the_router_is_left_alone() -> None:
     async def run() -> None:
         router = Router()
