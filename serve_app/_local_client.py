@@ -21,10 +21,14 @@ class LocalClient:
         self._engine = engine
         self._mail = Mailboxes()
         self._loop = asyncio.get_running_loop()
+        self._error: EesdError | None = None
+        """What ended the loop; None while it turns."""
         self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
         self._thread.start()
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
+        if self._error is not None:
+            raise self._error
         box = self._mail.open(request.request_id)
         is_over = False
         try:
@@ -54,4 +58,8 @@ class LocalClient:
         self._loop.call_soon_threadsafe(self._mail.deliver, result.emissions)
 
     def _broken(self, error: EesdError) -> None:
-        self._loop.call_soon_threadsafe(self._mail.fail_all, error)
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: EesdError) -> None:
+        self._error = error
+        self._mail.fail_all(error)
