@@ -6,6 +6,7 @@ submit it again, to the same engine or another, and receive the tokens that were
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,21 +26,25 @@ async def resumed(
     source: Source,
     until_whole: Callable[[EesdError], Awaitable[None]],
     max_interruptions: int,
+    room_wait_s: float,
     breath_s: float = 0.25,
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
     """The request's emissions to the last, over as many submissions as it takes.
 
     A lost peer is waited out by `until_whole`, which raises when it has taken too long. A request
     that is interrupted again and again may be what breaks its engine, and is given up. Any other
-    error is the request's own and is raised, except that a stream which has begun is never
-    refused for lack of room.
+    error is the request's own and is raised, except that a stream which has begun waits for room
+    instead of being refused, `room_wait_s` at most.
     """
     num_interruptions = 0
+    is_resumed = False
+    refused_since_s: float | None = None
     while True:
         try:
             async with aclosing(_until_error(source, request)) as parts:
                 async for part in parts:
-                    emissions = _as_first_seen(part) if num_interruptions else part
+                    refused_since_s = None
+                    emissions = _as_first_seen(part) if is_resumed else part
                     request = _with_tokens(request, emissions)
                     yield emissions
                     if emissions[-1].finish_reason is not None:
@@ -52,7 +57,15 @@ async def resumed(
         except CapacityError as error:
             if not request.generated:
                 raise
-            lost = error
+            is_resumed = True
+            refused_since_s = refused_since_s or time.monotonic()
+            if time.monotonic() - refused_since_s > room_wait_s:
+                raise EngineError(
+                    f"no room within {room_wait_s:g} s to go on in: {error}"
+                ) from error
+            await asyncio.sleep(breath_s)
+            continue
+        is_resumed = True
         num_interruptions += 1
         logger.warning(
             "stream interrupted: request=%s tokens=%d error=%s",

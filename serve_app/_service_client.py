@@ -43,6 +43,7 @@ class ServiceClient:
                 source=self._from_pipeline,
                 until_whole=self._until_whole,
                 max_interruptions=self._recovery.max_interruptions,
+                room_wait_s=self._recovery.stream_pause_s,
             )
         ) as parts:
             async for emissions in parts:

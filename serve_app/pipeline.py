@@ -310,6 +310,7 @@ class Pipeline:
             source=self._from_drafter,
             until_whole=self._until_whole,
             max_interruptions=self._config.recovery.max_interruptions,
+            room_wait_s=self._config.recovery.stream_pause_s,
         )
 
     async def _from_drafter(self, request: Request) -> AsyncGenerator[StreamItem, None]:

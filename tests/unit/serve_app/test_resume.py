@@ -58,13 +58,16 @@ async def _at_once(_: EesdError) -> None:
     return
 
 
-def _run(source: Source, *, max_interruptions: int = 4) -> list[Emission]:
+def _run(
+    source: Source, *, max_interruptions: int = 4, room_wait_s: float = 10.0
+) -> list[Emission]:
     async def collect() -> list[Emission]:
         parts = resumed(
             REQUEST,
             source=source,
             until_whole=_at_once,
             max_interruptions=max_interruptions,
+            room_wait_s=room_wait_s,
             breath_s=0.0,
         )
         return [emission async for part in parts for emission in part]
@@ -105,6 +108,15 @@ def test_a_full_queue_refuses_a_new_request_and_never_one_that_has_begun() -> No
     assert len(_run(Source([4], error=full))) == 5
 
 
+def test_a_stream_that_has_begun_waits_for_room_by_the_clock_and_not_by_the_count() -> None:
+    full = QueueFull(num_waiting=1, limit=1)
+    source = Source([4] * 20, error=full)
+    assert tuple(token for e in _run(source, max_interruptions=1) for token in e.tokens) == TEXT
+    assert len(source.calls) == 21
+    with pytest.raises(EngineError, match=r"no room within 0\.05 s to go on in: 1 requests are"):
+        _run(Source([4] * 1_000_000, error=full), room_wait_s=0.05)
+
+
 def test_a_bug_in_the_engine_ends_the_stream() -> None:
     with pytest.raises(EngineError, match="broke"):
         _run(Source([4], error=EngineError("the loop broke")))
@@ -126,7 +138,9 @@ def test_a_reader_that_leaves_closes_the_source() -> None:
     source = Source([])
 
     async def read_one() -> None:
-        parts = resumed(REQUEST, source=source, until_whole=_at_once, max_interruptions=1)
+        parts = resumed(
+            REQUEST, source=source, until_whole=_at_once, max_interruptions=1, room_wait_s=1.0
+        )
         await anext(parts)
         assert source.num_open == 1
         await parts.aclose()
@@ -142,7 +156,12 @@ def test_waiting_for_a_whole_pipeline_may_end_the_stream() -> None:
     async def read() -> None:
         source = Source([4])
         async for _ in resumed(
-            REQUEST, source=source, until_whole=never, max_interruptions=4, breath_s=0.0
+            REQUEST,
+            source=source,
+            until_whole=never,
+            max_interruptions=4,
+            room_wait_s=1.0,
+            breath_s=0.0,
         ):
             pass
 
