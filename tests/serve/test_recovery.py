@@ -16,6 +16,7 @@ from eesd_dist.errors import ConfigError, EngineError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app._serving import deploy
+from serve_app.app import build_app
 from serve_app.config import service_config
 from serve_app.pipeline import Pipeline
 from tests.support.running import Running, tokens_of, until
@@ -175,6 +176,32 @@ def test_a_stream_that_is_interrupted_again_and_again_ends_with_an_error(toy: Ru
     assert "interruptions" in str(last)
     assert "drafting actor" in str(last)
     assert toy.pipelines.health.remote().result(timeout_s=20).is_healthy
+
+
+def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Path) -> None:
+    config = service_config(
+        {
+            "engine": {"model": {"path": str(tiny_service)}},
+            "app_name": "pair",
+            "router": {"name": "pair-router"},
+            "pipelines": {"min_count": 2, "max_count": 2},
+        }
+    )
+    application = build_app(config, stages=toy_stages)
+    deploy(application, name="pair", route_prefix="/pair", wait=Event().wait)
+    pipelines = serve.get_deployment_handle("Pipeline", "pair")
+    served_by: set[str] = set()
+
+    def both_have_served() -> bool:
+        request = _request(f"pair-{len(served_by)}-{time.monotonic()}", max_tokens=6)
+        taken, *items = pipelines.options(stream=True).stream.remote(request)
+        assert tokens_of(items) == _expected(request)
+        served_by.add(taken.pipeline)
+        return len(served_by) == 2
+
+    until(both_have_served)
+    serve.delete("pair")
+    ray.kill(ray.get_actor("pair-router", namespace=config.router.namespace))
 
 
 def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.merge_traces import TraceSpan, read_spans
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
+from serve_app.cli import main
 from tests.support.running import Running, tokens_of, until
 
 PROMPT = "the quick brown fox"
@@ -251,6 +253,33 @@ def test_a_request_keeps_its_text_when_it_is_resumed_from_its_tokens(service: Ru
     tokens = tokens_of(service.items(whole))
     resumed = replace(whole, request_id=RequestId("resumed"), generated=tuple(tokens[:15]))
     assert tokens_of(service.items(resumed)) == tokens[15:]
+
+
+def test_a_batch_over_the_service_is_the_batch_in_one_process(
+    service: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "in.jsonl"
+    bodies = [{"prompt": f"row {i}", "max_tokens": 8, "temperature": 0.8} for i in range(3)]
+    lines = [
+        json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": b})
+        for i, b in enumerate(bodies)
+    ]
+    rows.write_text("\n".join(lines) + "\n")
+    model = ("--model", str(service.config.engine.model.path), "--dtype", "float32")
+
+    def texts(name: str, *words: str) -> dict[str, str]:
+        out = tmp_path / name
+        assert main(["batch", str(rows), str(out), *model, "--quiet", *words]) == 0
+        assert "3 answered, 0 failed" in capsys.readouterr().out
+        answers = [json.loads(line) for line in out.read_text().splitlines()]
+        return {
+            answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"]
+            for answer in answers
+        }
+
+    there = texts("there.jsonl", "--url", service.url)
+    assert len(set(there.values())) == 3
+    assert there == texts("here.jsonl", "--device", "cpu")
 
 
 def _learnt(router: Any) -> Any:
