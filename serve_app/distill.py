@@ -51,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", type=Path, help="JSON lines of {text}: read as it is, too")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--exits", type=int, nargs="+", default=[2])
+    parser.add_argument("--start", type=Path, help="heads of an earlier run, to train on")
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--head", choices=("shared", "own", "truncated"), default="truncated")
     parser.add_argument("--draft-vocab", type=int, default=2048)
     parser.add_argument("--minutes", type=float, default=10.0, help="of training")
@@ -73,22 +75,12 @@ def main(argv: Sequence[str]) -> int:
             sequences += [list(tokenizer.encode(json.loads(line)["text"])) for line in lines]
 
     target = FrozenTarget(options.model, spec, options.exits)
-    draft_vocab = frequent_tokens(sequences, count=options.draft_vocab, vocab_size=spec.vocab_size)
-    heads = [
-        TrainableExitHead.from_target(
-            options.model,
-            spec,
-            exit_layer,
-            head=options.head,
-            draft_vocab=draft_vocab.tolist() if options.head == "truncated" else None,
-        )
-        for exit_layer in options.exits
-    ]
+    heads = [_head(options, spec, exit_layer, sequences) for exit_layer in options.exits]
     figures = train_heads(
         target,
         heads,
         sequences,
-        DistillOptions(seconds=options.minutes * 60, seed=options.seed),
+        DistillOptions(seconds=options.minutes * 60, learning_rate=options.rate, seed=options.seed),
     )
     with (options.out / "train.jsonl").open("a", encoding="utf-8") as log:
         for figure in figures:
@@ -165,6 +157,24 @@ def calibrate(
             [(calibrator.probability(e), accepted) for e, accepted in pairs]
         ),
         len(pairs),
+    )
+
+
+def _head(
+    options: argparse.Namespace, spec: ModelSpec, exit_layer: int, sequences: list[list[int]]
+) -> TrainableExitHead:
+    """A head of an earlier run, or a new one that begins as the target's last layer."""
+    if options.start is not None:
+        return TrainableExitHead.read(
+            options.start / f"exit_{exit_layer}", target=spec, target_path=options.model
+        )
+    draft_vocab = None
+    if options.head == "truncated":
+        draft_vocab = frequent_tokens(
+            sequences, count=options.draft_vocab, vocab_size=spec.vocab_size
+        ).tolist()
+    return TrainableExitHead.from_target(
+        options.model, spec, exit_layer, head=options.head, draft_vocab=draft_vocab
     )
 
 

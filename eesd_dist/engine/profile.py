@@ -15,8 +15,8 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
 
-_REPEATS = 5
-_WARM_UPS = 2
+_REPEATS = 15
+_WARM_UPS = 3
 
 
 def measure_cost(
@@ -28,14 +28,17 @@ def measure_cost(
     max_draft_tokens: int,
     generation: int,
 ) -> CostModel:
-    """Medians of one drafted token and of verifying 1..max_draft_tokens + 1 rows, in seconds."""
+    """Seconds of one drafted token and of verifying 1..max_draft_tokens + 1 rows.
+
+    Lower quartiles: on a shared machine whatever disturbs a run makes it longer.
+    """
     longest = max_draft_tokens + 1
     pages = tuple(range(min(num_pages, -(-(longest + 2 * page_size) // page_size))))
     start = max(0, len(pages) * page_size - longest - page_size // 2)
-    step_s = _median(partial(draft.rehearse, position=start, pages=pages, drafts=True))
-    known_s = _median(partial(draft.rehearse, position=start, pages=pages, drafts=False))
+    step_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=True))
+    known_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=False))
     measured = {
-        rows: _median(partial(_verify, draft, channel, rows, start, pages, generation))
+        rows: _usual(partial(_verify, draft, channel, rows, start, pages, generation))
         for rows in sorted({1, 2, 3, 4, 6, longest})
         if rows <= longest
     }
@@ -46,13 +49,13 @@ def measure_cost(
     )
 
 
-def _median(run: Callable[[], None]) -> float:
+def _usual(run: Callable[[], None]) -> float:
     took: list[float] = []
     for _ in range(_WARM_UPS + _REPEATS):
         started = time.perf_counter()
         run()
         took.append(time.perf_counter() - started)
-    return statistics.median(took[_WARM_UPS:])
+    return statistics.quantiles(took[_WARM_UPS:], n=4)[0]
 
 
 def _verify(
