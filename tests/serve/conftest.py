@@ -14,6 +14,7 @@ os.environ.update(
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_metrics_collection": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     }
 )
 
