@@ -137,7 +137,7 @@ class SpeculationConfig(Section):
     """What turns sampled acceptance probabilities into a length. `bernoulli`: a toss of the sampled
     coin per token, the published rule. `optimal`: draft on while the round's expected tokens per
     second rise, by the measured cost model. `steady`: while the next token earns more per second
-    than the request has earned so far. `auto`: `steady` when costs are known, else `bernoulli`."""
+    than the request has earned so far. `auto`: `optimal` when costs are known, else `bernoulli`."""
 
     log_evidence: bool = False
     """Outcomes carry the exit head's evidence even when no controller asks for it."""

@@ -274,6 +274,6 @@ def _stop_rule(
             f"speculation.stop_rule is {config.stop_rule} and no cost model was measured: "
             "run the start-up profile, or set stop_rule to auto or bernoulli"
         )
-    if config.stop_rule in ("steady", "auto"):
+    if config.stop_rule == "steady":
         return SteadyStop(cost=cost, max_draft_tokens=config.max_draft_tokens, theta=belief.mean)
     return OptimalStop(cost=cost, max_draft_tokens=config.max_draft_tokens)

@@ -37,15 +37,14 @@ def measure_cost(
     start = max(0, len(pages) * page_size - longest - page_size // 2)
     step_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=True))
     known_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=False))
-    measured = {
-        rows: _usual(partial(_verify, draft, channel, rows, start, pages, generation))
-        for rows in sorted({1, 2, 3, 4, 6, longest})
-        if rows <= longest
-    }
     return CostModel(
         draft_step_s=step_s,
         round_s=known_s,
-        verify_s=tuple(_interpolated(measured, rows) for rows in range(1, longest + 1)),
+        # Every length on its own: kernels take rows in blocks, so the times rise in steps.
+        verify_s=tuple(
+            _usual(partial(_verify, draft, channel, rows, start, pages, generation))
+            for rows in range(1, longest + 1)
+        ),
     )
 
 
@@ -92,12 +91,3 @@ def _verify(
     )
     channel.send(RoundHeader(generation=generation, round_id=0, segments=(segment,)), hidden_TD)
     channel.receive()
-
-
-def _interpolated(measured: dict[int, float], rows: int) -> float:
-    if rows in measured:
-        return measured[rows]
-    below = max(r for r in measured if r < rows)
-    above = min(r for r in measured if r > rows)
-    share = (rows - below) / (above - below)
-    return measured[below] + share * (measured[above] - measured[below])
