@@ -22,8 +22,8 @@ def prepare_for_local_ray() -> None:
             "RAY_enable_metrics_collection": "0",
         }
     )
-    # On a busy machine the HTTP proxy takes longer to come up than Serve's five seconds, and one that
-    # is late is killed.
+    # On a busy machine the HTTP proxy takes longer to come up than Serve's five seconds, and one
+    # that is late is killed.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 

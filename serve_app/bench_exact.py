@@ -51,7 +51,6 @@ class ActorRunner:
 @contextmanager
 def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
     """Ray, router and one pipeline for as long as the block runs."""
-    prepare_for_local_ray()
     from ray import serve  # Ray reads the environment when it is imported
 
     from serve_app._local_ray import local_ray
@@ -69,4 +68,5 @@ def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
 
 
 def main(argv: Sequence[str]) -> int:
+    prepare_for_local_ray()  # once: a process keeps the first token it has read
     return exact.main(argv, actors=service_without_http)
