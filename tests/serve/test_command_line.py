@@ -170,3 +170,22 @@ def test_a_port_that_is_taken_is_named(tiny_service: Path) -> None:
         result = _run("serve", "--model", str(tiny_service), "--port", str(port))
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bench_exact_goes_through_every_topology_and_finds_nothing(tiny_service: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "serve_app.cli", "bench", "exact"),
+            *("--model", str(tiny_service), "--tokens", "400", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["mismatches"] == 0
+    assert {case["verify_ranks"] for case in report["cases"]} == {0, 1, 2}
