@@ -127,7 +127,6 @@ def test_coins_are_uniform_and_strictly_inside_the_interval() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_makes_the_same_bits() -> None:
     keys = [noise_key(13, position) for position in range(16)]
     on_gpu = gumbel(keys, torch.arange(128_256, device="cuda")).cpu()
