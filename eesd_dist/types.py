@@ -110,6 +110,10 @@ class Evidence:
     """Probability of the best minus that of the second best."""
     entropy: float
     """In nats."""
+    gap: float = 0.0
+    """How far the drafted token's score lies above the runner-up's, noise included: the larger, the
+    more the target's logits must differ before it chooses otherwise. In units of the Gumbel noise
+    (logits over temperature); at temperature 0 plain logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
-from eesd_dist.control.controllers import Controller, make_controller
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
@@ -89,14 +88,13 @@ class EngineCore:
         self._scheduler = scheduler
         self._speculation = speculation
         self._cost = cost
-        self._calibrator = calibrator
         self._book = book
         self._generation = generation
         self._clock = clock
         self._round_span = round_span
         self._lock = threading.Lock()
         self._arrived = threading.Event()
-        self._controllers: dict[RequestId, Controller] = {}
+        self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._in_flight: dict[int, _InFlight] = {}
         self._next_cohort = 0
         self._round_id = 0
@@ -120,7 +118,11 @@ class EngineCore:
             if plan is None and self._book is not None:
                 plan = self._book.admit(request.request_id, request.workload)
             try:
-                self._controllers[request.request_id] = self._controller_for(request, plan)
+                self._policy.admit(
+                    request.request_id,
+                    request.speculation.controller,
+                    plan.belief if plan is not None else Belief(),
+                )
             except ConfigError:
                 self._scheduler.abort(request.request_id)
                 self._let_go(request.request_id)
@@ -136,17 +138,8 @@ class EngineCore:
         self._arrived.set()
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
-        """Takes the router's beliefs where they know more rounds than this engine's own, or where
-        neither has seen one yet and the router has the better prior."""
-        with self._lock:
-            for request_id, plan in plans.items():
-                live = self._scheduler.live(request_id)
-                mine = self._controllers.get(request_id)
-                if live is None or mine is None:
-                    continue
-                if 0 < mine.belief().num_rounds >= plan.belief.num_rounds:
-                    continue
-                self._controllers[request_id] = self._controller_for(live.request, plan)
+        """Takes the router's beliefs where they know more than this engine's own."""
+        self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
 
     def load(self) -> EngineLoad:
         with self._lock:
@@ -187,7 +180,7 @@ class EngineCore:
             self._in_flight.clear()
             self._scheduler.reset_computed()
             self._draft.forget_all()
-            for request_id in list(self._controllers):
+            for request_id in self._policy.live():
                 if self._scheduler.live(request_id) is None:  # aborted while in flight
                     self._let_go(request_id)
             self._channel = channel
@@ -217,12 +210,8 @@ class EngineCore:
                 return False
             for request_id in plan.preempted:
                 self._draft.forget(request_id)
-            controllers = {
-                item.live.request.request_id: self._controllers[item.live.request.request_id]
-                for item in plan.items
-            }
         planned = self._clock()
-        drafted = self._draft.draft(plan, controllers)
+        drafted = self._draft.draft(plan, self._policy)
         drafted_at = self._clock()
         header = self._header(plan, drafted)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
@@ -238,10 +227,10 @@ class EngineCore:
             span=SpanIds(trace_id=header.trace_id, span_id=header.span_id),
         )
         if self._speculation.draft_ahead and len(self._in_flight) == 1:
-            self._go_ahead(self._in_flight[cohort], controllers)
+            self._go_ahead(self._in_flight[cohort])
         return True
 
-    def _go_ahead(self, waiting: _InFlight, controllers: Mapping[RequestId, Controller]) -> None:
+    def _go_ahead(self, waiting: _InFlight) -> None:
         """With nobody else to draft for, guess on past the draft until the verdict is here."""
         while not self._channel.reply_is_here():
             runs = self._draft.ahead_room(waiting.drafted.runs)
@@ -250,8 +239,8 @@ class EngineCore:
             (run,) = runs
             if len(run.state.ahead) > run.item.max_draft:
                 break
-            controller = controllers[run.item.live.request.request_id]
-            self._draft.go_ahead(run, with_evidence=controller.needs_evidence)
+            with_evidence = self._policy.needs_evidence([run.request_id])
+            self._draft.go_ahead(run, with_evidence=with_evidence)
 
     def _finish(self, waiting: _InFlight) -> StepResult:
         wait_from = self._clock()
@@ -262,10 +251,7 @@ class EngineCore:
         with self._lock:
             emissions = self._scheduler.commit(waiting.plan, results)
             finished = [e.request_id for e in emissions if e.finish_reason is not None]
-            for outcome in outcomes:
-                controller = self._controllers.get(outcome.request_id)
-                if controller is not None:
-                    controller.observe(outcome)
+            self._policy.observe(outcomes)
             if self._book is not None:
                 self._book.observe(outcomes)
             for item in waiting.plan.items:
@@ -344,19 +330,9 @@ class EngineCore:
             wants_rejection=self._speculation.acceptance == "rejection",
         )
 
-    def _controller_for(self, request: Request, plan: DraftPlan | None) -> Controller:
-        return make_controller(
-            request.speculation.controller or self._speculation.controller,
-            config=self._speculation,
-            belief=plan.belief if plan is not None else Belief(),
-            calibrator=self._calibrator,
-            rng=Random(f"{self._speculation.seed}/{request.request_id}"),
-            cost=self._cost,
-        )
-
     def _let_go(self, request_id: RequestId) -> None:
         self._draft.forget(request_id)
-        self._controllers.pop(request_id, None)
+        self._policy.forget(request_id)
         if self._book is not None:
             self._book.finish(request_id)
 

@@ -8,14 +8,14 @@ nothing of queues, of the verifier's answers or of how rounds travel.
 # Shapes: T rows, A runs that go on drafting, D hidden size, V vocabulary (or the draft vocabulary).
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from eesd_dist.config import Numerics
-from eesd_dist.control.controllers import Controller
+from eesd_dist.control.policy import DraftPolicy, Offer
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
@@ -74,6 +74,10 @@ class DraftRun:
     """The exit head's output at the newest row, when it has seen it."""
 
     @property
+    def request_id(self) -> RequestId:
+        return self.item.live.request.request_id
+
+    @property
     def next_position(self) -> int:
         return self.item.start + self.item.num_known + len(self.tokens)
 
@@ -127,13 +131,13 @@ class DraftStage:
         self._states.clear()
 
     @torch.inference_mode()
-    def draft(self, plan: RoundPlan, controllers: Mapping[RequestId, Controller]) -> DraftedRound:
-        """Runs the known rows, then drafts until each request's controller says stop."""
+    def draft(self, plan: RoundPlan, policy: DraftPolicy) -> DraftedRound:
+        """Runs the known rows, then drafts level by level what the policy chooses."""
         runs = [self._open(item) for item in plan.items]
         self._run_known(runs)
         if self.head is not None:
             self._draft_on(
-                [run for run in runs if run.item.max_draft > 0 and run.item.is_final], controllers
+                [run for run in runs if run.item.max_draft > 0 and run.item.is_final], policy
             )
         pieces = [piece for run in runs for piece in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
@@ -214,18 +218,27 @@ class DraftStage:
             run.state.exit_len += segment.num_rows
             run.state.lagging_TD.clear()
 
-    def _draft_on(self, runs: list[DraftRun], controllers: Mapping[RequestId, Controller]) -> None:
+    def _draft_on(self, runs: list[DraftRun], policy: DraftPolicy) -> None:
         active = runs
-        for run in active:
-            controllers[run.item.live.request.request_id].begin_round()
+        policy.begin_round([run.request_id for run in active])
         while active:
-            with_evidence = self._log_evidence or any(
-                controllers[r.item.live.request.request_id].needs_evidence for r in active
+            with_evidence = self._log_evidence or policy.needs_evidence(
+                [run.request_id for run in active]
             )
             candidates = self._candidates(active, with_evidence=with_evidence)
+            offers = [
+                Offer(
+                    request_id=run.request_id,
+                    evidence=candidate.evidence,
+                    parent=len(run.tokens) - 1,
+                )
+                for run, candidate in zip(active, candidates, strict=True)
+            ]
             going_on: list[tuple[DraftRun, Candidate]] = []
-            for run, candidate in zip(active, candidates, strict=True):
-                if controllers[run.item.live.request.request_id].keep_drafting(candidate.evidence):
+            for run, candidate, is_taken in zip(
+                active, candidates, policy.choose(offers), strict=True
+            ):
+                if is_taken:
                     going_on.append((run, candidate))
                 else:
                     run.prefetched.appendleft(candidate)  # still the best guess, should we go ahead
@@ -287,10 +300,11 @@ class DraftStage:
                 vocab_ids=self.head.vocab_ids,
                 vocab_size=self.span.spec.vocab_size,
             )
-            tokens_A, probs_AV = sample.tokens, sample.probs
+            tokens, probs_AV = sample.tokens.tolist(), sample.probs
+            gaps = [0.0] * len(runs)
         else:
-            tokens_A = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids).tokens
-        tokens = tokens_A.tolist()
+            choice = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids)
+            tokens, gaps = choice.tokens[:, 0].tolist(), choice.gaps.tolist()
         measures: Sequence[tuple[float, float, float]] = (
             evidence_of(logits_AV) if with_evidence else [(1.0, 1.0, 0.0)] * len(runs)
         )
@@ -302,6 +316,7 @@ class DraftStage:
                     top1_prob=measures[i][0],
                     top2_margin=measures[i][1],
                     entropy=measures[i][2],
+                    gap=gaps[i],
                 ),
                 probs_V=None if probs_AV is None else probs_AV[i],
             )
@@ -380,6 +395,7 @@ class DraftStage:
                         top1_prob=candidate.evidence.top1_prob,
                         top2_margin=candidate.evidence.top2_margin,
                         entropy=candidate.evidence.entropy,
+                        gap=candidate.evidence.gap,
                     ),
                     probs_V=candidate.probs_V,
                     hidden_D=candidate.hidden_D,

@@ -70,7 +70,10 @@ class DraftChoice:
     """What the exit head would have the target choose."""
 
     tokens: Tensor
-    """[S] int64 target ids."""
+    """[S, b] int64 target ids, best first: what the head draws, then its alternatives under the
+    same noise."""
+    gaps: Tensor
+    """[S] score of the best less that of the runner-up (`Evidence.gap`)."""
     perturbed: Tensor
     """[S, V] the scores these are the maxima of, in the head's own columns."""
 
@@ -90,18 +93,25 @@ def choose(
 
 
 def draft_choice(
-    logits_SV: Tensor, rules: Sequence[RowRule], *, vocab_ids: Tensor | None = None
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    *,
+    vocab_ids: Tensor | None = None,
+    width: int = 1,
 ) -> DraftChoice:
     """The same rule on the exit head's logits, with the noise of the target's token ids.
 
-    `vocab_ids` [V] names the target token of each column of a truncated draft vocabulary.
+    `vocab_ids` [V] names the target token of each column of a truncated draft vocabulary; `width`
+    is how many tokens are wanted of every row.
     """
     columns = _columns_of(logits_SV, vocab_ids)
     scores_SV = perturbed(logits_SV, rules, columns)
-    tokens_S = first_max(scores_SV)
+    best_SB, values_SB = _first_maxima(scores_SV, max(width, 2))
+    tokens_SB = best_SB[:, :width]
     if vocab_ids is not None:
-        tokens_S = vocab_ids.to(tokens_S.device).long()[tokens_S]
-    return DraftChoice(tokens=tokens_S, perturbed=scores_SV)
+        tokens_SB = vocab_ids.to(tokens_SB.device).long()[tokens_SB]
+    gaps_S = values_SB[:, 0] - values_SB[:, -1 if values_SB.shape[1] < 2 else 1]
+    return DraftChoice(tokens=tokens_SB, gaps=gaps_S, perturbed=scores_SV)
 
 
 def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
@@ -124,6 +134,23 @@ def first_max(x_SV: Tensor) -> Tensor:
     if x_SV.device.type == "cpu":
         return torch.from_numpy(x_SV.detach().numpy().argmax(axis=-1))
     return x_SV.argmax(dim=-1)
+
+
+def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns and values [S, b] of each row's largest, best first; of equals the first column."""
+    count = min(count, x_SV.shape[-1])
+    if x_SV.device.type != "cpu":
+        ranked = x_SV.sort(dim=-1, descending=True, stable=True)
+        return ranked.indices[:, :count], ranked.values[:, :count]
+    rest_SV = x_SV.detach().numpy().copy()
+    rows_S = np.arange(rest_SV.shape[0])
+    best_SB = np.empty((rest_SV.shape[0], count), dtype=np.int64)
+    values_SB = np.empty((rest_SV.shape[0], count), dtype=rest_SV.dtype)
+    for rank in range(count):
+        best_SB[:, rank] = rest_SV.argmax(axis=-1)
+        values_SB[:, rank] = rest_SV[rows_S, best_SB[:, rank]]
+        rest_SV[rows_S, best_SB[:, rank]] = -np.inf
+    return torch.from_numpy(best_SB), torch.from_numpy(values_SB)
 
 
 def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:

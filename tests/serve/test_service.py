@@ -66,7 +66,7 @@ def test_speculation_off_and_on_give_the_same_text(client: openai.OpenAI) -> Non
             max_tokens=64,
             temperature=0.7,
             seed=3,
-            extra_body={"ignore_eos": True, "speculation": {"mode": mode}},
+            extra_body={"ignore_eos": True, "speculation": {"mode": mode, "controller": "fixed"}},
         )
         texts.append(answer.choices[0].text)
         statistics = (answer.model_extra or {})["metrics"]["speculative_decoding"]
@@ -164,7 +164,10 @@ def test_metrics_count_what_was_drafted_and_say_by_which_pipeline(
 
     before = drafted()
     answer = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=32, extra_body={"ignore_eos": True}
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=32,
+        extra_body={"ignore_eos": True, "speculation": {"controller": "fixed"}},
     )
     report = (answer.model_extra or {})["metrics"]["speculative_decoding"]
     assert drafted() - before == report["num_draft_tokens"] > 0
