@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from eesd_dist.types import ControllerName
+from eesd_dist.types import ControllerName, TreeShape
 
 DType = Literal["float32", "bfloat16"]
 Numerics = Literal["invariant", "fast"]
@@ -92,6 +92,36 @@ class SchedulerConfig(Section):
     """Two cohorts take turns: one is drafted while the other is verified."""
 
 
+class TreeConfig(Section):
+    """What a draft may look like when it is not a chain."""
+
+    shape: TreeShape = "none"
+    """`none`: chains. `static`: so many alternatives at each depth, as deep as the controller goes.
+    `dynamic`: alternatives are drafted where they are likely to survive. A request may say another
+    one for itself."""
+
+    widths: tuple[PositiveInt, ...] = (2, 2, 1)
+    """`static`: tokens drafted to follow each token, by depth; beyond the last entry one."""
+
+    branch: PositiveInt = 2
+    """`dynamic`: tokens that may be drafted to follow each token."""
+
+    max_nodes: PositiveInt = 16
+    """Tokens of one tree; `max_draft_tokens` bounds its depth."""
+
+    def shape_of(self, wished: TreeShape | None) -> TreeShape:
+        """A request's own shape, or the service's."""
+        return self.shape if wished is None else wished
+
+    def width_at(self, depth: int, shape: TreeShape) -> int:
+        """How many tokens may be offered to follow one that has `depth` drafted ones up to it."""
+        if shape == "none":
+            return 1
+        if shape == "dynamic":
+            return self.branch
+        return self.widths[depth] if depth < len(self.widths) else 1
+
+
 class SpeculationConfig(Section):
     """How far ahead we dare to guess."""
 
@@ -106,6 +136,9 @@ class SpeculationConfig(Section):
 
     draft_ahead: bool = True
     """With one cohort in flight the drafter goes on past its last token while it waits."""
+
+    tree: TreeConfig = TreeConfig()
+    """Alternatives beside the exit head's first choices."""
 
     fixed_length: NonNegativeInt = 4
     """Draft length of the `fixed` controller."""
@@ -144,6 +177,15 @@ class SpeculationConfig(Section):
 
     seed: int = 0
     """Seeds the controllers' draws; they can never change a text."""
+
+    @model_validator(mode="after")
+    def _trees_are_coupled(self) -> Self:
+        if self.acceptance == "rejection" and self.tree.shape != "none":
+            raise ValueError(
+                f"acceptance is rejection and tree.shape is {self.tree.shape}: rejection sampling "
+                "judges chains; set tree.shape to none, or acceptance to coupled"
+            )
+        return self
 
 
 class ParallelConfig(Section):

@@ -59,6 +59,9 @@ class SamplingParams:
         )
 
 
+TreeShape = Literal["none", "static", "dynamic"]
+"""A draft is a chain, a tree of fixed widths, or one that grows where it is likely to survive."""
+
 ControllerName = Literal["fixed", "threshold", "beta", "calibration"]
 
 
@@ -71,6 +74,8 @@ class SpeculationParams:
     """None takes the service's default."""
     max_draft_tokens: int | None = None
     """None takes the service's ceiling."""
+    tree: TreeShape | None = None
+    """None takes the service's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +136,20 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A point of a drafted tree that its verdict came to: what stood there, and what was chosen."""
+
+    depth: int
+    """How many drafted tokens lie before it."""
+    num_offered: int
+    """How many tokens were drafted to follow it: the exit head's first choice, then its next."""
+    chosen_rank: int
+    """Which of them was the verifier's own; -1: none."""
+    evidence: Evidence
+    """What the exit head said there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One request's round as a controller may learn from it: counts and evidence, no text."""
 
@@ -138,7 +157,23 @@ class Outcome:
     num_drafted: int
     num_accepted: int
     evidence: tuple[Evidence, ...] = ()
-    """One per drafted token, in order."""
+    """One per drafted token of a chain, in order; empty for a tree, whose branches have it."""
+    branches: tuple[Branch, ...] = ()
+    """Of a tree: where its verdict passed and tokens had been drafted, from the root on."""
+
+    @property
+    def num_first_accepted(self) -> int:
+        """How often the exit head's first choice was judged right."""
+        if self.branches:
+            return sum(branch.chosen_rank == 0 for branch in self.branches)
+        return self.num_accepted
+
+    @property
+    def num_first_rejected(self) -> int:
+        """How often it was judged wrong; what follows a rejected token was never judged."""
+        if self.branches:
+            return sum(branch.chosen_rank != 0 for branch in self.branches)
+        return int(self.num_accepted < self.num_drafted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +227,9 @@ class RoundStats:
     """Identity of the round's span, as its header carried it to the verify ranks; 0: no trace."""
     span_id: int = 0
     drafted_by_position: tuple[int, ...] = field(default=())
+    """How many requests' drafts were longer than so many tokens, or deeper than so many levels."""
     accepted_by_position: tuple[int, ...] = field(default=())
+    """Of those, the ones in which so much and one token more was accepted."""
 
     @property
     def total_s(self) -> float:

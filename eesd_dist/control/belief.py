@@ -5,7 +5,8 @@ length is chosen from them (controllers) and who keeps them (`routing.beliefs`).
 
 Censoring: of k drafted tokens with r accepted, the first r were judged good and, when r < k, the
 next one was judged bad. Later tokens were never judged, so they teach nothing; counting k - r
-failures would bias every estimate down.
+failures would bias every estimate down. Of a tree the exit head's first choices count, where the
+verdict came to them.
 """
 
 import math
@@ -50,8 +51,7 @@ class Belief:
         A round without a draft judges nothing and still forgets: a controller that stopped
         drafting becomes uncertain again, and tries again.
         """
-        accepted = outcome.num_accepted
-        rejected = 1 if accepted < outcome.num_drafted else 0
+        accepted, rejected = outcome.num_first_accepted, outcome.num_first_rejected
         old = self.scaled(discount)
         return Belief(
             alpha=old.alpha + accepted,
