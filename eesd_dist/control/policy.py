@@ -62,6 +62,13 @@ class DraftPolicy:
         known = self._controllers.keys() & beliefs.keys()
         self._advice.update({request_id: beliefs[request_id] for request_id in known})
 
+    def recalibrate(self, calibrator: Calibrator) -> None:
+        """Another exit head has come with a calibration of its own; beliefs stay what they are."""
+        self._calibrator = calibrator
+        for request_id, controller in list(self._controllers.items()):
+            name = self._names[request_id]
+            self._controllers[request_id] = self._make(request_id, name, controller.belief())
+
     def forget(self, request_id: RequestId) -> None:
         self._controllers.pop(request_id, None)
         self._names.pop(request_id, None)

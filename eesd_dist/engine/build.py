@@ -17,6 +17,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.profile import measure_cost
+from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import ExitHead
@@ -106,16 +107,7 @@ def build_draft_stage(config: EngineConfig, layout: Layout, group: TensorGroup) 
     )
     head = None
     if layout.head_folder is not None and config.speculation.max_draft_tokens > 0:
-        head = ExitHead.load(
-            layout.head_folder,
-            target=layout.spec,
-            target_path=model.path,
-            dtype=model.dtype,
-            numerics=model.numerics,
-            device=layout.device,
-            num_pages=cache.num_pages,
-            page_size=cache.page_size,
-        )
+        head = load_exit_head(config, layout, layout.head_folder)
     return DraftStage(
         span=span,
         head=head,
@@ -124,6 +116,21 @@ def build_draft_stage(config: EngineConfig, layout: Layout, group: TensorGroup) 
         numerics=model.numerics,
         rejection=config.speculation.acceptance == "rejection",
         log_evidence=config.speculation.log_evidence,
+    )
+
+
+def load_exit_head(config: EngineConfig, layout: Layout, folder: Path) -> ExitHead:
+    """Raises CheckpointError for a head that is damaged or does not fit the target."""
+    model, cache = config.model, config.cache
+    return ExitHead.load(
+        folder,
+        target=layout.spec,
+        target_path=model.path,
+        dtype=model.dtype,
+        numerics=model.numerics,
+        device=layout.device,
+        num_pages=cache.num_pages,
+        page_size=cache.page_size,
     )
 
 
@@ -160,6 +167,7 @@ def build_draft_engine(
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
     round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
+    spool: SpoolSink | None = None,
 ) -> EngineCore:
     """The drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
@@ -199,6 +207,7 @@ def build_draft_engine(
         book=book,
         generation=generation,
         round_span=round_span,
+        spool=spool,
     )
 
 

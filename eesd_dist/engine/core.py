@@ -16,7 +16,9 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
+from eesd_dist.engine.spool import SpoolSink, SpoolTap
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
@@ -81,6 +83,7 @@ class EngineCore:
         generation: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
+        spool: SpoolSink | None = None,
     ) -> None:
         """`round_span`: from the traceparents of a round's requests to the span it will have."""
         self._draft = draft
@@ -92,6 +95,8 @@ class EngineCore:
         self._generation = generation
         self._clock = clock
         self._round_span = round_span
+        self._tap = SpoolTap(spool) if spool is not None else None
+        self._next_head: tuple[ExitHead, Calibrator] | None = None
         self._lock = threading.Lock()
         self._arrived = threading.Event()
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
@@ -127,6 +132,8 @@ class EngineCore:
                 self._scheduler.abort(request.request_id)
                 self._let_go(request.request_id)
                 raise
+            if self._tap is not None:
+                self._tap.admit(request)
         self._arrived.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -140,6 +147,12 @@ class EngineCore:
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
         """Takes the router's beliefs where they know more than this engine's own."""
         self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
+
+    def swap_head(self, head: ExitHead, calibrator: Calibrator) -> None:
+        """Another exit head drafts from the next round on; any thread may ask. No text changes."""
+        with self._lock:
+            self._next_head = (head, calibrator)
+        self._arrived.set()
 
     def load(self) -> EngineLoad:
         with self._lock:
@@ -162,6 +175,7 @@ class EngineCore:
         waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone: call
         `attach` with a new channel, and every live request is computed again from its tokens.
         """
+        self._take_next_head()
         count = self._scheduler.num_cohorts
         for offset in range(count):
             cohort = (self._next_cohort + offset) % count
@@ -188,6 +202,16 @@ class EngineCore:
 
     def close(self) -> None:
         self._channel.close()
+
+    def _take_next_head(self) -> None:
+        """Between two rounds: what prefixes the old head has seen is nothing to the new one."""
+        with self._lock:
+            waiting, self._next_head = self._next_head, None
+            if waiting is None:
+                return
+            self._draft.swap_head(waiting[0])
+            self._policy.recalibrate(waiting[1])
+            self._scheduler.forget_cached()
 
     # -- one turn -------------------------------------------------------------------------------
 
@@ -250,6 +274,9 @@ class EngineCore:
         results, outcomes = self._judge(waiting, reply)
         with self._lock:
             emissions = self._scheduler.commit(waiting.plan, results)
+            if self._tap is not None:
+                for emission in emissions:
+                    self._tap.commit(emission.request_id, len(emission.tokens))
             finished = [e.request_id for e in emissions if e.finish_reason is not None]
             self._policy.observe(outcomes)
             if self._book is not None:
@@ -298,6 +325,8 @@ class EngineCore:
             else:
                 num_accepted = next((i for i in range(k) if run.tokens[i] != chosen[i]), k)
             self._draft.settle(run, num_accepted=num_accepted, next_token=chosen[num_accepted])
+            if self._tap is not None:
+                self._tap.stage(run, reply, first=at, path=range(num_accepted))
             results[request_id] = Committed(
                 tokens=tuple(TokenId(t) for t in chosen[: num_accepted + 1]),
                 num_drafted=k,
@@ -324,13 +353,21 @@ class EngineCore:
         return RoundHeader(
             generation=self._generation,
             round_id=self._round_id,
-            segments=tuple(_segment(run, self._draft.page_size) for run in drafted.runs),
+            segments=tuple(
+                _segment(run, self._draft.page_size, spool_k=self._spool_k(run))
+                for run in drafted.runs
+            ),
             trace_id=span.trace_id,
             span_id=span.span_id,
             wants_rejection=self._speculation.acceptance == "rejection",
         )
 
+    def _spool_k(self, run: DraftRun) -> int:
+        return 0 if self._tap is None else self._tap.top_k(run.request_id)
+
     def _let_go(self, request_id: RequestId) -> None:
+        if self._tap is not None:
+            self._tap.end(request_id)
         self._draft.forget(request_id)
         self._policy.forget(request_id)
         if self._book is not None:
@@ -378,7 +415,7 @@ class EngineCore:
         )
 
 
-def _segment(run: DraftRun, page_size: int) -> Segment:
+def _segment(run: DraftRun, page_size: int, *, spool_k: int = 0) -> Segment:
     item = run.item
     live, p = item.live, item.live.request.sampling
     num_rows = item.num_known + len(run.tokens)
@@ -402,7 +439,8 @@ def _segment(run: DraftRun, page_size: int) -> Segment:
         min_tokens=p.min_tokens,
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
-        top_logprobs=p.top_logprobs,
+        # What the spool asks for beside it never leaves: `_logprobs` goes by the request alone.
+        top_logprobs=max(p.top_logprobs or 0, spool_k) if spool_k else p.top_logprobs,
     )
 
 

@@ -116,6 +116,13 @@ class DraftStage:
         self._rows: RowPlan | None = None
         """The plan of `_segments`, the rows computed last; None before the first ones."""
 
+    def swap_head(self, head: ExitHead) -> None:
+        """Between two rounds. The new head goes on with the old one's keys and values: for one that
+        was trained on from it they are nearly its own, and a draft may be wrong at any time."""
+        if self.head is not None:
+            head.take_pages(self.head)
+        self.head = head
+
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
 

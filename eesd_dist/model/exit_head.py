@@ -246,6 +246,10 @@ class ExitHead:
             ),
         )
 
+    def take_pages(self, other: "ExitHead") -> None:
+        """Goes on with another head's keys and values, in place of empty ones."""
+        self._layers.take_pages(other._layers)
+
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
         """Hidden states after `exit_layer` layers to the head's own; writes its keys and values."""
         return self._layers.forward(hidden_TD, rows)

@@ -90,6 +90,10 @@ class PagedLayers:
             x_TD = layer.forward(x_TD, rotation_T1P, attend)
         return x_TD.narrow(0, 0, rows.num_rows)
 
+    def take_pages(self, other: "PagedLayers") -> None:
+        """Goes on with the keys and values that layers of the same shape have kept."""
+        self._pages = other._pages
+
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(
             self._layers,

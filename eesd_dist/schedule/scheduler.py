@@ -222,6 +222,10 @@ class Scheduler:
             insort(self._waiting, live, key=_ticket)
         return [live.request_id for live in victims]
 
+    def forget_cached(self) -> None:
+        """No prompt finds pages of an earlier one any more; running requests keep theirs."""
+        self._pages.forget_cached()
+
     def check(self) -> None:
         """Raises AssertionError when page tables and the allocator disagree."""
         self._pages.check()

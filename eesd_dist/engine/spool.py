@@ -1,0 +1,179 @@
+"""What verification computed anyway, kept for training: rows, tokens, the target's best tokens.
+
+Decides which rows of a round belong to the text that left, and how long a piece of one text may
+become (OSD, arXiv 2310.07177, trains on such pieces). Refuses to know where pieces are stored: a
+`SpoolSink` is given from outside, and without one nothing here runs.
+"""
+
+# Shapes: T verified positions of one text, D hidden size, K best tokens.
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd_dist.engine.draft import DraftRun
+from eesd_dist.transport.contracts import Floats, Ints, VerifyReply
+from eesd_dist.types import Request, RequestId
+
+MAX_POSITIONS = 512
+"""Of a longer text the last so many positions are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifiedPiece:
+    """Consecutive verified positions of one text: no request's name, no word of it."""
+
+    tokens_T: Ints
+    """The token at each row; the first one was known, the others had been drafted or verified."""
+    hidden_TD: Tensor
+    """The rows after the draft stage's layers, where they were computed."""
+    top_ids_TK: Ints
+    """The target's best tokens after each row."""
+    top_logprobs_TK: Floats
+    """Under the target, before temperature and filters."""
+    workload: str
+    temperature: float
+
+
+class SpoolSink(Protocol):
+    """Where pieces go."""
+
+    @property
+    def top_k(self) -> int:
+        """How many of the target's best tokens to ask for."""
+        ...
+
+    def wants(self, request: Request) -> bool:
+        """Whether this request is among those sampled."""
+        ...
+
+    def put(self, piece: VerifiedPiece) -> None:
+        """Takes a piece or drops it; never waits and never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifiedRows:
+    """One round's rows of one request that its verdict confirmed."""
+
+    position: int
+    """Of the first row; the others follow it."""
+    tokens: tuple[int, ...]
+    hidden_TD: Tensor
+    top_ids_TK: Ints
+    top_logprobs_TK: Floats
+
+    def first(self, count: int) -> "VerifiedRows":
+        return VerifiedRows(
+            position=self.position,
+            tokens=self.tokens[:count],
+            hidden_TD=self.hidden_TD[:count],
+            top_ids_TK=self.top_ids_TK[:count],
+            top_logprobs_TK=self.top_logprobs_TK[:count],
+        )
+
+
+def verified_rows(
+    run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int], top_k: int
+) -> VerifiedRows:
+    """The last known row and the accepted drafted ones: `path` are their indices among the drafted
+    rows, `first` is where the run's verdicts begin in the reply."""
+    item = run.item
+    last = item.num_known - 1
+    index = torch.tensor([last, *(item.num_known + i for i in path)])
+    rows_TD = run.rows_TD[0] if len(run.rows_TD) == 1 else torch.cat(run.rows_TD)
+    verdicts = [first, *(first + 1 + i for i in path)]
+    return VerifiedRows(
+        position=item.start + last,
+        tokens=(item.live.tokens[item.start + last], *(run.tokens[i] for i in path)),
+        hidden_TD=rows_TD[index.to(rows_TD.device)],
+        top_ids_TK=reply.top_ids[verdicts, :top_k].copy(),
+        top_logprobs_TK=reply.top_logprobs[verdicts, :top_k].copy(),
+    )
+
+
+class _Text:
+    """One sampled request so far."""
+
+    def __init__(self, request: Request) -> None:
+        self.workload = request.workload
+        self.temperature = request.sampling.temperature
+        self.parts: deque[VerifiedRows] = deque()
+        self.num_rows = 0
+        self.staged: VerifiedRows | None = None
+        """This round's rows, until it is known how many of their tokens left."""
+
+    @property
+    def next_position(self) -> int | None:
+        if not self.parts:
+            return None
+        return self.parts[-1].position + len(self.parts[-1].tokens)
+
+    def append(self, rows: VerifiedRows) -> None:
+        self.parts.append(rows)
+        self.num_rows += len(rows.tokens)
+        while self.num_rows - len(self.parts[0].tokens) >= MAX_POSITIONS:
+            self.num_rows -= len(self.parts.popleft().tokens)
+
+    def piece(self) -> VerifiedPiece:
+        """All of it, at most the last MAX_POSITIONS."""
+        tokens = [token for part in self.parts for token in part.tokens]
+        return VerifiedPiece(
+            tokens_T=np.asarray(tokens, dtype=np.int32)[-MAX_POSITIONS:],
+            hidden_TD=torch.cat([part.hidden_TD for part in self.parts])[-MAX_POSITIONS:],
+            top_ids_TK=np.concatenate([p.top_ids_TK for p in self.parts])[-MAX_POSITIONS:],
+            top_logprobs_TK=np.concatenate([p.top_logprobs_TK for p in self.parts])[
+                -MAX_POSITIONS:
+            ],
+            workload=self.workload,
+            temperature=self.temperature,
+        )
+
+
+class SpoolTap:
+    """Follows the sampled requests of an engine and hands on what became of them."""
+
+    def __init__(self, sink: SpoolSink) -> None:
+        self._sink = sink
+        self._texts: dict[RequestId, _Text] = {}
+
+    def admit(self, request: Request) -> None:
+        if self._sink.wants(request):
+            self._texts[request.request_id] = _Text(request)
+
+    def top_k(self, request_id: RequestId) -> int:
+        """How many best tokens this request's rows need for the spool; 0 when it is not sampled."""
+        return self._sink.top_k if request_id in self._texts else 0
+
+    def stage(self, run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int]) -> None:
+        """What a verdict confirmed; it counts once `commit` says how much of it left."""
+        text = self._texts.get(run.request_id)
+        if text is not None:
+            text.staged = verified_rows(run, reply, first=first, path=path, top_k=self._sink.top_k)
+
+    def commit(self, request_id: RequestId, num_left: int) -> None:
+        """So many tokens have left: each was chosen by one of the staged rows."""
+        text = self._texts.get(request_id)
+        if text is None or text.staged is None:
+            return
+        rows, text.staged = text.staged.first(num_left), None
+        if text.next_position is not None and text.next_position != rows.position:
+            self._hand_on(text)
+        if rows.tokens:
+            text.append(rows)
+
+    def end(self, request_id: RequestId) -> None:
+        text = self._texts.pop(request_id, None)
+        if text is not None:
+            self._hand_on(text)
+
+    def _hand_on(self, text: _Text) -> None:
+        if text.parts:
+            self._sink.put(text.piece())
+            text.parts.clear()
+            text.num_rows = 0
