@@ -29,7 +29,7 @@ _DELEGATED = {
     "bench offline": "eesd_dist.bench.offline",
     "bench online": "eesd_dist.bench.online",
     "bench exact": "serve_app.bench_exact",
-    "distill": "serve_app.distill",
+    "distill": "serve_app.distill.main",
     "plan": "cluster.planner",
     "preflight": "cluster.preflight",
 }

@@ -1,26 +1,58 @@
 """The frozen target over whole sequences: hidden states on the way, logits at the end.
 
 The same `LlamaSpan` as in serving, once per stretch between two exit layers; no pages, no cache.
+Decides nothing: what is kept of its answers is `collect`'s, what is learnt from them `train`'s.
 """
 
+# Shapes: B sequences, T positions, D hidden size, V vocabulary, N rows, K best logits.
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from eesd_dist.config import DType
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group import SingleGroup
+
+_LOGITS_BYTES = 1 << 28
+"""Rows of logits are made in blocks of about this size: 4096 rows of 128k tokens are 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetView:
+    """What the target made of one sequence; row t is about the token after token t."""
+
+    hidden: dict[int, Tensor]
+    """Exit layer to [T, D]."""
+    top_ids_TK: Tensor
+    """int32, the best first."""
+    top_logits_TK: Tensor
+    """float32."""
+    lse_T: Tensor
+    """float32 log-sum-exp over the whole vocabulary."""
 
 
 class FrozenTarget:
     """Layers [0, L) of a checkpoint, cut where hidden states are wanted."""
 
-    def __init__(self, path: Path, spec: ModelSpec, exits: Sequence[int]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        exits: Sequence[int],
+        *,
+        dtype: DType = "float32",
+        device: torch.device | None = None,
+    ) -> None:
         cuts = [0, *sorted(set(exits)), spec.num_layers]
         self.spec = spec
+        self.exits = tuple(sorted(set(exits)))
+        self.device = device or torch.device("cpu")
         self._spans = [
             LlamaSpan.load(
                 path,
@@ -28,9 +60,9 @@ class FrozenTarget:
                 first,
                 last,
                 group=SingleGroup(),
-                dtype="float32",
+                dtype=dtype,
                 numerics="fast",
-                device=torch.device("cpu"),
+                device=self.device,
                 num_pages=1,
                 page_size=16,
             )
@@ -40,11 +72,50 @@ class FrozenTarget:
     @torch.no_grad()
     def forward(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Hidden states [B, T, D] after each wanted layer, and logits [B, T, V]."""
+        kept, hidden_BTD = self._hidden(tokens_BT, exits)
+        logits_NV = self._spans[-1].logits(hidden_BTD.flatten(0, 1))
+        return kept, logits_NV.view(*tokens_BT.shape, -1)
+
+    @torch.no_grad()
+    def view(self, sequences: Sequence[Sequence[int]], *, top_k: int) -> list[TargetView]:
+        """Every sequence as the target sees it. Sequences of like length belong together: shorter
+        ones are padded at the end, where causal attention does not look."""
+        lengths = [len(sequence) for sequence in sequences]
+        tokens_BT = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            tokens_BT[row, : lengths[row]] = torch.tensor(sequence)
+        kept, hidden_BTD = self._hidden(tokens_BT, self.exits)
+        rows_ND = torch.cat([hidden_BTD[row, :length] for row, length in enumerate(lengths)])
+        ids_NK, logits_NK, lse_N = self._best(rows_ND, top_k=min(top_k, self.spec.vocab_size))
+        parts = zip(*(torch.split(x, lengths) for x in (ids_NK, logits_NK, lse_N)), strict=True)
+        return [
+            TargetView(
+                hidden={at: x_BTD[row, : lengths[row]].cpu() for at, x_BTD in kept.items()},
+                top_ids_TK=ids_TK,
+                top_logits_TK=logits_TK,
+                lse_T=lse_T,
+            )
+            for row, (ids_TK, logits_TK, lse_T) in enumerate(parts)
+        ]
+
+    def _hidden(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        tokens_BT = tokens_BT.to(self.device)
         hidden_BTD = self._spans[0].embed(tokens_BT.flatten()).view(*tokens_BT.shape, -1)
         kept: dict[int, Tensor] = {}
         for span in self._spans:
             hidden_BTD = span.forward_full(hidden_BTD)
             if span.last in exits:
                 kept[span.last] = hidden_BTD
-        logits_TV = self._spans[-1].logits(hidden_BTD.flatten(0, 1))
-        return kept, logits_TV.view(*tokens_BT.shape, -1)
+        return kept, hidden_BTD
+
+    def _best(self, rows_ND: Tensor, *, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Best tokens (int32), their logits and the log-sum-exp of every row, on the host."""
+        block = max(1, _LOGITS_BYTES // (4 * self.spec.vocab_size))
+        ids, logits, lse = [], [], []
+        for block_ND in torch.split(rows_ND, block):
+            logits_NV = self._spans[-1].logits(block_ND)
+            best = logits_NV.topk(top_k, dim=-1)
+            ids.append(best.indices.int().cpu())
+            logits.append(best.values.cpu())
+            lse.append(torch.logsumexp(logits_NV, dim=-1).cpu())
+        return torch.cat(ids), torch.cat(logits), torch.cat(lse)

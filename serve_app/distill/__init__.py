@@ -1,0 +1,1 @@
+"""Makes and keeps exit heads: features, training, calibration, evaluation, choice, refreshing."""
