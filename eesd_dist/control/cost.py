@@ -1,15 +1,21 @@
 """What a draft costs in seconds, and what length earns most by it.
 
-Decides tokens per second from survival probabilities and a start-up profile. Refuses to know where
-the figures come from, and what is believed about acceptance.
+Decides tokens per second from survival probabilities and a start-up profile, for one request and
+for a batch. Refuses to know where the figures come from, and what is believed about acceptance.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 from eesd_dist.errors import ConfigError
+
+Points = tuple[tuple[int, float], ...]
+"""(count, seconds), counts ascending; between two of them seconds are interpolated, and beyond the
+last one the last slope goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +25,21 @@ class CostModel:
     draft_step_s: float
     """One drafted token through layers [0, N) and the exit head."""
     verify_s: tuple[float, ...]
-    """verify_s[i]: a verify pass over i + 1 rows. A draft of k tokens has k + 1 rows; beyond the
-    table the last slope goes on."""
+    """verify_s[i]: a verify pass over i + 1 rows of one request. A draft of k tokens has k + 1
+    rows; beyond the table `verify_rows_s` goes on, or the slope of the table."""
     round_s: float = 0.0
     """Paid once a round whatever its length: first token through [0, N), transfer, planning."""
+    guess_s: float = 0.0
+    """The part of draft_step_s that is the exit head's guess: paid also for a guess that is looked
+    at and then not drafted."""
+    request_s: float = 0.0
+    """What each further request adds to a verify pass beside its rows: its attention calls."""
+    verify_rows_s: Points = ()
+    """A verify pass over more rows than `verify_s` has, by rows, `request_s` taken off."""
+    draft_rows_s: Points = ()
+    """One drafted token for each of so many requests at once."""
+    known_rows_s: Points = ()
+    """`round_s` of a round of so many requests."""
 
     def __post_init__(self) -> None:
         if not self.verify_s or min(self.verify_s) <= 0 or self.draft_step_s < 0:
@@ -31,13 +48,11 @@ class CostModel:
                 "expected at least one positive verify time: run the start-up profile again"
             )
 
+    # -- one request ----------------------------------------------------------------------------
+
     def verify(self, num_drafted: int) -> float:
         """v(k): seconds to verify a draft of k tokens."""
-        last = len(self.verify_s) - 1
-        if num_drafted <= last:
-            return self.verify_s[num_drafted]
-        slope = max(self.verify_s[last] - self.verify_s[last - 1], 0.0) if last else 0.0
-        return self.verify_s[last] + slope * (num_drafted - last)
+        return self.verify_batch(num_drafted + 1, 1)
 
     def seconds(self, num_drafted: int) -> float:
         """A whole round with a draft of k tokens."""
@@ -56,15 +71,80 @@ class CostModel:
         survival = list(accumulate([theta] * max_draft_tokens, mul))
         return self.rate(self.best_length(survival), survival)
 
+    # -- a batch --------------------------------------------------------------------------------
+
+    def verify_batch(self, rows: int, requests: int = 1) -> float:
+        """A verify pass over `rows` rows, known and drafted ones of all requests together."""
+        extra = self.request_s * max(requests - 1, 0)
+        if rows <= len(self.verify_s):
+            return self.verify_s[max(rows, 1) - 1] + extra
+        beyond = [point for point in self.verify_rows_s if point[0] > len(self.verify_s)]
+        if beyond:
+            return _between([(len(self.verify_s), self.verify_s[-1]), *beyond], rows) + extra
+        return self.verify_s[-1] + self._table_slope() * (rows - len(self.verify_s)) + extra
+
+    def draft_batch(self, rows: int) -> float:
+        """One drafted token for each of `rows` requests."""
+        return self._scaled(self.draft_step_s, self.draft_rows_s, rows)
+
+    def guess_batch(self, rows: int) -> float:
+        """The exit head's part of `draft_batch`."""
+        if self.draft_step_s <= 0.0:
+            return 0.0
+        return self.draft_batch(rows) * min(self.guess_s / self.draft_step_s, 1.0)
+
+    def known_batch(self, requests: int) -> float:
+        """What a round of so many requests costs beside drafting and verifying."""
+        return self._scaled(self.round_s, self.known_rows_s, requests)
+
+    def batch_seconds(
+        self, lengths: Sequence[int], *, num_known: int | None = None, overlapped: bool = False
+    ) -> float:
+        """A round that drafts a chain of each of these lengths.
+
+        `num_known`: known rows of the round, where they are more than one a request. `overlapped`:
+        another cohort is verified while this one is drafted, so that the slower of the two counts.
+        """
+        known = len(lengths) if num_known is None else num_known
+        longest = max(lengths, default=0)
+        levels = [sum(length > level for length in lengths) for level in range(longest)]
+        drafting = self.known_batch(known) + sum(map(self.draft_batch, levels))
+        verifying = self.verify_batch(known + sum(lengths), len(lengths))
+        return max(drafting, verifying) if overlapped else drafting + verifying
+
+    def _table_slope(self) -> float:
+        """The last one, and no less than the mean: a last step that noise made flat is not free."""
+        last = len(self.verify_s) - 1
+        if not last:
+            return 0.0
+        mean = (self.verify_s[last] - self.verify_s[0]) / last
+        return max(self.verify_s[last] - self.verify_s[last - 1], mean, 0.0)
+
+    def _scaled(self, one_s: float, points: Points, count: int) -> float:
+        """Unmeasured, many rows are taken to grow as those of a verify pass do: same kernels."""
+        if count <= 0:
+            return 0.0
+        if points and points[-1][0] > 1:
+            return _between([(1, one_s), *(p for p in points if p[0] > 1)], count)
+        return one_s * self.verify_batch(count) / self.verify_s[0]
+
+    # -- files ----------------------------------------------------------------------------------
+
     def to_json(self) -> dict[str, object]:
         return {
             "draft_step_s": self.draft_step_s,
             "verify_s": list(self.verify_s),
             "round_s": self.round_s,
+            "guess_s": self.guess_s,
+            "request_s": self.request_s,
+            "verify_rows_s": [list(point) for point in self.verify_rows_s],
+            "draft_rows_s": [list(point) for point in self.draft_rows_s],
+            "known_rows_s": [list(point) for point in self.known_rows_s],
         }
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "CostModel":
+        """Whatever a batch costs may be missing: files of before it was measured are read too."""
         verify_s = data.get("verify_s")
         if not isinstance(verify_s, Sequence):
             raise ConfigError(f"cost model: found verify_s={verify_s!r}, expected seconds")
@@ -72,7 +152,52 @@ class CostModel:
             draft_step_s=_seconds(data.get("draft_step_s")),
             verify_s=tuple(_seconds(x) for x in verify_s),
             round_s=_seconds(data.get("round_s", 0.0)),
+            guess_s=_seconds(data.get("guess_s", 0.0)),
+            request_s=_seconds(data.get("request_s", 0.0)),
+            verify_rows_s=_points(data.get("verify_rows_s", [])),
+            draft_rows_s=_points(data.get("draft_rows_s", [])),
+            known_rows_s=_points(data.get("known_rows_s", [])),
         )
+
+    def save(self, file: Path) -> None:
+        """For `speculation.cost_file`: later runs decide by these figures instead of new ones."""
+        file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @staticmethod
+    def load(file: Path) -> "CostModel":
+        try:
+            data = json.loads(file.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"cost model {file}: found {error}, expected what CostModel.save wrote: measure it "
+                "again, or leave speculation.cost_file empty"
+            ) from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"cost model {file}: found {str(data)[:40]}, expected an object")
+        return CostModel.from_json(data)
+
+
+def _between(points: Sequence[tuple[int, float]], count: int) -> float:
+    """Straight lines from point to point, and on along the last one; it never falls."""
+    if len(points) == 1:
+        return points[0][1]
+    right = next((i for i, point in enumerate(points) if point[0] >= count), len(points) - 1)
+    (low, low_s), (high, high_s) = points[max(right, 1) - 1], points[max(right, 1)]
+    return low_s + max(high_s - low_s, 0.0) * (count - low) / (high - low)
+
+
+def _points(value: object) -> Points:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"cost model: found {value!r}, expected pairs of a count and seconds")
+    points = []
+    for pair in value:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], int):
+            raise ConfigError(f"cost model: found {pair!r}, expected a count and seconds")
+        points.append((pair[0], _seconds(pair[1])))
+    counts = [count for count, _ in points]
+    if counts != sorted(set(counts)) or min(counts, default=1) < 1:
+        raise ConfigError(f"cost model: found counts {counts}, expected them ascending from 1")
+    return tuple(points)
 
 
 def _seconds(value: object) -> float:
