@@ -48,9 +48,7 @@ async def _here(
         max_model_len=layout_of(engine).max_model_len,
         max_draft_tokens=engine.speculation.max_draft_tokens,
     )
-    book = BeliefBook(
-        ceiling=engine.speculation.max_draft_tokens, discount=engine.speculation.discount
-    )
+    book = BeliefBook(discount=engine.speculation.discount)
     async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
         return await run_batch(
             input_file,

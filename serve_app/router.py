@@ -30,7 +30,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, speculation: SpeculationConfig) -> None:
         self._config = config
-        self._book = BeliefBook(ceiling=speculation.max_draft_tokens, discount=speculation.discount)
+        self._book = BeliefBook(discount=speculation.discount)
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )

@@ -98,7 +98,7 @@ class EngineStages:
     def _build_engine(self, channel: VerifyChannel, generation: Generation) -> EngineCore:
         speculation = self._config.speculation
         # Beliefs for when the router is silent; it knows more workloads than this pipeline does.
-        book = BeliefBook(ceiling=speculation.max_draft_tokens, discount=speculation.discount)
+        book = BeliefBook(discount=speculation.discount)
         return build_draft_engine(
             self._config,
             channel,

@@ -317,7 +317,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = load_prompts(tokenizer, options.prompts, limit=options.limit)
     layout = layout_of(config)
     stops = layout.spec.eos_token_ids
-    engine = build_local_engine(config, book=BeliefBook(ceiling=8))
+    engine = build_local_engine(config, book=BeliefBook())
     decoders = transformers_decoders(
         options.model, dtype=options.dtype, exit_layer=layout.split, stop_token_ids=stops
     ) | our_decoders(engine, max_draft_tokens=8, stop_token_ids=stops)

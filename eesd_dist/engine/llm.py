@@ -51,9 +51,7 @@ class LLM:
     """Both stages in this process. Not for several threads: that is what the service is for."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._engine = build_local_engine(
-            config, book=BeliefBook(ceiling=config.speculation.max_draft_tokens)
-        )
+        self._engine = build_local_engine(config, book=BeliefBook())
 
     @property
     def engine(self) -> EngineCore:

@@ -1,6 +1,6 @@
 """Decides which pipeline serves a request, and keeps the pooled beliefs."""
 
-from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.routing.directory import Member, PipelineDirectory, PipelineId, PipelineReport
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "PipelineDirectory",
     "PipelineId",
     "PipelineReport",
+    "Priors",
 ]

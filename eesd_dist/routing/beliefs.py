@@ -2,16 +2,20 @@
 
 Decides the belief a new request starts with, what each outcome changes, and what a finished request
 leaves behind for the next. Refuses to know where requests run, how lengths are chosen, and any
-clock. Plain and picklable; a router actor stands around it.
+clock. Plain and picklable; a router actor stands around it, and every pipeline keeps a small one
+of its own for when the router is silent.
 
 A class's pool forgets a little with every request that joins it, and lends a newcomer its opinion
 at no more than `prior_weight` judged tokens: enough to start warm, too little to argue with a few
 rounds of the request's own. A class never met borrows from all the others together.
+
+Pinned, pools stay as they are: what a request is warmed with no longer depends on who came before
+it. Its own rounds still teach it, and nobody else.
 """
 
 import json
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,9 +33,17 @@ class DraftPlan:
     """What the router tells a draft stage about one request's next rounds."""
 
     request_id: RequestId
-    ceiling: int
-    """Most tokens one draft may have; 0 is plain decoding."""
     belief: Belief
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priors:
+    """Every class's pool, to be handed to whoever warms requests with them."""
+
+    version: int
+    """Another number, other pools."""
+    pools: Mapping[str, Belief]
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +51,6 @@ class _Live:
     """One request under way."""
 
     workload: str
-    ceiling: int
     belief: Belief
     """Prior and own rounds together: what the controller uses."""
     own: Belief
@@ -48,86 +59,144 @@ class _Live:
 
 class BeliefBook:
     """Bounded: when there are too many, the live request longest unheard of goes, and leaves what
-    it taught in its pool."""
+    it taught in its pool. An outcome costs the same however many requests live."""
 
     def __init__(
         self,
         *,
-        ceiling: int,
         discount: float = 0.98,
         pool_discount: float = 0.95,
         prior_weight: float = 16.0,
-        max_live: int = 4096,
+        max_live: int = 65_536,
         max_workloads: int = 256,
     ) -> None:
-        self._ceiling = ceiling
         self._discount = discount
         self._pool_discount = pool_discount
         self._prior_weight = prior_weight
         self._max_live = max_live
         self._max_workloads = max_workloads
         self._live: OrderedDict[RequestId, _Live] = OrderedDict()
+        self._num_live_of: Counter[str] = Counter()
         self._pools: OrderedDict[str, Belief] = OrderedDict()
+        self._is_pinned = False
+        self._version = 0
+        self._of_all: tuple[int, Belief] | None = None
+        """All pools together, and the version they had; None before anybody asked."""
 
-    def admit(
-        self, request_id: RequestId, workload: str = "default", *, ceiling: int | None = None
-    ) -> DraftPlan:
+    def admit(self, request_id: RequestId, workload: str = "default") -> DraftPlan:
         """The first plan of a request. Admitted again (resumed elsewhere) it keeps its belief."""
         live = self._live.get(request_id)
         if live is None:
-            limit = self._ceiling if ceiling is None else min(ceiling, self._ceiling)
-            prior = self.prior(workload)
-            live = _Live(workload=workload, ceiling=limit, belief=prior, own=Belief())
+            live = _Live(workload=workload, belief=self.prior(workload), own=Belief())
+            self._num_live_of[workload] += 1
         self._keep(request_id, live)
-        return _plan(request_id, live)
+        return DraftPlan(request_id=request_id, belief=live.belief)
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[RequestId, DraftPlan]:
         """The next plan of every request heard of. One never met (the router was restarted) is
         admitted on the way."""
-        plans: dict[RequestId, DraftPlan] = {}
+        heard: dict[RequestId, Belief] = {}
         for outcome in outcomes:
-            self.admit(outcome.request_id)
-            old = self._live[outcome.request_id]
-            live = replace(
-                old,
+            request_id = outcome.request_id
+            if request_id not in self._live:
+                self.admit(request_id)
+            old = self._live[request_id]
+            live = _Live(
+                workload=old.workload,
                 belief=old.belief.after(outcome, discount=self._discount),
                 own=old.own.after(outcome, discount=self._discount),
             )
-            self._keep(outcome.request_id, live)
-            plans[outcome.request_id] = _plan(outcome.request_id, live)
-        return plans
+            self._live[request_id] = live
+            self._live.move_to_end(request_id)
+            heard[request_id] = live.belief
+        return {
+            request_id: DraftPlan(request_id=request_id, belief=belief)
+            for request_id, belief in heard.items()
+        }
 
     def finish(self, request_id: RequestId) -> None:
         """Folds what the request taught into its class; unknown requests are nothing to us."""
         live = self._live.pop(request_id, None)
         if live is not None:
-            self._fold(live)
+            self._leave(live)
 
     def prior(self, workload: str) -> Belief:
         """What a new request of this class starts with."""
         pool = self._pools.get(workload)
         if pool is None:
-            pool = reduce(Belief.merged, self._pools.values(), Belief())
+            pool = self._all_together()
         return replace(pool.bounded(self._prior_weight), num_rounds=0)
 
     def pools(self) -> Mapping[str, Belief]:
         """Every class's pooled belief, to be looked at."""
         return dict(self._pools)
 
+    def priors(self) -> Priors:
+        return Priors(version=self._version, pools=self.pools(), is_pinned=self._is_pinned)
+
+    def adopt(self, priors: Priors) -> None:
+        """Takes over somebody's pools in place of its own; live requests keep their beliefs.
+
+        May be called while another thread uses the book: what that one has in hand is one request's
+        worth of learning, and it is that much that may be lost.
+        """
+        self._is_pinned = priors.is_pinned
+        self._pools = OrderedDict(priors.pools)
+        self._version += 1
+
+    @property
+    def version(self) -> int:
+        """Of the pools."""
+        return self._version
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._is_pinned
+
+    def pin(self) -> None:
+        """From now on the pools stay as they are."""
+        self._is_pinned = True
+        self._version += 1
+
+    def unpin(self) -> None:
+        """They learn again, from the requests that end from now on."""
+        self._is_pinned = False
+        self._version += 1
+
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    def live_by_workload(self) -> Mapping[str, int]:
+        """How many requests of each class are under way."""
+        return dict(self._num_live_of)
+
+    def copy(self) -> "BeliefBook":
+        """Another book that knows the same: to be looked at, or saved, while this one goes on."""
+        twin = BeliefBook(
+            discount=self._discount,
+            pool_discount=self._pool_discount,
+            prior_weight=self._prior_weight,
+            max_live=self._max_live,
+            max_workloads=self._max_workloads,
+        )
+        twin._live = self._live.copy()
+        twin._num_live_of = self._num_live_of.copy()
+        twin._pools = self._pools.copy()
+        twin._is_pinned = self._is_pinned
+        twin._version = self._version
+        return twin
 
     def snapshot(self) -> dict[str, object]:
         """Everything learnt, as plain JSON."""
         return {
             "version": _VERSION,
+            "pinned": self._is_pinned,
             "pools": {name: pool.to_json() for name, pool in self._pools.items()},
             "live": [
                 {
                     "request_id": request_id,
                     "workload": live.workload,
-                    "ceiling": live.ceiling,
                     "belief": live.belief.to_json(),
                     "own": live.own.to_json(),
                 }
@@ -142,53 +211,91 @@ class BeliefBook:
                 f"belief snapshot: found version {snapshot.get('version')!r}, expected "
                 f"{_VERSION}: delete the file to start with no beliefs"
             )
-        pools, live = _read_pools(snapshot.get("pools")), _read_live(snapshot.get("live"))
+        pools, live = _read_pools(snapshot.get("pools")), _read_live(snapshot.get("live", []))
         self._pools, self._live = pools, live
+        self._num_live_of = Counter(one.workload for one in live.values())
+        self._is_pinned = snapshot.get("pinned") is True
+        self._version += 1
 
     def save(self, file: Path) -> None:
         """Whole or not at all: a reader and a crash see the old file or the new one."""
-        draft = file.with_name(f"{file.name}.{os.getpid()}.new")
-        with draft.open("w") as stream:
-            json.dump(self.snapshot(), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(file)
+        write_snapshot(file, self.snapshot())
 
     def load(self, file: Path) -> None:
-        try:
-            snapshot = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise CheckpointError(
-                file=file,
-                found=str(error),
-                expected="a belief snapshot in JSON",
-                advice="delete it to start with no beliefs",
-            ) from error
-        if not isinstance(snapshot, dict):
-            raise CheckpointError(
-                file=file, found=type(snapshot).__name__, expected="a belief snapshot"
-            )
-        self.restore(snapshot)
+        self.restore(read_snapshot(file))
+
+    def _all_together(self) -> Belief:
+        version = self._version
+        if self._of_all is None or self._of_all[0] != version:
+            self._of_all = (version, reduce(Belief.merged, self._pools.values(), Belief()))
+        return self._of_all[1]
 
     def _keep(self, request_id: RequestId, live: _Live) -> None:
         self._live[request_id] = live
         self._live.move_to_end(request_id)
         while len(self._live) > self._max_live:
             _, silent = self._live.popitem(last=False)
-            self._fold(silent)
+            self._leave(silent)
+
+    def _leave(self, live: _Live) -> None:
+        self._num_live_of[live.workload] -= 1
+        if not self._num_live_of[live.workload]:
+            del self._num_live_of[live.workload]
+        if live.own.num_rounds > 0 and not self._is_pinned:
+            self._fold(live)
 
     def _fold(self, live: _Live) -> None:
-        if live.own.num_rounds == 0:
-            return
-        pool = self._pools.get(live.workload, Belief()).scaled(self._pool_discount)
-        self._pools[live.workload] = pool.merged(live.own)
-        self._pools.move_to_end(live.workload)
-        while len(self._pools) > self._max_workloads:
-            self._pools.popitem(last=False)
+        pools = self._pools
+        pool = pools.get(live.workload, Belief()).scaled(self._pool_discount)
+        pools[live.workload] = pool.merged(live.own)
+        pools.move_to_end(live.workload)
+        while len(pools) > self._max_workloads:
+            pools.popitem(last=False)
+        self._version += 1
 
 
-def _plan(request_id: RequestId, live: _Live) -> DraftPlan:
-    return DraftPlan(request_id=request_id, ceiling=live.ceiling, belief=live.belief)
+def priors_to_json(priors: Priors) -> dict[str, object]:
+    """A snapshot of pools alone: what an operator saves, pins and loads."""
+    return {
+        "version": _VERSION,
+        "pinned": priors.is_pinned,
+        "pools": {name: pool.to_json() for name, pool in priors.pools.items()},
+    }
+
+
+def pools_from_json(snapshot: Mapping[str, object]) -> Mapping[str, Belief]:
+    """The pools of a snapshot, with or without live requests in it."""
+    book = BeliefBook()
+    book.restore(snapshot)
+    return book.pools()
+
+
+def write_snapshot(file: Path, snapshot: Mapping[str, object]) -> None:
+    """Whole or not at all."""
+    draft = file.with_name(f"{file.name}.{os.getpid()}.new")
+    with draft.open("w") as stream:
+        json.dump(snapshot, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(file)
+
+
+def read_snapshot(file: Path) -> Mapping[str, object]:
+    """Raises CheckpointError for a file that is none."""
+    try:
+        snapshot = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            file=file,
+            found=str(error),
+            expected="a belief snapshot in JSON",
+            advice="name a file that `eesd controllers save` has written",
+        ) from error
+    if not isinstance(snapshot, dict):
+        raise CheckpointError(
+            file=file, found=type(snapshot).__name__, expected="a belief snapshot"
+        )
+    return snapshot
 
 
 def _read_pools(data: object) -> OrderedDict[str, Belief]:
@@ -203,12 +310,8 @@ def _read_live(data: object) -> OrderedDict[RequestId, _Live]:
 
 
 def _one(entry: Mapping[str, object]) -> _Live:
-    ceiling = entry.get("ceiling")
-    if not isinstance(ceiling, int):
-        raise ConfigError(f"belief snapshot: found ceiling {ceiling!r}, expected a whole number")
     return _Live(
         workload=str(entry.get("workload")),
-        ceiling=ceiling,
         belief=Belief.from_json(_mapping(entry.get("belief"))),
         own=Belief.from_json(_mapping(entry.get("own"))),
     )

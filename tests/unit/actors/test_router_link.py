@@ -10,7 +10,7 @@ from eesd_dist.routing.beliefs import DraftPlan
 from eesd_dist.types import Outcome, RequestId
 
 R = RequestId("r")
-PLAN = DraftPlan(request_id=R, ceiling=4, belief=Belief())
+PLAN = DraftPlan(request_id=R, belief=Belief())
 
 
 class Router:

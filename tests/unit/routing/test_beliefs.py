@@ -33,20 +33,12 @@ def serve(
 
 
 def test_the_first_request_ever_starts_undecided() -> None:
-    plan = BeliefBook(ceiling=8).admit(rid("a"))
+    plan = BeliefBook().admit(rid("a"))
     assert plan.belief == Belief()
-    assert plan.ceiling == 8
-
-
-def test_a_request_may_ask_for_less_and_never_for_more() -> None:
-    book = BeliefBook(ceiling=8)
-    assert book.admit(rid("a"), ceiling=3).ceiling == 3
-    assert book.admit(rid("b"), ceiling=99).ceiling == 8
-    assert book.observe([outcome("a", 2, 1)])[rid("a")].ceiling == 3
 
 
 def test_a_new_request_is_warmed_by_its_class() -> None:
-    book = BeliefBook(ceiling=8)
+    book = BeliefBook()
     serve(book, 1, "code", accepted=8)
     serve(book, 2, "poetry", accepted=0)
     assert book.admit(rid(3), "code").belief.mean > 0.9
@@ -55,7 +47,7 @@ def test_a_new_request_is_warmed_by_its_class() -> None:
 
 def test_warmed_is_not_fixed() -> None:
     """After fifty easy requests, a few hard rounds of its own change its mind."""
-    book = BeliefBook(ceiling=8, prior_weight=16)
+    book = BeliefBook(prior_weight=16)
     for name in range(50):
         serve(book, name, "code", accepted=8)
     assert book.admit(rid("hard"), "code").belief.weight <= 16
@@ -65,13 +57,13 @@ def test_warmed_is_not_fixed() -> None:
 
 
 def test_a_class_never_met_borrows_from_all_others() -> None:
-    book = BeliefBook(ceiling=8)
+    book = BeliefBook()
     serve(book, 1, "code", accepted=8)
     assert book.admit(rid(2), "never met").belief.mean > 0.9
 
 
 def test_the_pool_gets_a_requests_own_rounds_and_no_prior_twice() -> None:
-    book = BeliefBook(ceiling=8, pool_discount=1.0, discount=1.0)
+    book = BeliefBook(pool_discount=1.0, discount=1.0)
     serve(book, 1, "code", accepted=4, rounds=2)
     serve(book, 2, "code", accepted=4, rounds=2)
     assert book.pools()["code"] == Belief(
@@ -80,7 +72,7 @@ def test_the_pool_gets_a_requests_own_rounds_and_no_prior_twice() -> None:
 
 
 def test_a_pool_follows_a_world_that_changes() -> None:
-    book = BeliefBook(ceiling=8, pool_discount=0.8)
+    book = BeliefBook(pool_discount=0.8)
     for name in range(100):
         serve(book, name, "code", accepted=8, rounds=10)
     for name in range(100, 120):
@@ -89,25 +81,25 @@ def test_a_pool_follows_a_world_that_changes() -> None:
 
 
 def test_admitted_again_a_request_keeps_its_belief() -> None:
-    book = BeliefBook(ceiling=8)
+    book = BeliefBook()
     book.admit(rid("a"), "code")
     plan = book.observe([outcome("a", 4, 4)])[rid("a")]
     assert book.admit(rid("a"), "code") == plan
 
 
 def test_every_request_heard_of_gets_one_plan_with_all_its_rounds() -> None:
-    book = BeliefBook(ceiling=8)
+    book = BeliefBook()
     plans = book.observe([outcome("a", 4, 4), outcome("b", 2, 0), outcome("a", 4, 1)])
     assert set(plans) == {rid("a"), rid("b")}
     assert plans[rid("a")].belief.num_rounds == 2
 
 
 def test_finishing_the_unknown_is_nothing() -> None:
-    BeliefBook(ceiling=8).finish(rid("who"))
+    BeliefBook().finish(rid("who"))
 
 
 def test_requests_that_never_finish_are_bounded_and_what_they_taught_is_kept() -> None:
-    book = BeliefBook(ceiling=8, max_live=10)
+    book = BeliefBook(max_live=10)
     for name in range(100):
         book.admit(rid(name), "code")
         book.observe([outcome(name, 8, 8)])
@@ -116,7 +108,7 @@ def test_requests_that_never_finish_are_bounded_and_what_they_taught_is_kept() -
 
 
 def test_workload_names_are_bounded() -> None:
-    book = BeliefBook(ceiling=8, max_workloads=5)
+    book = BeliefBook(max_workloads=5)
     for name in range(50):
         serve(book, name, f"class {name}", accepted=4, rounds=1)
     assert set(book.pools()) == {f"class {name}" for name in range(45, 50)}
@@ -130,13 +122,13 @@ events = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("xy"), rounds, st
 def test_a_restored_book_is_the_same_book(
     history: list[tuple[int, str, tuple[int, int], bool]],
 ) -> None:
-    book = BeliefBook(ceiling=8, max_live=4)
+    book = BeliefBook(max_live=4)
     for name, workload, (drafted, accepted), finishes in history:
         book.admit(rid(name), workload)
         book.observe([outcome(name, drafted, accepted)])
         if finishes:
             book.finish(rid(name))
-    twin = BeliefBook(ceiling=8, max_live=4)
+    twin = BeliefBook(max_live=4)
     twin.restore(json.loads(json.dumps(book.snapshot())))
     assert twin.snapshot() == book.snapshot()
     assert twin.admit(rid("new"), "x") == book.admit(rid("new"), "x")
@@ -144,12 +136,12 @@ def test_a_restored_book_is_the_same_book(
 
 
 def test_a_checkpoint_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    book, file = BeliefBook(ceiling=8), tmp_path / "beliefs.json"
+    book, file = BeliefBook(), tmp_path / "beliefs.json"
     serve(book, 1, "code", accepted=8)
     book.save(file)
     book.save(file)
     assert list(tmp_path.iterdir()) == [file]
-    twin = BeliefBook(ceiling=8)
+    twin = BeliefBook()
     twin.load(file)
     assert twin.snapshot() == book.snapshot()
 
@@ -159,17 +151,17 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "beliefs.json"
     file.write_text(content)
     with pytest.raises(CheckpointError, match=r"beliefs\.json"):
-        BeliefBook(ceiling=8).load(file)
+        BeliefBook().load(file)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 9}, {"pools": []}, {"live": {}}, {"live": [{"ceiling": "high"}]}],
+    [{"version": 9}, {"pools": []}, {"live": {}}, {"live": [{"belief": "high"}]}],
 )
 def test_a_snapshot_of_another_form_is_refused_and_changes_nothing(
     change: dict[str, object],
 ) -> None:
-    book = BeliefBook(ceiling=8)
+    book = BeliefBook()
     serve(book, 1, "code", accepted=8)
     before = book.snapshot()
     with pytest.raises(ConfigError, match="belief snapshot"):
