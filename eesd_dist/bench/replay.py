@@ -1,0 +1,267 @@
+"""Recorded guesses through any controller: the engine's rounds again, with a model of the clock.
+
+The round loop asks a `DraftPolicy` exactly what the draft stage asks it, level by level over all
+requests, and reads the verdict off the trace. So drafts, verdicts and beliefs are those of the
+engine; only seconds are computed, from a measured `CostModel`. Refuses to know the engine.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from eesd_dist.bench.traces import Trace
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
+from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.types import ControllerName, Outcome, RequestId, SpeculationParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way of drafting that is held against the others."""
+
+    label: str
+    controller: ControllerName | None
+    """None is plain decoding."""
+    max_draft_tokens: int | None = None
+    settings: tuple[tuple[str, object], ...] = ()
+    """Keys of the speculation section that differ from the service's own; replay only."""
+
+    @property
+    def params(self) -> SpeculationParams:
+        if self.controller is None:
+            return SpeculationParams(mode="off")
+        return SpeculationParams(controller=self.controller, max_draft_tokens=self.max_draft_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request, and how many tokens of the whole run have left when it comes in.
+
+    Counted in tokens and not in seconds: every variant meets the same crowd at the same point of
+    its work. An idle engine does not wait.
+    """
+
+    trace: Trace
+    after_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all variants of one comparison share."""
+
+    speculation: SpeculationConfig
+    cost: CostModel
+    calibrator: Calibrator | None
+    max_running: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request's part of a round."""
+
+    request: int
+    """Index of its arrival."""
+    at: int
+    outcome: Outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayed:
+    """A run as it would have been."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each round."""
+    rounds: list[tuple[Turn, ...]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total_s
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [turn.outcome for turns in self.rounds for turn in turns]
+
+
+Lengths = Callable[[Trace, int], int]
+"""Draft length at a position, by someone who has read the trace."""
+
+
+def accepted_length(trace: Trace, at: int) -> int:
+    """The per-round oracle: draft just what will be accepted."""
+    return trace.guesses[at].num_accepted
+
+
+def replay(
+    arrivals: Sequence[Arrival],
+    variant: Variant,
+    setting: Setting,
+    *,
+    book: BeliefBook | None = None,
+    told: Lengths | None = None,
+    tag: str = "replay",
+) -> Replayed:
+    """Every request to its end. `told` decides the lengths instead of the variant's controller."""
+    speculation = setting.speculation.model_copy(update=dict(variant.settings))
+    policy = DraftPolicy(speculation=speculation, cost=setting.cost, calibrator=setting.calibrator)
+    waiting = deque(enumerate(arrivals))
+    live: dict[RequestId, _Reader] = {}
+    run = Replayed()
+    while waiting or live:
+        while (
+            waiting
+            and len(live) < setting.max_running
+            and (waiting[0][1].after_tokens <= run.tokens or not live)
+        ):
+            index, arrival = waiting.popleft()
+            reader = _Reader(
+                RequestId(f"{tag}-{index}"), index, arrival.trace, variant, speculation
+            )
+            live[reader.request_id] = reader
+            workload = f"{variant.label}/{arrival.trace.workload}"
+            plan = book.admit(reader.request_id, workload) if book is not None else None
+            policy.admit(reader.request_id, variant.controller, plan.belief if plan else Belief())
+        _draft(list(live.values()), policy, told)
+        _commit(live, policy, book, run, setting.cost)
+    return run
+
+
+class _Reader:
+    """One request that reads its text off a trace."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        index: int,
+        trace: Trace,
+        variant: Variant,
+        speculation: SpeculationConfig,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.trace = trace
+        self.drafts = variant.controller is not None
+        own = speculation.max_draft_tokens
+        if variant.max_draft_tokens is not None:
+            own = min(own, variant.max_draft_tokens)
+        self._ceiling = own if self.drafts else 0
+        self.at = 0
+        self.drafted = 0
+
+    @property
+    def room(self) -> int:
+        return self.trace.room(self.at, ceiling=self._ceiling)
+
+    def offer(self) -> Offer:
+        return Offer(
+            request_id=self.request_id,
+            evidence=self.trace.guesses[self.at].evidence[self.drafted],
+            parent=self.drafted - 1,
+        )
+
+
+def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> None:
+    """The draft stage's own order of questions: level by level, over everybody still drafting."""
+    for reader in readers:
+        reader.drafted = 0
+    active = [reader for reader in readers if reader.room > 0]
+    if told is not None:
+        for reader in active:
+            reader.drafted = min(reader.room, told(reader.trace, reader.at))
+        return
+    policy.begin_round([reader.request_id for reader in active])
+    while active:
+        taken = policy.choose([reader.offer() for reader in active])
+        going_on = [reader for reader, is_taken in zip(active, taken, strict=True) if is_taken]
+        for reader in going_on:
+            reader.drafted += 1
+        active = [reader for reader in going_on if reader.drafted < reader.room]
+
+
+def _commit(
+    live: dict[RequestId, _Reader],
+    policy: DraftPolicy,
+    book: BeliefBook | None,
+    run: Replayed,
+    cost: CostModel,
+) -> None:
+    """Reads the verdicts, counts tokens and seconds, tells policy and book, drops who is done."""
+    turns = tuple(
+        Turn(
+            request=reader.index,
+            at=reader.at,
+            outcome=reader.trace.outcome(request_id, reader.at, reader.drafted),
+        )
+        for request_id, reader in live.items()
+    )
+    run.rounds.append(turns)
+    run.seconds.append(round_seconds(cost, [turn.outcome.num_drafted for turn in turns]))
+    learnt = [turn.outcome for turn in turns if live[turn.outcome.request_id].drafts]
+    policy.observe(learnt)
+    if book is not None:
+        book.observe(learnt)
+    for request_id, reader in list(live.items()):
+        after = reader.trace.after(reader.at, reader.drafted)
+        run.tokens += after - reader.at
+        reader.at = after
+        if after == len(reader.trace):
+            del live[request_id]
+            policy.forget(request_id)
+            if book is not None:
+                book.finish(request_id)
+
+
+def round_seconds(cost: CostModel, lengths: Sequence[int]) -> float:
+    """A round of one draft of each of these lengths."""
+    return sum(cost.seconds(length) for length in lengths)
+
+
+# -- who has read the whole text ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clairvoyant:
+    """The fastest way through one text alone, knowing every guess: nobody can be faster."""
+
+    remaining_s: tuple[float, ...]
+    """From each position to the end; the last entry, at the end itself, is 0."""
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(trace: Trace, *, cost: CostModel, ceiling: int) -> "Clairvoyant":
+        """By dynamic programming from the end: a round of k costs seconds(k) and leads to `after`."""
+        price = [round_seconds(cost, [length]) for length in range(ceiling + 1)]
+        remaining = [0.0] * (len(trace) + 1)
+        best = [0] * len(trace)
+        for at in reversed(range(len(trace))):
+            options = [
+                (price[length] + remaining[trace.after(at, length)], length)
+                for length in range(trace.room(at, ceiling=ceiling) + 1)
+            ]
+            remaining[at], best[at] = min(options)
+        return Clairvoyant(remaining_s=tuple(remaining), lengths=tuple(best))
+
+    def regret(self, run: Replayed, trace: Trace) -> list[float]:
+        """Seconds each round of a run over this text alone cost more than was needed.
+
+        A round from i that took s seconds and led to j cost s + remaining(j) - remaining(i) too
+        much. Never negative; the sum is the run's whole delay.
+        """
+        lost = []
+        for seconds, (turn,) in zip(run.seconds, run.rounds, strict=True):
+            after = trace.after(turn.at, turn.outcome.num_drafted)
+            lost.append(seconds + self.remaining_s[after] - self.remaining_s[turn.at])
+        return lost
+
+
+def lengths_by_position(run: Replayed) -> Mapping[int, int]:
+    """Where the rounds of a run over one text began, and how long they drafted."""
+    return {turn.at: turn.outcome.num_drafted for (turn,) in run.rounds}

@@ -1,0 +1,319 @@
+"""What a draft from any position of a text would have been: enough to replay every controller.
+
+With coupled sampling a text is fixed by its prompt, parameters and seed, and so is what the exit
+head would guess from each of its positions. A `Guess` keeps, for one position, the evidence of a
+draft of K tokens and how many of them the verifier accepts. A round of any length k <= K from there
+yields min(k, accepted) + 1 tokens: nothing is estimated.
+
+A chain of D tokens tells all positions along its accepted part: what was drafted after an accepted
+token is what a draft that begins there draws first. So one run with drafts of 2K tokens records
+nearly everything, and the few positions it leaves out are asked for by resuming the request there.
+
+Decides what is recorded and how it is kept in a file; refuses to know controllers.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.errors import CheckpointError, EngineError
+from eesd_dist.types import (
+    Evidence,
+    Outcome,
+    Request,
+    RequestId,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+
+_VERSION = 1
+_MEASURES = tuple(field.name for field in fields(Evidence) if field.name != "depth")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One thing to be written: with these the target writes the same tokens every time."""
+
+    prompt: tuple[TokenId, ...]
+    workload: str
+    """The prompt's class and the temperature: acceptance depends on both."""
+    temperature: float
+    seed: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+    def sampling(self, *, more_tokens: int = 0) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            max_tokens=self.max_tokens + more_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """A draft of K tokens from one position: what the head said, and how far it was right."""
+
+    num_accepted: int
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A text, and the guess at each of its positions."""
+
+    workload: str
+    temperature: float
+    seed: int
+    max_tokens: int
+    tokens: tuple[TokenId, ...]
+    guesses: tuple[Guess, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def room(self, at: int, *, ceiling: int) -> int:
+        """Longest draft from position `at`, as the scheduler allows it."""
+        return max(0, min(ceiling, self.max_tokens - at - 1, len(self.guesses[at].evidence)))
+
+    def outcome(self, request_id: RequestId, at: int, length: int) -> Outcome:
+        """What a round of this length from this position tells."""
+        guess = self.guesses[at]
+        return Outcome(
+            request_id=request_id,
+            num_drafted=length,
+            num_accepted=min(length, guess.num_accepted),
+            evidence=guess.evidence[:length],
+        )
+
+    def after(self, at: int, length: int) -> int:
+        """The position after a round of this length; never beyond the end."""
+        return min(len(self), at + 1 + min(length, self.guesses[at].num_accepted))
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """One stream that goes through all of them; no round jumps from one into the next."""
+    guesses = [
+        replace(guess, num_accepted=min(guess.num_accepted, len(trace) - at - 1))
+        for trace in traces
+        for at, guess in enumerate(trace.guesses)
+    ]
+    tokens = tuple(token for trace in traces for token in trace.tokens)
+    return Trace(
+        workload="+".join(dict.fromkeys(trace.workload for trace in traces)),
+        temperature=traces[0].temperature,
+        seed=traces[0].seed,
+        max_tokens=len(tokens),
+        tokens=tokens,
+        guesses=tuple(guesses),
+    )
+
+
+# -- recording ----------------------------------------------------------------------------------
+
+
+def chain_length(max_draft_tokens: int) -> int:
+    """`speculation.max_draft_tokens` of an engine that records guesses of K tokens."""
+    return 2 * max_draft_tokens
+
+
+def record(engine: EngineCore, texts: Sequence[Text], *, max_draft_tokens: int) -> list[Trace]:
+    """Every text's trace. The engine drafts up to `chain_length` tokens and logs evidence."""
+    recorders = {
+        RequestId(f"record-{number}"): _Recorder(text, max_draft_tokens)
+        for number, text in enumerate(texts)
+    }
+    for request_id, recorder in recorders.items():
+        engine.add(recorder.request(request_id, at=0))
+    _drive(engine, recorders, once=False)
+    while missing := {i: r for i, r in recorders.items() if r.first_missing() is not None}:
+        for request_id, recorder in missing.items():
+            engine.add(recorder.request(request_id, at=recorder.go_to_first_missing()))
+        _drive(engine, missing, once=True)
+        for recorder in missing.values():
+            recorder.check_progress()
+    return [recorder.trace() for recorder in recorders.values()]
+
+
+def _drive(engine: EngineCore, recorders: Mapping[RequestId, "_Recorder"], *, once: bool) -> None:
+    """Runs what was added: to its end, or for one judged round of each."""
+    while engine.has_work:
+        result = engine.step(wait_s=0.0)
+        outcomes = {outcome.request_id: outcome for outcome in result.outcomes}
+        for emission in result.emissions:
+            recorders[emission.request_id].take(emission.tokens, outcomes[emission.request_id])
+            if once:
+                engine.abort(emission.request_id)
+
+
+class _Recorder:
+    """One text's guesses as they come in."""
+
+    def __init__(self, text: Text, max_draft_tokens: int) -> None:
+        self._text = text
+        self._length = max_draft_tokens
+        self._tokens: list[TokenId] = []
+        self._guesses: dict[int, Guess] = {}
+        self.at = 0
+        """Where the next round begins."""
+        self._asked = 0
+
+    def request(self, request_id: RequestId, *, at: int) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt=self._text.prompt,
+            # Room for a whole chain at the text's last position; the surplus is cut off.
+            sampling=self._text.sampling(more_tokens=2 * self._length),
+            speculation=SpeculationParams(controller="fixed"),
+            generated=tuple(self._tokens[:at]),
+            workload=self._text.workload,
+        )
+
+    def take(self, tokens: Sequence[TokenId], outcome: Outcome) -> None:
+        known = self._tokens[self.at : self.at + len(tokens)]
+        if known != list(tokens[: len(known)]):
+            raise EngineError(
+                f"recording: resumed at token {self.at} the text went on as {list(tokens)} and "
+                f"before as {known}: record with numerics invariant"
+            )
+        self._tokens[self.at : self.at + len(tokens)] = tokens
+        for offset in range(len(tokens)):
+            if offset + self._length <= outcome.num_drafted and offset <= outcome.num_accepted:
+                self._guesses.setdefault(self.at + offset, self._guess(outcome, offset))
+        self.at += len(tokens)
+
+    @property
+    def _length_of_text(self) -> int:
+        """Without the room that recording needed."""
+        return min(len(self._tokens), self._text.max_tokens)
+
+    def first_missing(self) -> int | None:
+        return next((at for at in range(self._length_of_text) if at not in self._guesses), None)
+
+    def go_to_first_missing(self) -> int:
+        missing = self.first_missing()
+        assert missing is not None
+        self.at = self._asked = missing
+        return missing
+
+    def check_progress(self) -> None:
+        if self._asked not in self._guesses:
+            raise EngineError(
+                f"recording: a draft of {self._length} tokens found no room at token "
+                f"{self._asked}: raise cache.num_pages"
+            )
+
+    def trace(self) -> Trace:
+        return Trace(
+            workload=self._text.workload,
+            temperature=self._text.temperature,
+            seed=self._text.seed,
+            max_tokens=self._text.max_tokens,
+            tokens=tuple(self._tokens[: self._length_of_text]),
+            guesses=tuple(self._guesses[at] for at in range(self._length_of_text)),
+        )
+
+    def _guess(self, outcome: Outcome, offset: int) -> Guess:
+        chain = outcome.evidence[offset : offset + self._length]
+        return Guess(
+            num_accepted=min(self._length, outcome.num_accepted - offset),
+            evidence=tuple(replace(seen, depth=depth) for depth, seen in enumerate(chain)),
+        )
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSet:
+    """Traces, and what a round cost on the machine that recorded them."""
+
+    max_draft_tokens: int
+    cost: CostModel
+    traces: tuple[Trace, ...]
+
+    def by_workload(self) -> dict[str, list[Trace]]:
+        groups: dict[str, list[Trace]] = {}
+        for trace in self.traces:
+            groups.setdefault(trace.workload, []).append(trace)
+        return groups
+
+    def save(self, file: Path) -> None:
+        content = {
+            "version": _VERSION,
+            "max_draft_tokens": self.max_draft_tokens,
+            "cost": self.cost.to_json(),
+            "measures": list(_MEASURES),
+            "traces": [_trace_to_json(trace) for trace in self.traces],
+        }
+        file.write_text(json.dumps(content) + "\n")
+
+    @staticmethod
+    def load(file: Path) -> "TraceSet":
+        """Raises CheckpointError when the file is not one that `save` wrote."""
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise _unreadable(file, str(error)) from error
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
+            raise _unreadable(file, str(content)[:80])
+        try:
+            return TraceSet(
+                max_draft_tokens=int(content["max_draft_tokens"]),
+                cost=CostModel.from_json(content["cost"]),
+                traces=tuple(
+                    _trace_from_json(trace, content["measures"]) for trace in content["traces"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(file: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        file=file,
+        found=found,
+        expected=f"recorded traces, version {_VERSION}",
+        advice="record them again with --record",
+    )
+
+
+def _trace_to_json(trace: Trace) -> dict[str, object]:
+    return {
+        "workload": trace.workload,
+        "temperature": trace.temperature,
+        "seed": trace.seed,
+        "max_tokens": trace.max_tokens,
+        "tokens": list(trace.tokens),
+        "accepted": [guess.num_accepted for guess in trace.guesses],
+        "evidence": [
+            [[getattr(seen, name) for name in _MEASURES] for seen in guess.evidence]
+            for guess in trace.guesses
+        ],
+    }
+
+
+def _trace_from_json(data: Mapping[str, Any], measures: Sequence[str]) -> Trace:
+    return Trace(
+        workload=str(data["workload"]),
+        temperature=float(data["temperature"]),
+        seed=int(data["seed"]),
+        max_tokens=int(data["max_tokens"]),
+        tokens=tuple(TokenId(int(token)) for token in data["tokens"]),
+        guesses=tuple(
+            Guess(
+                num_accepted=int(count),
+                evidence=tuple(
+                    Evidence(depth=depth, **dict(zip(measures, map(float, seen), strict=True)))
+                    for depth, seen in enumerate(chain)
+                ),
+            )
+            for count, chain in zip(data["accepted"], data["evidence"], strict=True)
+        ),
+    )
