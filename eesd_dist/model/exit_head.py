@@ -19,7 +19,14 @@ from torch.nn import functional
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import HeadConfig, HeadKind
-from eesd_dist.model.kernels import TORCH_DTYPES, LinearPacker, plain_linear
+from eesd_dist.model.kernels import (
+    TORCH_DTYPES,
+    Linear,
+    LinearPacker,
+    pad_rows,
+    padded_rows,
+    plain_linear,
+)
 from eesd_dist.model.layer import LayerWeights, RmsNorm
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rope import rotation_table
@@ -38,9 +45,34 @@ from eesd_dist.transport.group import SingleGroup
 LAYER_PREFIX = "layers.0."
 NORM = "norm.weight"
 HEAD = "lm_head.weight"
+EMBEDDING_PROJECTION = "embedding_proj.weight"
 
 
-# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length.
+# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
+# E what a head reads of a row: D channels, or 2 D with the token's embedding.
+class EmbeddingFusion:
+    """hidden + F . embedding / rms(embedding): the row's own token, told once more.
+
+    After N layers a row still knows its token, but no longer plainly. Conditioning a drafter on the
+    sampled token's embedding: arXiv 2404.19124; EAGLE (arXiv 2401.15077) joins the two with one
+    matrix. F begins as zero, and so the head as the plain one.
+    """
+
+    def __init__(self, project: Linear, norm: RmsNorm) -> None:
+        self._project = project
+        self._norm = norm
+
+    @classmethod
+    def of(
+        cls, project: Linear, layer: ModelSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        ones_D = torch.ones(layer.hidden_size, device=device)
+        return cls(project, RmsNorm(ones_D, eps=layer.rms_norm_eps, dtype=dtype))
+
+    def __call__(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
+        return hidden_TD + self._project(self._norm(embedding_TD))
+
+
 class TrainableExitHead(nn.Module):
     """A head's parameters. The shared LM head belongs to the target and is never trained."""
 
@@ -55,12 +87,15 @@ class TrainableExitHead(nn.Module):
         norm_D: Tensor,
         lm_head_VD: Tensor,
         vocab_ids_V: Tensor,
+        embedding_DD: Tensor | None = None,
     ) -> None:
         super().__init__()
+        assert config.reads_embedding == (embedding_DD is not None)
         self.config = config
         self.layer = layer
         self.norm_D = nn.Parameter(norm_D)
         self.lm_head_VD = nn.Parameter(lm_head_VD, requires_grad=config.kind != "shared")
+        self.embedding_DD = None if embedding_DD is None else nn.Parameter(embedding_DD)
         self.register_buffer("draft_tokens", vocab_ids_V, persistent=False)
         spec = config.layer
         table = rotation_table(
@@ -71,6 +106,10 @@ class TrainableExitHead(nn.Module):
     @property
     def exit_layer(self) -> int:
         return self.config.exit_layer
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self.config.reads_embedding
 
     @property
     def vocab_ids(self) -> Tensor | None:
@@ -86,19 +125,26 @@ class TrainableExitHead(nn.Module):
         *,
         head: HeadKind = "shared",
         draft_vocab: Sequence[int] | None = None,
+        reads_embedding: bool = False,
         dtype: DType = "float32",
     ) -> Self:
         """Begins as the target's last layer, final norm and LM head."""
         vocab_ids_V = _draft_vocabulary(head, draft_vocab, spec.vocab_size)
         config = HeadConfig.for_target(
-            target_path, spec, exit_layer=exit_layer, kind=head, num_tokens=len(vocab_ids_V)
+            target_path,
+            spec,
+            exit_layer=exit_layer,
+            kind=head,
+            num_tokens=len(vocab_ids_V),
+            reads_embedding=reads_embedding,
         )
         shard = Shard.of(config.layer, rank=0, size=1)
         kind = TORCH_DTYPES[dtype]
+        width = spec.hidden_size
         with Checkpoint(target_path) as checkpoint:
             prefix = f"model.layers.{spec.num_layers - 1}."
             layer = LayerWeights.read(checkpoint, prefix, config.layer, shard, kind)
-            norm_D = checkpoint.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=kind)
+            norm_D = checkpoint.read(FINAL_NORM, shape=(width,), dtype=kind)
             lm_head_WD = read_lm_head(checkpoint, spec, rows=None, dtype=kind)
         return cls(
             config,
@@ -106,6 +152,7 @@ class TrainableExitHead(nn.Module):
             norm_D=norm_D,
             lm_head_VD=lm_head_WD[vocab_ids_V],
             vocab_ids_V=vocab_ids_V,
+            embedding_DD=torch.zeros(width, width, dtype=kind) if reads_embedding else None,
         )
 
     @classmethod
@@ -124,14 +171,28 @@ class TrainableExitHead(nn.Module):
             if config.kind != "shared":
                 shape = (config.draft_vocab_size, width)
                 lm_head_VD = checkpoint.read(HEAD, shape=shape, dtype=kind)
+            embedding_DD = None
+            if config.reads_embedding:
+                square = (width, width)
+                embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=kind)
         if config.kind == "shared":
             with Checkpoint(target_path) as checkpoint:
                 lm_head_VD = read_lm_head(checkpoint, target, rows=None, dtype=kind)
-        return cls(config, layer, norm_D=norm_D, lm_head_VD=lm_head_VD, vocab_ids_V=vocab_ids_V)
+        return cls(
+            config,
+            layer,
+            norm_D=norm_D,
+            lm_head_VD=lm_head_VD,
+            vocab_ids_V=vocab_ids_V,
+            embedding_DD=embedding_DD,
+        )
 
-    def training_forward(self, hidden_BLD: Tensor) -> Tensor:
-        """Draft logits [B, L, V] of whole causal sequences of the target's hidden states."""
-        x_BLD = hidden_BLD.to(self.norm_D.dtype)
+    def training_forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None = None) -> Tensor:
+        """Draft logits [B, L, V] of whole causal sequences of the target's hidden states.
+
+        `embedding_BLD`: the target's embedding of the same tokens; only heads that read it look.
+        """
+        x_BLD = self._input(hidden_BLD.to(self.norm_D.dtype), embedding_BLD)
         layer = self.layer.layer(plain_linear, SingleGroup(), dtype=x_BLD.dtype)
         windows = self.config.layer.sliding_windows
         mixed_BLD = forward_whole([layer], windows, x_BLD, self.rotation)
@@ -139,6 +200,24 @@ class TrainableExitHead(nn.Module):
         normed_TD = norm(mixed_BLD.flatten(0, 1))
         logits_TV = functional.linear(normed_TD, self.lm_head_VD)
         return logits_TV.view(*hidden_BLD.shape[:2], -1)
+
+    def _input(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None) -> Tensor:
+        if self.embedding_DD is None:
+            return hidden_BLD
+        if embedding_BLD is None:
+            raise ConfigError(
+                "this head reads the embedding of each row's token (reads_embedding) and was given "
+                "hidden states alone: hand training_forward both"
+            )
+        dtype = hidden_BLD.dtype
+        fuse = EmbeddingFusion.of(
+            plain_linear(self.embedding_DD, None),
+            self.config.layer,
+            dtype=dtype,
+            device=hidden_BLD.device,
+        )
+        fused_TD = fuse(hidden_BLD.flatten(0, 1), embedding_BLD.to(dtype).flatten(0, 1))
+        return fused_TD.view_as(hidden_BLD)
 
     def save(
         self,
@@ -153,6 +232,8 @@ class TrainableExitHead(nn.Module):
         tensors = self.layer.checkpoint_tensors(LAYER_PREFIX) | {NORM: self.norm_D.detach()}
         if self.config.kind != "shared":
             tensors[HEAD] = self.lm_head_VD.detach()
+        if self.embedding_DD is not None:
+            tensors[EMBEDDING_PROJECTION] = self.embedding_DD.detach()
         stored = {name: x.to("cpu", kind).contiguous() for name, x in tensors.items()}
         if self.config.kind == "truncated":
             ids_V = self.draft_tokens.cpu()
@@ -174,12 +255,18 @@ class ExitHead:
         vocab_ids: Tensor | None,
         layers: PagedLayers,
         logits_head: LogitsHead,
+        fusion: EmbeddingFusion | None = None,
     ) -> None:
         self.exit_layer = exit_layer
         self.vocab_ids = vocab_ids
         """[V] target token of each draft index; None when the draft vocabulary is the target's."""
         self._layers = layers
         self._logits_head = logits_head
+        self._fusion = fusion
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self._fusion is not None
 
     @classmethod
     def load(
@@ -234,6 +321,14 @@ class ExitHead:
             num_pages=num_pages,
             page_size=page_size,
         )
+        fusion = None
+        if head.embedding_DD is not None:
+            fusion = EmbeddingFusion.of(
+                _padded(packer.pack(head.embedding_DD.detach().clone()), numerics),
+                spec,
+                dtype=packer.compute_dtype,
+                device=device,
+            )
         return cls(
             exit_layer=head.exit_layer,
             vocab_ids=None if head.vocab_ids is None else head.vocab_ids.to(device),
@@ -244,19 +339,41 @@ class ExitHead:
                 packer=packer,
                 numerics=numerics,
             ),
+            fusion=fusion,
         )
 
     def take_pages(self, other: "ExitHead") -> None:
         """Goes on with another head's keys and values, in place of empty ones."""
         self._layers.take_pages(other._layers)
 
-    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
-        """Hidden states after `exit_layer` layers to the head's own; writes its keys and values."""
-        return self._layers.forward(hidden_TD, rows)
+    def input_rows(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
+        """What `forward` reads of these rows [T, E]: hidden states after `exit_layer` layers and,
+        for a head that reads it, the target's embedding of each row's token beside them."""
+        if self._fusion is None:
+            return hidden_TD
+        return torch.cat([hidden_TD, embedding_TD.to(hidden_TD.dtype)], dim=-1)
+
+    def forward(self, input_TE: Tensor, rows: RowPlan) -> Tensor:
+        """`input_rows` to the head's own hidden states; writes its keys and values."""
+        if self._fusion is None:
+            return self._layers.forward(input_TE, rows)
+        hidden_TD, embedding_TD = input_TE.to(self._layers.compute_dtype).chunk(2, dim=-1)
+        return self._layers.forward(self._fusion(hidden_TD, embedding_TD), rows)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Draft logits [T, V] float32 of hidden states that `forward` returned."""
         return self._logits_head(hidden_TD)
+
+
+def _padded(project: Linear, numerics: Numerics) -> Linear:
+    """The product over as many rows as its self-check answers for."""
+
+    def multiply(x_TD: Tensor) -> Tensor:
+        num_rows = x_TD.shape[0]
+        padded = padded_rows(num_rows, numerics=numerics, device=x_TD.device)
+        return project(pad_rows(x_TD, padded))[:num_rows]
+
+    return multiply
 
 
 def _draft_vocabulary(kind: HeadKind, draft_vocab: Sequence[int] | None, vocab_size: int) -> Tensor:

@@ -63,10 +63,19 @@ class HeadConfig:
     layer_config: Mapping[str, object]
     """The one decoder layer, as a Hugging Face config of a model with a single layer."""
     layer: ModelSpec
+    reads_embedding: bool = False
+    """Whether the layer also sees the embedding of each row's own token."""
 
     @classmethod
     def for_target(
-        cls, path: Path, target: ModelSpec, *, exit_layer: int, kind: HeadKind, num_tokens: int
+        cls,
+        path: Path,
+        target: ModelSpec,
+        *,
+        exit_layer: int,
+        kind: HeadKind,
+        num_tokens: int,
+        reads_embedding: bool = False,
     ) -> Self:
         file = path / "config.json"
         if not 0 < exit_layer < target.num_layers:
@@ -83,6 +92,7 @@ class HeadConfig:
             verifier=VerifierIdentity.of(path, target),
             layer_config=layer_config,
             layer=ModelSpec.from_config(layer_config, file=file),
+            reads_embedding=reads_embedding,
         )
 
     @classmethod
@@ -115,6 +125,11 @@ class HeadConfig:
             )
         if kind != "truncated":
             _expect(file, "draft_vocab_size", draft_vocab_size, target.vocab_size)
+        reads_embedding = config.get("reads_embedding", False)  # heads from before it had the key
+        if not isinstance(reads_embedding, bool):
+            raise CheckpointError(
+                file=file, found=f"reads_embedding {reads_embedding!r}", expected="true or false"
+            )
         return cls(
             exit_layer=exit_layer,
             kind=kind,
@@ -122,6 +137,7 @@ class HeadConfig:
             verifier=identity,
             layer_config=layer_config,
             layer=layer,
+            reads_embedding=reads_embedding,
         )
 
     def to_json(self, *, dtype: str, provenance: Mapping[str, object]) -> dict[str, object]:
@@ -145,6 +161,7 @@ class HeadConfig:
             "head_type": self.kind,
             "tie_lm_head": self.kind == "shared",
             "draft_vocab_size": self.draft_vocab_size,
+            "reads_embedding": self.reads_embedding,
             "hidden_size": self.layer.hidden_size,
             "target_hidden_size": self.verifier.hidden_size,
             "transformer_layer_config": dict(self.layer_config),
