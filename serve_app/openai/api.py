@@ -39,6 +39,7 @@ from serve_app.openai.schema import (
 )
 from serve_app.openai.service import RequestObserver, Service
 from serve_app.openai.sse import ClientGone, EventStream, encoded, while_listened_to
+from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def build_api(
     tracing: Tracing | None = None,
     observe_request: RequestObserver | None = None,
     max_draft_tokens: int = 8,
+    workloads_by_temperature: bool = True,
     api_key: str | None = None,
     created_unix_s: int = 0,
 ) -> FastAPI:
@@ -72,6 +74,7 @@ def build_api(
         model_name=model_name,
         max_model_len=max_model_len,
         max_draft_tokens=max_draft_tokens,
+        workloads_by_temperature=workloads_by_temperature,
     )
     service = Service(
         engine,
@@ -110,7 +113,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _answered(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Response:
-    prepared = await service.prepared(fields, traceparent=request.headers.get("traceparent"))
+    prepared = await service.prepared(
+        fields,
+        traceparent=request.headers.get("traceparent"),
+        workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
+    )
     try:
         if not fields.stream:
             return _json(await while_listened_to(request.receive, lambda: service.whole(prepared)))

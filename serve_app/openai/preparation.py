@@ -25,6 +25,7 @@ from serve_app.openai.schema import (
     ignored,
     unsupported,
 )
+from serve_app.openai.workloads import workload_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +87,24 @@ class Preparation:
         model_name: str,
         max_model_len: int,
         max_draft_tokens: int = 8,
+        workloads_by_temperature: bool = True,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         self._codec = codec
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
+        self._workloads_by_temperature = workloads_by_temperature
         self._draw_seed = draw_seed
 
-    def completion(self, fields: CompletionFields, *, traceparent: str | None = None) -> Prepared:
+    def completion(
+        self,
+        fields: CompletionFields,
+        *,
+        traceparent: str | None = None,
+        workload: str | None = None,
+    ) -> Prepared:
+        """`workload`: the class that the request's surroundings name; its body comes first."""
         self._check(fields)
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
@@ -108,9 +118,16 @@ class Preparation:
             echoed=[self._echoed(fields, prompt) for prompt in fields.prompts],
             top_logprobs=fields.logprobs,
             traceparent=traceparent,
+            workload=workload,
         )
 
-    def chat(self, fields: ChatFields, *, traceparent: str | None = None) -> Prepared:
+    def chat(
+        self,
+        fields: ChatFields,
+        *,
+        traceparent: str | None = None,
+        workload: str | None = None,
+    ) -> Prepared:
         self._check(fields)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -129,6 +146,7 @@ class Preparation:
             echoed=[""],
             top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             traceparent=traceparent,
+            workload=workload,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -198,6 +216,7 @@ class Preparation:
         echoed: Sequence[str],
         top_logprobs: int | None,
         traceparent: str | None,
+        workload: str | None,
     ) -> Prepared:
         response_id = _response_id(kind, fields.request_id)
         seed = self._draw_seed() if fields.seed is None else fields.seed
@@ -216,7 +235,7 @@ class Preparation:
                         top_logprobs=top_logprobs,
                     ),
                     speculation=_speculation(fields),
-                    workload=kind,
+                    workload=self._workload(fields, kind=kind, named=workload),
                     traceparent=traceparent,
                 ),
             )
@@ -270,6 +289,14 @@ class Preparation:
             min_tokens=fields.min_tokens,
             stop_token_ids=tuple(dict.fromkeys((*ends, *fields.stop_token_ids))),
             top_logprobs=top_logprobs,
+        )
+
+    def _workload(self, fields: GenerationFields, *, kind: Kind, named: str | None) -> str:
+        return workload_of(
+            fields.speculation.workload or named,
+            kind=kind,
+            temperature=fields.temperature,
+            by_temperature=self._workloads_by_temperature,
         )
 
     def _draft_ceiling(self, fields: GenerationFields) -> int | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from eesd_dist.types import ControllerName
+from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
 
@@ -54,6 +55,8 @@ class SpeculationFields(Fields):
     """Who decides how far to draft; the service's default when absent."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     """Ceiling on one draft; the service's own ceiling still holds."""
+    workload: Annotated[str, Field(pattern=WORKLOAD_PATTERN)] | None = None
+    """Class of similar requests, which warm each other's beliefs; derived when absent."""
     detailed: bool = False
     """Whether the statistics list every round."""
 

@@ -53,12 +53,16 @@ class Service:
         self._observe_request = observe_request
 
     async def prepared(
-        self, fields: CompletionFields | ChatFields, *, traceparent: str | None = None
+        self,
+        fields: CompletionFields | ChatFields,
+        *,
+        traceparent: str | None = None,
+        workload: str | None = None,
     ) -> Prepared:
         def prepare() -> Prepared:
             if isinstance(fields, ChatFields):
-                return self._preparation.chat(fields, traceparent=traceparent)
-            return self._preparation.completion(fields, traceparent=traceparent)
+                return self._preparation.chat(fields, traceparent=traceparent, workload=workload)
+            return self._preparation.completion(fields, traceparent=traceparent, workload=workload)
 
         return await asyncio.to_thread(prepare) if _is_long(fields) else prepare()
 

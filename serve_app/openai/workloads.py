@@ -1,0 +1,47 @@
+"""Which workload class a request belongs to: whose pooled belief warms it.
+
+A client may name the class; otherwise it is the kind of request and, where wished, its band of
+temperature, since the same drafts are accepted less often the hotter the sampling. Names are
+labels: they change how long a text takes, never the text.
+"""
+
+import re
+from typing import Literal
+
+from eesd_dist.errors import RequestError
+
+WORKLOAD_HEADER = "x-eesd-workload"
+WORKLOAD_PATTERN = r"^[A-Za-z0-9._/-]{1,64}$"
+_NAME = re.compile(WORKLOAD_PATTERN)
+_GREEDY_BELOW = 1e-5
+_BANDS = ((0.5, "t0.5"), (1.0, "t1"))
+"""Temperatures up to the number are of the band; those above all are hot."""
+
+
+def workload_of(
+    named: str | None,
+    *,
+    kind: Literal["chat", "completion"],
+    temperature: float,
+    by_temperature: bool,
+) -> str:
+    """`named` as it is, or e.g. `chat/t0`."""
+    if named is not None:
+        return named
+    return f"{kind}/{_band(temperature)}" if by_temperature else kind
+
+
+def checked_workload(header: str | None) -> str | None:
+    """The header's value, or RequestError naming it."""
+    if header is not None and not _NAME.fullmatch(header):
+        raise RequestError(
+            f"{WORKLOAD_HEADER} is {header[:80]!r}: expected up to 64 letters, digits or ._/-",
+            param=WORKLOAD_HEADER,
+        )
+    return header
+
+
+def _band(temperature: float) -> str:
+    if temperature < _GREEDY_BELOW:
+        return "t0"
+    return next((name for limit, name in _BANDS if temperature <= limit), "hot")
