@@ -54,13 +54,9 @@ class LayerPages:
     def attend(self, rows: RowPlan, groups: Sequence[AttentionGroup], heads_THE: Tensor) -> Tensor:
         """Writes the rows' keys and values, then lets every row look at its own; [T, G * K * E]."""
         self._write(rows, heads_THE)
-        queries_1KQE = (
-            heads_THE.narrow(1, 0, self._num_queries)
-            .reshape(1, -1, self._num_kv_heads, self._head_dim)
-            .transpose(1, 2)
-        )
+        queries_1KQE = self._queries(heads_THE)
         num_rows = heads_THE.shape[0]
-        if len(groups) == 1 and groups[0].window_rows == num_rows:
+        if len(groups) == 1 and groups[0].window_rows == num_rows and groups[0].rows is None:
             keys, values = self._read(groups[0])
             mixed_1KQE = functional.scaled_dot_product_attention(
                 queries_1KQE, keys, values, groups[0].mask
@@ -68,19 +64,38 @@ class LayerPages:
             return mixed_1KQE.transpose(1, 2).reshape(num_rows, -1)
         mixed_TD = heads_THE.new_zeros(num_rows, self._num_queries * self._head_dim)
         for group in groups:
+            if group.rows is not None:
+                gathered_1KQE = self._queries(heads_THE.index_select(0, group.rows))
+                wanted_RD = self._mix(group, gathered_1KQE)[: group.num_rows]
+                mixed_TD.index_copy_(0, group.rows[: group.num_rows], wanted_RD)
+                continue
             wanted_RD = self._attend_in_group(group, queries_1KQE)
             mixed_TD.narrow(0, group.first_row, group.num_rows).copy_(wanted_RD)
         return mixed_TD
+
+    def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
+        """Copies the keys and values of slots to others; all are read before one is written."""
+        self._slots_SHE.index_copy_(0, targets_M, self._slots_SHE.index_select(0, sources_M))
+
+    def _queries(self, heads_THE: Tensor) -> Tensor:
+        return (
+            heads_THE.narrow(1, 0, self._num_queries)
+            .reshape(1, -1, self._num_kv_heads, self._head_dim)
+            .transpose(1, 2)
+        )
 
     def _attend_in_group(self, group: AttentionGroup, queries_1KQE: Tensor) -> Tensor:
         per_kv = self._queries_per_kv
         window_1KQE = queries_1KQE.narrow(
             2, group.window_start * per_kv, group.window_rows * per_kv
         )
+        window_WD = self._mix(group, window_1KQE)
+        return window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
+
+    def _mix(self, group: AttentionGroup, window_1KQE: Tensor) -> Tensor:
         keys, values = self._read(group)
         mixed_1KQE = functional.scaled_dot_product_attention(window_1KQE, keys, values, group.mask)
-        window_WD = mixed_1KQE.transpose(1, 2).reshape(group.window_rows, -1)
-        return window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
+        return mixed_1KQE.transpose(1, 2).reshape(group.window_rows, -1)
 
     def _write(self, rows: RowPlan, heads_THE: Tensor) -> None:
         """Keeps the keys and values of the real rows."""
@@ -177,4 +192,5 @@ def grouping_is_exact(
         torch.equal(mixed(at, count), together_TD[at : at + count])
         for at in (0, page_size - 2, total - 2 * page_size - 3)
         for count in (2, 3, 5, 8, block + 1, page_size + 2)
+        if at + count <= total
     )

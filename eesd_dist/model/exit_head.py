@@ -360,6 +360,10 @@ class ExitHead:
         hidden_TD, embedding_TD = input_TE.to(self._layers.compute_dtype).chunk(2, dim=-1)
         return self._layers.forward(self._fusion(hidden_TD, embedding_TD), rows)
 
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies what slots hold to others, (from, to) each; all are read before one is written."""
+        self._layers.move(moves)
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Draft logits [T, V] float32 of hidden states that `forward` returned."""
         return self._logits_head(hidden_TD)

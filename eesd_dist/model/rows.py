@@ -3,8 +3,13 @@
 Decides it once per pass, for all layers. For `numerics: invariant` the rows of a request are
 grouped by the page their position lies in: every row of a group attends over the same number of
 keys, up to the end of that page, the later ones masked. So a row meets the same reduction length
-alone, in a verify pass and in a prefill chunk. Knows no weights and no request beyond positions
-and pages.
+alone, in a verify pass and in a prefill chunk.
+
+A drafted tree is then a set of chains that share keys: each of its branches attends over gathered
+slots that lie in the order of positions, so that a token of a tree meets the very sums it would
+meet as the end of a chain. With `numerics: fast` a mask tells the tree's ancestors from the rest
+(Miao et al. 2023, arXiv 2305.09781) and the whole segment is one call. Knows no weights and no
+request beyond positions and pages.
 """
 
 import sys
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from eesd_dist.config import Numerics
 from eesd_dist.model.kernels import padded_rows
+from eesd_dist.trees import depths_of, is_chain, path_to, runs_of
 
 MIN_QUERIES = 4
 """Fewer query rows take another routine in the attention kernel's products."""
@@ -27,12 +33,42 @@ QUERY_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """One request's consecutive positions [start, start + num_rows)."""
+    """One request's rows, at consecutive places [start, start + num_rows) of its page table.
+
+    A row's place is its position in the text, except in a drafted tree: its tokens lie behind the
+    known ones in the order they were drafted, wherever in the text they would stand.
+    """
 
     start: int
     num_rows: int
     pages: Sequence[int]
-    """Page table covering positions [0, start + num_rows), in order."""
+    """Page table covering places [0, start + num_rows), in order."""
+    parents: tuple[int, ...] = ()
+    """Of a drafted tree that ends with this segment's last row: which of its tokens each follows,
+    -1 being the last known one. Tokens computed earlier in the round are named too. Empty where
+    every row follows the one before it."""
+
+    @property
+    def first_drafted(self) -> int:
+        """The place of the tree's first token; its position too."""
+        return self.start + self.num_rows - len(self.parents)
+
+    @property
+    def is_tree(self) -> bool:
+        return not is_chain(self.parents)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each row, in the text."""
+        places = range(self.start, self.start + self.num_rows)
+        if not self.is_tree:
+            return list(places)
+        first = self.first_drafted
+        depths = depths_of(self.parents)
+        return [at if at < first else first - 1 + depths[at - first] for at in places]
+
+    def slot(self, place: int, *, page_size: int) -> int:
+        return self.pages[place // page_size] * page_size + place % page_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +89,8 @@ class AttentionGroup:
     """Rows [first_row, first_row + num_rows) that attend over the same N keys in one call.
 
     The call sees a window of rows, which may reach over neighbours that the product needs for
-    company and whose results are dropped.
+    company and whose results are dropped. Rows of a branch that do not lie side by side are
+    gathered instead, the last one repeated for company.
     """
 
     first_row: int
@@ -66,6 +103,8 @@ class AttentionGroup:
     """Slots to gather when the pages do not lie side by side; else they start at `first_slot`."""
     mask: Tensor | None
     """[1, 1, 1 or Q, N], added to the scores."""
+    rows: Tensor | None = None
+    """[window_rows] the rows to gather, the first `num_rows` of them wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +115,10 @@ class _Run:
     row: int
     start: int
     count: int
+    branch: tuple[int, ...] = ()
+    """Places of a tree's tokens on the way to these rows, in order of position."""
+    scattered: tuple[int, ...] = ()
+    """All the rows, where they do not lie side by side."""
 
 
 class RowPlan:
@@ -124,7 +167,7 @@ class RowPlan:
         slots: list[int] = []
         for segment in self.segments:
             covered = range(segment.start, segment.start + segment.num_rows)
-            positions += covered
+            positions += segment.positions
             slots += [segment.pages[at // size] * size + at % size for at in covered]
         return positions, slots
 
@@ -141,9 +184,13 @@ class RowPlan:
         groups = []
         for run in runs:
             num_keys = self._num_keys(run.start + run.count)
-            first_slot, slots_N = self._key_slots(run.segment, num_keys)
-            window_start, window_rows = 0, self.num_padded
-            if not is_only:
+            first_slot, slots_N = self._key_slots(run, num_keys)
+            window_start, window_rows, rows_W = 0, self.num_padded, None
+            if run.scattered:
+                window_rows = self._company(run.count, kind)
+                window_start = run.row
+                rows_W = self._gathered(run, window_rows)
+            elif not is_only:
                 window_rows = self._company(run.count, kind)
                 window_start = min(run.row, self.num_padded - window_rows)
             mask = self._mask(
@@ -163,9 +210,14 @@ class RowPlan:
                     num_keys=num_keys,
                     slots=slots_N,
                     mask=mask,
+                    rows=rows_W,
                 )
             )
         return groups
+
+    def _gathered(self, run: _Run, window_rows: int) -> Tensor:
+        company = run.scattered[-1:] * (window_rows - run.count)
+        return torch.tensor((*run.scattered, *company), device=self.device)
 
     def _is_exact(self, num_rows: int, kind: AttentionKind) -> bool:
         """Whether a call over so many rows has no block that is too short for the promise."""
@@ -180,17 +232,57 @@ class RowPlan:
         return count
 
     def _runs(self, kind: AttentionKind) -> list[_Run]:
-        runs = []
+        runs: list[_Run] = []
         row = 0
         for segment in self.segments:
-            start, end = segment.start, segment.start + segment.num_rows
-            while start < end:
-                count = min(end, self._end_of_run(start, kind)) - start
+            if segment.is_tree and self.numerics == "invariant":
+                runs += self._tree_runs(segment, row, kind)
+            else:
+                runs += self._chain_runs(segment, row, kind)
+            row += segment.num_rows
+        return runs
+
+    def _chain_runs(self, segment: RowSegment, row: int, kind: AttentionKind) -> list[_Run]:
+        runs = []
+        start, end = segment.start, segment.start + segment.num_rows
+        while start < end:
+            count = min(end, self._end_of_run(start, kind)) - start
+            while self._company(count, kind) > self.num_padded:
+                count = -(-count // 2)
+            runs.append(_Run(segment=segment, row=row, start=start, count=count))
+            row += count
+            start += count
+        return runs
+
+    def _tree_runs(self, segment: RowSegment, row: int, kind: AttentionKind) -> list[_Run]:
+        """Each branch's own part of the tree, the known rows being part of the first branch."""
+        first = segment.first_drafted
+        known = list(range(segment.start, first))
+        runs: list[_Run] = []
+        for nodes in runs_of(segment.parents):
+            path = path_to(segment.parents, nodes[-1])
+            branch = tuple(first + node for node in path)
+            places = [*known, *(first + node for node in nodes if first + node >= segment.start)]
+            position = first + len(path) - len(places)
+            known = []
+            while places:
+                count = min(len(places), self._end_of_run(position, kind) - position)
                 while self._company(count, kind) > self.num_padded:
                     count = -(-count // 2)
-                runs.append(_Run(segment=segment, row=row, start=start, count=count))
-                row += count
-                start += count
+                rows = tuple(row + place - segment.start for place in places[:count])
+                is_side_by_side = rows[-1] - rows[0] == count - 1
+                runs.append(
+                    _Run(
+                        segment=segment,
+                        row=rows[0],
+                        start=position,
+                        count=count,
+                        branch=branch,
+                        scattered=() if is_side_by_side else rows,
+                    )
+                )
+                position += count
+                del places[:count]
         return runs
 
     def _end_of_run(self, start: int, kind: AttentionKind) -> int:
@@ -205,20 +297,37 @@ class RowPlan:
             return end
         return -(-end // self.page_size) * self.page_size
 
-    def _key_slots(self, segment: RowSegment, num_keys: int) -> tuple[int, Tensor | None]:
+    def _key_slots(self, run: _Run, num_keys: int) -> tuple[int, Tensor | None]:
+        """Where the keys lie in order of position; of a branch, its own tokens and no others'."""
         size = self.page_size
-        pages = list(segment.pages[: -(-num_keys // size)])
+        pages = list(run.segment.pages[: -(-num_keys // size)])
         first_slot = pages[0] * size
-        if pages == list(range(pages[0], pages[0] + len(pages))):
+        detour = self._detour(run, num_keys)
+        if not detour and pages == list(range(pages[0], pages[0] + len(pages))):
             return first_slot, None
         starts_P1 = torch.tensor(pages, device=self.device).unsqueeze(1) * size
         slots_N = (starts_P1 + torch.arange(size, device=self.device)).view(-1)[:num_keys]
+        if detour:
+            first = run.segment.first_drafted
+            slots_N[first : first + len(detour)] = torch.tensor(detour, device=self.device)
         return first_slot, slots_N
+
+    def _detour(self, run: _Run, num_keys: int) -> list[int]:
+        """Slots of a branch's tokens among the first `num_keys`; none where they lie in order."""
+        first = run.segment.first_drafted
+        branch = run.branch[: max(0, num_keys - first)]
+        if branch == tuple(range(first, first + len(branch))):
+            return []
+        return [run.segment.slot(place, page_size=self.page_size) for place in branch]
 
     def _mask(
         self, kind: AttentionKind, run: _Run, *, before: int, window_rows: int, num_keys: int
     ) -> Tensor | None:
         """Zero where a row may look, -inf where not; what company rows see is of no account."""
+        if self.numerics == "fast" and run.segment.is_tree:
+            mask = self._tree_mask(kind, run.segment)
+            each_query = mask.unsqueeze(1).expand(-1, kind.queries_per_kv, -1)
+            return each_query.reshape(1, 1, -1, num_keys)
         sees_all = kind.window is None or kind.window > run.start
         if self.numerics == "fast" and run.count == 1 and sees_all:
             return None
@@ -241,3 +350,19 @@ class RowPlan:
             return later
         earlier = torch.full(shape, -torch.inf, dtype=kind.dtype, device=self.device)
         return later.add_(earlier.tril_(first - kind.window))
+
+    def _tree_mask(self, kind: AttentionKind, segment: RowSegment) -> Tensor:
+        """[num_rows, start + num_rows]: every row sees its own past and none of its siblings'."""
+        first, end = segment.first_drafted, segment.start + segment.num_rows
+        depths = depths_of(segment.parents)
+        position_of = [*range(first), *(first - 1 + depth for depth in depths)]
+        hidden = torch.full((segment.num_rows, end), -torch.inf)
+        for row, place in enumerate(range(segment.start, end)):
+            past = list(range(min(place + 1, first)))
+            if place >= first:
+                past += [first + node for node in path_to(segment.parents, place - first)]
+            if kind.window is not None:
+                oldest = position_of[place] - kind.window
+                past = [at for at in past if position_of[at] > oldest]
+            hidden[row, past] = 0.0
+        return hidden.to(device=self.device, dtype=kind.dtype)

@@ -90,6 +90,14 @@ class PagedLayers:
             x_TD = layer.forward(x_TD, rotation_T1P, attend)
         return x_TD.narrow(0, 0, rows.num_rows)
 
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies slots of every layer, (from, to) each, as if all at once."""
+        if not moves or not self._pages:
+            return
+        sources_M, targets_M = torch.tensor(moves, device=self._rotation_SP.device).unbind(1)
+        for pages in self._pages:
+            pages.move(sources_M, targets_M)
+
     def take_pages(self, other: "PagedLayers") -> None:
         """Goes on with the keys and values that layers of the same shape have kept."""
         self._pages = other._pages
@@ -226,6 +234,10 @@ class LlamaSpan:
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
         """The rows of one round; writes their keys and values."""
         return self._layers.forward(hidden_TD, rows)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies what slots hold to others, (from, to) each; all are read before one is written."""
+        self._layers.move(moves)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         """Whole causal sequences from position 0, no pages read or written."""
