@@ -178,6 +178,13 @@ class SpeculationConfig(Section):
     seed: int = 0
     """Seeds the controllers' draws; they can never change a text."""
 
+    learn: bool = True
+    """False pins the controllers for runs that are to be repeated: no outcome changes a belief, and
+    with a `cost_file` the same requests in the same order get the same draft lengths."""
+
+    cost_file: Path | None = None
+    """A measured cost model (`CostModel.save`) to decide by; None measures one at start-up."""
+
     @model_validator(mode="after")
     def _trees_are_coupled(self) -> Self:
         if self.acceptance == "rejection" and self.tree.shape != "none":

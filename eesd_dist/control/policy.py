@@ -81,11 +81,27 @@ class DraftPolicy:
         """False lets the drafter skip computing it; what it then offers is not looked at."""
         return any(self._controllers[request_id].needs_evidence for request_id in request_ids)
 
-    def begin_round(self, request_ids: Iterable[RequestId]) -> None:
-        """Before the first offers of a round, with everybody who may draft in it."""
+    def begin_round(
+        self,
+        request_ids: Iterable[RequestId],
+        *,
+        overlapped: bool = False,
+        num_requests: int | None = None,
+        num_known: int | None = None,
+    ) -> None:
+        """Before the first offers of a round, with everybody who may draft in it.
+
+        `overlapped`: another cohort is verified meanwhile, so that the slower of drafting and
+        verifying is what the round costs. `num_requests` and `num_known`: all requests of the round
+        and their known rows, where there are more than one a drafting request.
+        """
         for request_id in request_ids:
             self._take_advice(request_id)
             self._controllers[request_id].begin_round()
+
+    def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
+        """Whose next guess is worth the exit head's work; the others' drafts end here."""
+        return frozenset(request_ids)
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
         """Which of one level's offers to draft. Who is refused is not offered again this round."""

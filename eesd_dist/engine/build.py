@@ -176,14 +176,7 @@ def build_draft_engine(
     layout = layout_of(config)
     draft = build_draft_stage(config, layout, SingleGroup())
     if cost is None and draft.head is not None:
-        cost = measure_cost(
-            draft,
-            channel,
-            page_size=config.cache.page_size,
-            num_pages=config.cache.num_pages,
-            max_draft_tokens=config.speculation.max_draft_tokens,
-            generation=generation,
-        )
+        cost = _cost_of(config, draft, channel, generation=generation)
     pages = PageAllocator(
         num_pages=config.cache.num_pages,
         page_size=config.cache.page_size,
@@ -208,6 +201,23 @@ def build_draft_engine(
         generation=generation,
         round_span=round_span,
         spool=spool,
+    )
+
+
+def _cost_of(
+    config: EngineConfig, draft: DraftStage, channel: VerifyChannel, *, generation: int
+) -> CostModel:
+    """The pinned cost model, or one measured now."""
+    if config.speculation.cost_file is not None:
+        return CostModel.load(config.speculation.cost_file.expanduser())
+    return measure_cost(
+        draft,
+        channel,
+        page_size=config.cache.page_size,
+        num_pages=config.cache.num_pages,
+        max_draft_tokens=config.speculation.max_draft_tokens,
+        max_running=config.scheduler.max_running,
+        generation=generation,
     )
 
 

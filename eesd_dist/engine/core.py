@@ -235,7 +235,7 @@ class EngineCore:
             for request_id in plan.preempted:
                 self._draft.forget(request_id)
         planned = self._clock()
-        drafted = self._draft.draft(plan, self._policy)
+        drafted = self._draft.draft(plan, self._policy, overlapped=bool(self._in_flight))
         drafted_at = self._clock()
         header = self._header(plan, drafted)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
@@ -279,7 +279,7 @@ class EngineCore:
                     self._tap.commit(emission.request_id, len(emission.tokens))
             finished = [e.request_id for e in emissions if e.finish_reason is not None]
             self._policy.observe(outcomes)
-            if self._book is not None:
+            if self._book is not None and self._speculation.learn:
                 self._book.observe(outcomes)
             for item in waiting.plan.items:
                 request_id = item.live.request.request_id

@@ -138,14 +138,24 @@ class DraftStage:
         self._states.clear()
 
     @torch.inference_mode()
-    def draft(self, plan: RoundPlan, policy: DraftPolicy) -> DraftedRound:
-        """Runs the known rows, then drafts level by level what the policy chooses."""
+    def draft(
+        self, plan: RoundPlan, policy: DraftPolicy, *, overlapped: bool = False
+    ) -> DraftedRound:
+        """Runs the known rows, then drafts level by level what the policy chooses.
+
+        `overlapped`: another cohort's round is being verified meanwhile.
+        """
         runs = [self._open(item) for item in plan.items]
         self._run_known(runs)
         if self.head is not None:
-            self._draft_on(
-                [run for run in runs if run.item.max_draft > 0 and run.item.is_final], policy
+            drafting = [run for run in runs if run.item.max_draft > 0 and run.item.is_final]
+            policy.begin_round(
+                [run.request_id for run in drafting],
+                overlapped=overlapped,
+                num_requests=len(runs),
+                num_known=sum(run.item.num_known for run in runs),
             )
+            self._draft_on(drafting, policy)
         pieces = [piece for run in runs for piece in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
@@ -226,8 +236,7 @@ class DraftStage:
             run.state.lagging_TD.clear()
 
     def _draft_on(self, runs: list[DraftRun], policy: DraftPolicy) -> None:
-        active = runs
-        policy.begin_round([run.request_id for run in active])
+        active = self._worth_guessing(runs, policy)
         while active:
             with_evidence = self._log_evidence or policy.needs_evidence(
                 [run.request_id for run in active]
@@ -250,7 +259,19 @@ class DraftStage:
                 else:
                     run.prefetched.appendleft(candidate)  # still the best guess, should we go ahead
             self._take(going_on)
-            active = [run for run, _ in going_on if len(run.tokens) < run.item.max_draft]
+            active = self._worth_guessing(
+                [run for run, _ in going_on if len(run.tokens) < run.item.max_draft], policy
+            )
+
+    def _worth_guessing(self, runs: list[DraftRun], policy: DraftPolicy) -> list[DraftRun]:
+        """Those whose next guess the policy wants to see; the drafts of the others end here."""
+        wanted = policy.worth_a_guess([run.request_id for run in runs])
+        going_on = [run for run in runs if run.request_id in wanted or run.prefetched]
+        for run in runs:
+            lag = sum(piece.shape[0] for piece in run.state.lagging_TD)
+            if lag >= _CATCH_UP_ROWS and run.request_id not in wanted and not run.prefetched:
+                self._catch_up([run])
+        return going_on
 
     def _take(self, chosen: list[tuple[DraftRun, Candidate]]) -> None:
         """Drafts the chosen candidates: one row each through layers [0, N)."""

@@ -1,22 +1,33 @@
-"""What a draft step and a verify pass cost on this machine, measured before the first request.
+"""What drafting and verifying cost on this machine, measured before the first request.
 
-Runs real rows through the real stages on pages that hold nothing yet; the figures go to the
-controllers. It decides nothing.
+Runs real rounds through the real stages on pages that hold nothing yet: of one request for every
+draft length, of several on a sparse grid. It decides nothing; the figures go to the controllers.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.belief import Belief
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.isotonic import isotonic
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
+from eesd_dist.schedule.live import LiveRequest
+from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
+from eesd_dist.types import PageId, Request, RequestId, SamplingParams, TokenId
 
 _REPEATS = 15
-_WARM_UPS = 3
+_FEWEST = 3
+_WARM_UPS = 2
+_POINT_S = 0.09
+"""Time for one figure; where a round takes long there are fewer repeats, and never under three."""
 
 
 def measure_cost(
@@ -27,55 +38,158 @@ def measure_cost(
     num_pages: int,
     max_draft_tokens: int,
     generation: int,
+    max_running: int = 1,
 ) -> CostModel:
-    """Seconds of one drafted token and of verifying 1..max_draft_tokens + 1 rows.
+    """Seconds of drafting and verifying, for one request and for batches of up to `max_running`.
 
-    Lower quartiles: on a shared machine whatever disturbs a run makes it longer.
+    Lower quartiles: on a shared machine whatever disturbs a run makes it longer. What is left of
+    the noise must not look like a free row, so that times over rising counts never fall.
     """
     longest = max_draft_tokens + 1
-    pages = tuple(range(min(num_pages, -(-(longest + 2 * page_size) // page_size))))
-    start = max(0, len(pages) * page_size - longest - page_size // 2)
-    step_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=True))
-    known_s = _usual(partial(draft.rehearse, position=start, pages=pages, drafts=False))
-    return CostModel(
-        draft_step_s=step_s,
-        round_s=known_s,
-        # Every length on its own: kernels take rows in blocks, so the times rise in steps.
-        verify_s=tuple(
-            _usual(partial(_verify, draft, channel, rows, start, pages, generation))
-            for rows in range(1, longest + 1)
-        ),
+    num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
+    place = _Place(
+        start=max(0, num * page_size - longest - page_size // 2),
+        pages=tuple(PageId(page) for page in range(num)),
     )
+    bench = _Bench(draft=draft, channel=channel, place=place, generation=generation)
+    sizes = _batch_sizes(max_running)
+    verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, longest + 1)])
+    request_s = bench.request_s(min(8, max_running), verify_s)
+    batches = [bench.verify_s([longest] * size) - request_s * (size - 1) for size in sizes]
+    known_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
+    # A draft of a few tokens, since the first one differs: the exit head sees the known row too.
+    length = min(4, max_draft_tokens)
+    drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
+    steps_s = isotonic(
+        [max(d - k, 0.0) / max(length, 1) for d, k in zip(drafts_s, known_s, strict=True)]
+    )
+    guess_s = bench.refused_s() - known_s[0]
+    return CostModel(
+        draft_step_s=steps_s[0],
+        round_s=known_s[0],
+        # Every length on its own: kernels take rows in blocks, so the times rise in steps.
+        verify_s=tuple(verify_s),
+        guess_s=min(max(guess_s, 0.0), steps_s[0]),
+        request_s=request_s,
+        verify_rows_s=tuple(
+            (longest * size, seconds)
+            for size, seconds in zip(sizes, isotonic([verify_s[-1], *batches])[1:], strict=True)
+        ),
+        draft_rows_s=tuple(zip(sizes, steps_s[1:], strict=True)),
+        known_rows_s=tuple(zip(sizes, known_s[1:], strict=True)),
+    )
+
+
+def _batch_sizes(max_running: int) -> list[int]:
+    """2, 4, 16, ... and the largest batch there can be."""
+    sizes = [size for size in (2, 4, 16, 64, 256) if size < max_running]
+    return [*sizes, max_running] if max_running > 1 else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where the rehearsals write: the same pages for all, since nobody reads what they leave."""
+
+    start: int
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    draft: DraftStage
+    channel: VerifyChannel
+    place: _Place
+    generation: int
+
+    def verify_s(self, rows: Sequence[int]) -> float:
+        """A verify pass over so many rows of each request."""
+        return _usual(partial(self._verify, rows))
+
+    def request_s(self, count: int, verify_s: Sequence[float]) -> float:
+        """What a request adds beside its rows: as many rows of one request, and of as many."""
+        count = min(count, len(verify_s))
+        if count < 2:
+            return 0.0
+        return max(self.verify_s([1] * count) - verify_s[count - 1], 0.0) / (count - 1)
+
+    def draft_s(self, count: int, *, length: int) -> float:
+        """Known rows and a draft of so many tokens, evidence included, for `count` requests."""
+        return _usual(partial(self._draft, count, length, 0.0))
+
+    def refused_s(self) -> float:
+        """A first guess that is looked at and not taken."""
+        return _usual(partial(self._draft, 1, 1, 1.0))
+
+    def _draft(self, count: int, length: int, threshold: float) -> None:
+        policy = DraftPolicy(
+            speculation=SpeculationConfig(controller="threshold", threshold=threshold),
+            cost=None,
+            calibrator=None,
+        )
+        items = tuple(self._item(f"rehearsal-{i}", length) for i in range(count))
+        for item in items:
+            policy.admit(item.live.request_id, None, Belief())
+        self.draft.draft(RoundPlan(cohort=0, items=items, preempted=()), policy)
+        for item in items:
+            self.draft.forget(item.live.request_id)
+
+    def _item(self, name: str, length: int) -> PlanItem:
+        start = self.place.start
+        request = Request(
+            request_id=RequestId(name),
+            prompt=(TokenId(0),) * (start + 1),
+            sampling=SamplingParams(temperature=0.0, max_tokens=length + 2),
+        )
+        live = LiveRequest(
+            request,
+            ticket=0,
+            arrival_s=0.0,
+            max_model_len=start + length + 3,
+            max_draft_tokens=length,
+        )
+        return PlanItem(
+            live=live,
+            start=start,
+            num_known=1,
+            is_final=True,
+            max_draft=length,
+            pages=self.place.pages,
+        )
+
+    def _verify(self, rows: Sequence[int]) -> None:
+        span = self.draft.span
+        hidden_TD = torch.zeros(
+            sum(rows), span.spec.hidden_size, dtype=span.compute_dtype, device=self.draft.device
+        )
+        segments = tuple(_segment(self.place, count) for count in rows)
+        header = RoundHeader(generation=self.generation, round_id=0, segments=segments)
+        self.channel.send(header, hidden_TD)
+        self.channel.receive()
 
 
 def _usual(run: Callable[[], None]) -> float:
+    """Lower quartile of the seconds a run takes."""
     took: list[float] = []
-    for _ in range(_WARM_UPS + _REPEATS):
+    began = time.perf_counter()
+    while len(took) < _WARM_UPS + _REPEATS:
         started = time.perf_counter()
         run()
         took.append(time.perf_counter() - started)
-    return statistics.quantiles(took[_WARM_UPS:], n=4)[0]
+        if len(took) > _FEWEST and time.perf_counter() - began > _POINT_S:
+            break
+    settled = took[_WARM_UPS:] if len(took) > _WARM_UPS + _FEWEST else took[1:]
+    return statistics.quantiles(settled, n=4, method="inclusive")[0]
 
 
-def _verify(
-    draft: DraftStage,
-    channel: VerifyChannel,
-    rows: int,
-    start: int,
-    pages: tuple[int, ...],
-    generation: int,
-) -> None:
-    hidden_TD = torch.zeros(
-        rows, draft.span.spec.hidden_size, dtype=draft.span.compute_dtype, device=draft.device
-    )
-    segment = Segment(
-        start=start,
+def _segment(place: _Place, rows: int) -> Segment:
+    return Segment(
+        start=place.start,
         num_rows=rows,
         num_sampled=rows,
-        pages=pages,
+        pages=place.pages,
         tokens=(0,) * rows,
         history=(),
-        num_prompt=start,
+        num_prompt=place.start,
         temperature=0.0,
         top_p=1.0,
         top_k=0,
@@ -89,5 +203,3 @@ def _verify(
         logit_bias=(),
         top_logprobs=None,
     )
-    channel.send(RoundHeader(generation=generation, round_id=0, segments=(segment,)), hidden_TD)
-    channel.receive()
