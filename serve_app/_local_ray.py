@@ -1,8 +1,8 @@
-"""A Ray instance that comes with the service and goes with it.
+"""A Ray instance that comes with the service and goes with it, or one that was there before.
 
-Small (no dashboard, little shared memory), reachable with a token that only its own processes
-have, in a folder of its own that is removed in the end. Nothing of it outlives the block. The
-environment it needs is `serve_app._environment`'s.
+Ours is small (no dashboard, little shared memory), reachable with a token that only its own
+processes have, in a folder of its own that is removed in the end. Nothing of it outlives the block.
+The environment it needs is `serve_app._environment`'s.
 """
 
 import logging
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import ray
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import ConfigError, EngineError
 from serve_app._processes import descendants, end, running_after
 from serve_app.config import ServiceConfig
 
@@ -28,11 +28,11 @@ _SETTLE_S = 5.0
 
 
 @contextmanager
-def local_ray(config: ServiceConfig, *, shows_logs: bool) -> Iterator[None]:
+def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> Iterator[None]:
     """Within the block Ray runs here; after it there is no process, session or file of it."""
     folder = tempfile.mkdtemp(prefix="eesd-", dir=_short_folder())
     try:
-        _start(config, folder, shows_logs=shows_logs)
+        _start(folder, num_cpus=max(_num_cpus(config), min_cpus), shows_logs=shows_logs)
         yield
     finally:
         ours = descendants()
@@ -45,11 +45,24 @@ def local_ray(config: ServiceConfig, *, shows_logs: bool) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(config: ServiceConfig, folder: str, *, shows_logs: bool) -> None:
+@contextmanager
+def joined_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
+    """Within the block this process belongs to a cluster that somebody else runs."""
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start(folder: str, *, num_cpus: int, shows_logs: bool) -> None:
     try:
         ray.init(
             "local",
-            num_cpus=_num_cpus(config),
+            num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,

@@ -10,8 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import ray
@@ -19,7 +18,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
-from serve_app._local_ray import local_ray
+from serve_app._local_ray import joined_ray, local_ray
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig, TelemetryConfig
 
@@ -72,7 +71,7 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
     where = (
         local_ray(config, shows_logs=shows_logs)
         if address is None
-        else _joined(address, shows_logs=shows_logs)
+        else joined_ray(address, shows_logs=shows_logs)
     )
     say(f"starting {config.served_model_name} ...")
     try:
@@ -118,19 +117,6 @@ def _check_early(config: ServiceConfig) -> None:
                 f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another "
                 "with --host or --port"
             ) from error
-
-
-@contextmanager
-def _joined(address: str, *, shows_logs: bool) -> Iterator[None]:
-    """A cluster that somebody else runs."""
-    try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:

@@ -67,6 +67,8 @@ class FeatureManifest:
     dtype: str = HIDDEN_DTYPE
     """Of the stored hidden states."""
     version: int = FORMAT_VERSION
+    plan_sha256: str = ""
+    """Of everything that was to be collected; empty where nobody made a plan."""
 
     @property
     def num_sequences(self) -> int:
