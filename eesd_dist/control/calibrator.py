@@ -1,35 +1,49 @@
 """How likely is this very token to be accepted, from what the exit head says of it.
 
-A `Calibrator` is a logistic regression with five weights, small enough to be computed for every
-drafted token. It decides a probability; it refuses to know what is done with it and how it was
-fitted (`fitting`). It lives in `calibration.json` in the exit head's folder.
+A `Calibrator` is a logistic regression with six weights, small enough to be computed for every
+drafted token, and a straightened curve behind it that takes out what a straight line cannot follow.
+It decides a probability; it refuses to know what is done with it and how it was fitted (`fitting`).
+It lives in `calibration.json` in the exit head's folder.
+
+The gap between the two best scores, noise included, tells most beside the top-1 probability: on 20
+thousand judged tokens of the bundled model it took the log-loss from 0.550 to 0.509. Its product
+with depth, entropy or the logit, and a bias per depth, gained 0.002 together and were left out.
 """
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import Evidence, Outcome
 
 CALIBRATION_FILE = "calibration.json"
-FEATURES = ("logit_top1", "margin", "entropy", "depth", "bias")
+FEATURES = ("logit_top1", "margin", "entropy", "depth", "log_gap", "bias")
+_FEATURES_V1 = tuple(name for name in FEATURES if name != "log_gap")
 _EDGE = 1e-3
 """Nothing is certain: probabilities stay within [_EDGE, 1 - _EDGE]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrator:
-    """P(accepted) = sigmoid(weights . features); the default believes the exit head's own top-1."""
+    """P(accepted) = curve(sigmoid(weights . features)); the default believes the exit head's own
+    top-1."""
 
     logit_top1: float = 1.0
     """Weight of log(p / (1 - p)), p the top-1 probability: the inverse of a temperature."""
     margin: float = 0.0
     entropy: float = 0.0
     depth: float = 0.0
+    log_gap: float = 0.0
+    """Weight of log(1 + gap)."""
     bias: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    """What came true at each of a few forecasts of the sigmoid, both ascending; straight lines
+    between them. Empty: the forecast stands."""
     num_judged: int = 0
     """How many judged tokens it was fitted on; 0 when nobody has fitted one."""
 
@@ -39,19 +53,42 @@ class Calibrator:
             + self.margin * evidence.top2_margin
             + self.entropy * evidence.entropy
             + self.depth * evidence.depth
+            + self.log_gap * math.log1p(max(evidence.gap, 0.0))
             + self.bias
         )
-        return _inside(1.0 / (1.0 + math.exp(-max(min(score, 30.0), -30.0))))
+        return self.straightened(1.0 / (1.0 + math.exp(-max(min(score, 30.0), -30.0))))
+
+    def straightened(self, forecast: float) -> float:
+        """The curve's value at a forecast of the sigmoid."""
+        if not self.curve:
+            return _inside(forecast)
+        right = bisect_right(self.curve, (forecast, 2.0))
+        if right == 0:
+            return _inside(self.curve[0][1])
+        if right == len(self.curve):
+            return _inside(self.curve[-1][1])
+        (x0, y0), (x1, y1) = self.curve[right - 1], self.curve[right]
+        return _inside(y0 + (y1 - y0) * (forecast - x0) / (x1 - x0))
 
     @property
     def weights(self) -> tuple[float, ...]:
         """In the order of FEATURES."""
-        return (self.logit_top1, self.margin, self.entropy, self.depth, self.bias)
+        return (
+            self.logit_top1,
+            self.margin,
+            self.entropy,
+            self.depth,
+            self.log_gap,
+            self.bias,
+        )
 
     def save(self, folder: Path) -> Path:
         file = folder / CALIBRATION_FILE
-        content = dict(zip(FEATURES, self.weights, strict=True)) | {"num_judged": self.num_judged}
-        file.write_text(json.dumps({"version": 1} | content, indent=2) + "\n")
+        content = dict(zip(FEATURES, self.weights, strict=True)) | {
+            "curve": [list(point) for point in self.curve],
+            "num_judged": self.num_judged,
+        }
+        file.write_text(json.dumps({"version": 2} | content, indent=2) + "\n")
         return file
 
     @staticmethod
@@ -70,6 +107,7 @@ def features(evidence: Evidence) -> tuple[float, ...]:
         evidence.top2_margin,
         evidence.entropy,
         float(evidence.depth),
+        math.log1p(max(evidence.gap, 0.0)),
         1.0,
     )
 
@@ -107,13 +145,7 @@ def reliability_table(
     for forecast, accepted in forecasts:
         groups[min(int(forecast * bins), bins - 1)].append((forecast, accepted))
     return tuple(
-        ReliabilityBin(
-            low=index / bins,
-            high=(index + 1) / bins,
-            num_judged=len(group),
-            mean_forecast=sum(forecast for forecast, _ in group) / len(group),
-            accepted_share=sum(accepted for _, accepted in group) / len(group),
-        )
+        _bin_of(group, low=index / bins, high=(index + 1) / bins)
         for index, group in enumerate(groups)
         if group
     )
@@ -123,9 +155,44 @@ def expected_calibration_error(forecasts: Sequence[tuple[float, bool]], *, bins:
     """Mean distance between forecast and what came true, over bins weighted by their tokens."""
     if not forecasts:
         return 0.0
-    table = reliability_table(forecasts, bins=bins)
+    return _error_of(reliability_table(forecasts, bins=bins))
+
+
+def equal_mass_table(
+    forecasts: Sequence[tuple[float, bool]], *, bins: int = 10
+) -> tuple[ReliabilityBin, ...]:
+    """Ranges that hold equally many tokens each, give or take one."""
+    ranked = sorted(forecasts, key=lambda pair: pair[0])  # equals stay in order of arrival
+    edges = [len(ranked) * index // bins for index in range(bins + 1)]
+    return tuple(
+        _bin_of(ranked[low:high], low=ranked[low][0], high=ranked[high - 1][0])
+        for low, high in pairwise(edges)
+        if high > low
+    )
+
+
+def equal_mass_calibration_error(
+    forecasts: Sequence[tuple[float, bool]], *, bins: int = 10
+) -> float:
+    """The same distance over bins of equally many tokens: no range counts for its few tokens."""
+    if not forecasts:
+        return 0.0
+    return _error_of(equal_mass_table(forecasts, bins=bins))
+
+
+def _error_of(table: Sequence[ReliabilityBin]) -> float:
     off = sum(row.num_judged * abs(row.mean_forecast - row.accepted_share) for row in table)
-    return off / len(forecasts)
+    return off / sum(row.num_judged for row in table)
+
+
+def _bin_of(group: Sequence[tuple[float, bool]], *, low: float, high: float) -> ReliabilityBin:
+    return ReliabilityBin(
+        low=low,
+        high=high,
+        num_judged=len(group),
+        mean_forecast=sum(forecast for forecast, _ in group) / len(group),
+        accepted_share=sum(accepted for _, accepted in group) / len(group),
+    )
 
 
 def _inside(probability: float) -> float:
@@ -139,11 +206,27 @@ def _parse(file: Path) -> Calibrator:
         data = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise CheckpointError(file=file, found=str(error), expected="JSON") from error
-    expected = "version 1 with a finite number for each of " + ", ".join(FEATURES)
-    if not isinstance(data, dict) or data.get("version") != 1:
+    names = _FEATURES_V1 if isinstance(data, dict) and data.get("version") == 1 else FEATURES
+    expected = "version 1 or 2 with a finite number for each of " + ", ".join(names)
+    if not isinstance(data, dict) or data.get("version") not in (1, 2):
         raise CheckpointError(file=file, found=str(data)[:80], expected=expected)
     numbers = {name: x for name, x in data.items() if isinstance(x, int | float)}
-    if not all(math.isfinite(numbers.get(name, math.nan)) for name in FEATURES):
+    if not all(math.isfinite(numbers.get(name, math.nan)) for name in names):
         raise CheckpointError(file=file, found=str(data)[:80], expected=expected)
-    weights = {name: float(numbers[name]) for name in FEATURES}
-    return Calibrator(**weights, num_judged=int(numbers.get("num_judged", 0)))
+    return Calibrator(
+        **{name: float(numbers[name]) for name in names},
+        curve=_curve(file, data.get("curve", [])),
+        num_judged=int(numbers.get("num_judged", 0)),
+    )
+
+
+def _curve(file: Path, points: object) -> tuple[tuple[float, float], ...]:
+    expected = "a curve of pairs of probabilities, forecasts rising and shares not falling"
+    try:
+        curve = tuple((float(x), float(y)) for x, y in points)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(file=file, found=str(points)[:80], expected=expected) from error
+    rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(curve))
+    if not rises or not all(0.0 <= x <= 1.0 and 0.0 <= y <= 1.0 for x, y in curve):
+        raise CheckpointError(file=file, found=str(points)[:80], expected=expected)
+    return curve

@@ -1,26 +1,65 @@
 """Fitting a `Calibrator` to logged verdicts.
 
 Logistic regression by Newton's method with a ridge that pulls towards the default calibrator, so
-that ten judged tokens change little and ten thousand decide. A pure function of its pairs.
+that ten judged tokens change little and ten thousand decide. With enough of them a third is held
+back and says where the straight line is off: isotonic regression (Zadrozny and Elkan 2002) over
+groups of equally many tokens. A pure function of its pairs.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from eesd_dist.control.calibrator import FEATURES, Calibrator, features
+from eesd_dist.control.isotonic import isotonic
 from eesd_dist.types import Evidence
 
 Array = npt.NDArray[np.float64]
 
+Judged = Sequence[tuple[Evidence, bool]]
+
 # rows: [judged tokens, features]; every other array has one of the two lengths.
+
+_BLOCK = 64
+"""Held back are whole rows of neighbours, since tokens of one text are like each other."""
+_KNOTS = 20
+_FEWEST_FOR_CURVE = 100 * _KNOTS
+"""Held-back tokens below which a curve would follow their noise."""
 
 
 def fit_calibrator(
-    judged: Sequence[tuple[Evidence, bool]], *, ridge: float = 1.0, max_steps: int = 50
+    judged: Judged, *, ridge: float = 1.0, max_steps: int = 50, curved: bool = True
 ) -> Calibrator:
-    """The calibrator of highest penalised likelihood (`judged_tokens` makes the pairs)."""
+    """The calibrator of highest penalised likelihood (`judged_tokens` makes the pairs, in the order
+    of their rounds). `curved` False leaves the sigmoid as it is."""
+    held_back = [pair for i, pair in enumerate(judged) if i // _BLOCK % 3 == 2]
+    if not curved or len(held_back) < _FEWEST_FOR_CURVE:
+        return _fit_line(judged, ridge=ridge, max_steps=max_steps)
+    seen = [pair for i, pair in enumerate(judged) if i // _BLOCK % 3 != 2]
+    line = _fit_line(seen, ridge=ridge, max_steps=max_steps)
+    return replace(line, curve=_fit_curve(line, held_back), num_judged=len(judged))
+
+
+def _fit_curve(line: Calibrator, judged: Judged) -> tuple[tuple[float, float], ...]:
+    """What came true in groups of equally many tokens, made to rise with the forecast."""
+    forecast = [(line.probability(evidence), accepted) for evidence, accepted in judged]
+    ranked = sorted(forecast, key=lambda pair: pair[0])
+    edges = [len(ranked) * index // _KNOTS for index in range(_KNOTS + 1)]
+    groups = [ranked[low:high] for low, high in pairwise(edges)]
+    forecasts = [sum(forecast for forecast, _ in group) / len(group) for group in groups]
+    # Half a token of either kind, so that no group says never or always.
+    shares = [(sum(accepted for _, accepted in group) + 0.5) / (len(group) + 1) for group in groups]
+    return tuple(
+        (x, y)
+        for index, (x, y) in enumerate(zip(forecasts, isotonic(shares), strict=True))
+        if index == 0 or x > forecasts[index - 1]
+    )
+
+
+def _fit_line(judged: Judged, *, ridge: float, max_steps: int) -> Calibrator:
     start = np.array(Calibrator().weights)
     if not judged:
         return Calibrator()

@@ -1,6 +1,8 @@
 """Calibration: fitting, its error, its file."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -8,7 +10,10 @@ import pytest
 
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
+    FEATURES,
     Calibrator,
+    equal_mass_calibration_error,
+    equal_mass_table,
     expected_calibration_error,
     judged_tokens,
     reliability_table,
@@ -46,6 +51,65 @@ def test_fitting_removes_most_of_the_calibration_error() -> None:
     assert after < 0.03
 
 
+def _with_gaps(rng: Random, count: int) -> Judged:
+    """A head whose probabilities say little and whose gaps say much, and steeply so."""
+    judged = []
+    for _ in range(count):
+        gap = rng.expovariate(1.0)
+        truth = min(max(gap, 0.3), 0.95)
+        seen = Evidence(depth=0, top1_prob=rng.uniform(0.3, 0.9), top2_margin=0.2, entropy=1.0)
+        judged.append((replace(seen, gap=gap), rng.random() < truth))
+    return judged
+
+
+def _log_loss(forecasts: list[tuple[float, bool]]) -> float:
+    return -sum(math.log(p if came_true else 1 - p) for p, came_true in forecasts) / len(forecasts)
+
+
+def test_the_gap_between_the_two_best_scores_is_made_use_of() -> None:
+    rng = Random(12)
+    judged, unseen = _with_gaps(rng, 3_000), _with_gaps(rng, 3_000)
+    blind = fit_calibrator([(replace(seen, gap=0.0), accepted) for seen, accepted in judged])
+    seeing = fit_calibrator(judged)
+    without = [(replace(seen, gap=0.0), accepted) for seen, accepted in unseen]
+    assert _log_loss(_forecasts(seeing, unseen)) < _log_loss(_forecasts(blind, without)) - 0.1
+
+
+def test_what_a_straight_line_cannot_follow_the_curve_straightens() -> None:
+    rng = Random(13)
+    judged, unseen = _with_gaps(rng, 9_000), _with_gaps(rng, 9_000)
+    straight, curved = fit_calibrator(judged, curved=False), fit_calibrator(judged)
+    before = expected_calibration_error(_forecasts(straight, unseen))
+    after = expected_calibration_error(_forecasts(curved, unseen))
+    assert not straight.curve
+    assert before > 0.03 > after
+    assert equal_mass_calibration_error(_forecasts(curved, unseen)) < 0.03
+
+
+def test_the_curve_never_falls_and_meets_its_own_points() -> None:
+    fitted = fit_calibrator(_overconfident(Random(3), 8_000))
+    values = [fitted.straightened(i / 200) for i in range(201)]
+    assert values == sorted(values)
+    for forecast, share in fitted.curve:
+        assert fitted.straightened(forecast) == pytest.approx(min(max(share, 1e-3), 1 - 1e-3))
+
+
+def test_bins_of_equal_mass_hold_equally_many_tokens() -> None:
+    forecasts = [(i / 103, i % 3 == 0) for i in range(103)]
+    assert {row.num_judged for row in equal_mass_table(forecasts)} == {10, 11}
+    assert sum(row.num_judged for row in equal_mass_table(forecasts)) == 103
+    assert equal_mass_calibration_error([]) == 0.0
+    constant = [(0.4, i % 5 < 2) for i in range(1_000)]
+    assert equal_mass_calibration_error(constant) == pytest.approx(0.0)
+
+
+def test_a_file_of_before_the_gap_was_known_is_read(tmp_path: Path) -> None:
+    weights = {"logit_top1": 0.5, "margin": 0.1, "entropy": -0.2, "depth": 0.0, "bias": 0.3}
+    (tmp_path / CALIBRATION_FILE).write_text(json.dumps({"version": 1, **weights}))
+    read = Calibrator.load(tmp_path)
+    assert read == Calibrator(logit_top1=0.5, margin=0.1, entropy=-0.2, bias=0.3)
+
+
 def test_a_handful_of_tokens_changes_little_and_one_sided_ones_do_not_run_away() -> None:
     few = fit_calibrator([(evidence(0.7), True)] * 3)
     assert few.probability(evidence(0.7)) < 0.9
@@ -81,17 +145,27 @@ def test_the_reliability_table_counts_every_token_once() -> None:
 
 
 def test_a_calibrator_survives_its_file(tmp_path: Path) -> None:
-    fitted = fit_calibrator(_overconfident(Random(1), 200))
-    fitted.save(tmp_path)
-    assert Calibrator.load(tmp_path) == fitted
+    for count in (200, 7_000):
+        fitted = fit_calibrator(_overconfident(Random(1), count))
+        assert bool(fitted.curve) is (count == 7_000)
+        fitted.save(tmp_path)
+        assert Calibrator.load(tmp_path) == fitted
 
 
 def test_a_head_without_a_calibration_file_gets_the_default(tmp_path: Path) -> None:
     assert Calibrator.load(tmp_path) == Calibrator()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"version": 2}', '{"version": 1, "bias": 0}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": 3}', '{"version": 1, "bias": 0}'])
 def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / CALIBRATION_FILE).write_text(content)
     with pytest.raises(CheckpointError, match=CALIBRATION_FILE):
+        Calibrator.load(tmp_path)
+
+
+@pytest.mark.parametrize("curve", [3, [[0.1]], [[0.2, 0.5], [0.1, 0.6]], [[0.1, 0.5], [0.2, 0.4]]])
+def test_a_curve_that_is_none_is_refused(tmp_path: Path, curve: object) -> None:
+    content = dict.fromkeys(FEATURES, 0.0) | {"version": 2, "curve": curve}
+    (tmp_path / CALIBRATION_FILE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="curve"):
         Calibrator.load(tmp_path)
