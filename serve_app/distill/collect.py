@@ -178,6 +178,8 @@ def _make(
         prepare_for_local_ray()
     else:
         prepare_for_cluster()
+    # Its core reports as an error how Ray Data makes its own actors.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # Ray reads the environment when it is imported.
     from serve_app.distill._collect_job import Job, run_job
 
