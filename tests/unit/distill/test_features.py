@@ -118,7 +118,7 @@ def test_a_torn_shard_is_refused_wherever_it_was_torn(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in (0, 4, 40, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="expected a whole shard.*collect again"):
+        with pytest.raises(CheckpointError, match=r"expected a whole shard.*collect again"):
             read_shard(file)
 
 
@@ -188,14 +188,14 @@ def test_a_store_without_one_of_its_shards_does_not_open(tmp_path: Path, target:
 
 def test_an_unfinished_store_does_not_open(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [_sequence(9)])
-    with pytest.raises(CheckpointError, match="found no manifest.*goes on where it was"):
+    with pytest.raises(CheckpointError, match=r"found no manifest.*goes on where it was"):
         FeatureStore.open(tmp_path, expect=None)
 
 
 def test_features_of_another_target_are_refused(tmp_path: Path, target: Path) -> None:
     _store(tmp_path, target)
     other = dataclasses.replace(identity_of(target), sha256="0" * 64, name_or_path="other")
-    with pytest.raises(CheckpointError, match="expected of 'other'.*collect features"):
+    with pytest.raises(CheckpointError, match=r"expected of 'other'.*collect features"):
         FeatureStore.open(tmp_path, expect=other)
 
 
