@@ -202,6 +202,18 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpoolCounts:
+    """What became of the texts that were meant to be kept for training."""
+
+    num_written: int
+    """Sequences on disk, those included that have made room since."""
+    num_dropped: int
+    """The disk was too slow, or full."""
+    num_bytes: int
+    """Of the folder's shards now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
     """Where the time of one round went, and what came of it. Units are seconds and counts."""
 

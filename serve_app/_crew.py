@@ -7,7 +7,8 @@ of its business.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -16,7 +17,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from eesd_dist.actors.contracts import (
     Generation,
+    HeadReport,
     LoopEnd,
+    RouterAdvice,
     RouterNews,
     StagesFactory,
     TelemetryOptions,
@@ -24,7 +27,6 @@ from eesd_dist.actors.contracts import (
 )
 from eesd_dist.actors.draft import DraftActor
 from eesd_dist.actors.process import thread_environment
-from eesd_dist.actors.router_link import Plans
 from eesd_dist.actors.verify import VerifyActor
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, PeerLost
@@ -49,7 +51,12 @@ class Recruiting:
     engine: EngineConfig
     stages: StagesFactory
     telemetry: TelemetryOptions
-    ask_router: Callable[[RouterNews], Awaitable[Plans]] | None
+    ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
+
+    def with_head(self, folder: str) -> "Recruiting":
+        """The same with another exit head."""
+        model = self.engine.model.model_copy(update={"head": Path(folder)})
+        return replace(self, engine=self.engine.model_copy(update={"model": model}))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,6 +87,7 @@ class Crew:
         self._group = group
         self._posts = tuple(posts)
         self._recruiting = recruiting
+        self._as_configured = recruiting
         self._members: dict[str, Member] = {}
         self._generation = 0
 
@@ -96,6 +104,25 @@ class Crew:
     def drafter(self) -> Member:
         """Raises PeerLost when the post is empty."""
         return self._at(self._posts[0])
+
+    @property
+    def has_other_head(self) -> bool:
+        """Whether recruits get another exit head than the configuration names."""
+        return self._recruiting is not self._as_configured
+
+    def recruit_with_head(self, folder: str | None) -> None:
+        """From now on recruits draft with this exit head; None: with the configuration's."""
+        configured = self._as_configured
+        self._recruiting = configured if folder is None else configured.with_head(folder)
+
+    async def load_head(self, folder: str) -> HeadReport:
+        """The drafter takes another exit head, and so will every later one in its place.
+
+        Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
+        """
+        report: HeadReport = await self._ask(self.drafter, "load_head", "load_head", folder)
+        self.recruit_with_head(folder)
+        return report
 
     async def form(self, *, timeout_s: float) -> None:
         """Fills empty posts and brings everyone into a new generation."""

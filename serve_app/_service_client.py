@@ -19,7 +19,7 @@ from eesd_dist.telemetry.tracing import Tracing, open_route_span
 from eesd_dist.types import Emission, Request, RequestId, RoundStats
 from serve_app._resume import resumed
 from serve_app.config import RecoveryConfig
-from serve_app.pipeline import Health, MetricsPage, PipelineState, Taken
+from serve_app.pipeline import Health, MetricsPage, PipelineControl, PipelineState, Taken
 
 T = TypeVar("T")
 
@@ -65,6 +65,10 @@ class ServiceClient:
     async def metrics(self, *, timeout_s: float) -> tuple[MetricsPage, ...]:
         """Every pipeline's metrics in Prometheus' text form."""
         return await self._of_all("metrics", timeout_s=timeout_s)
+
+    async def control(self, *, timeout_s: float) -> tuple[PipelineControl, ...]:
+        """What every pipeline's controllers go by."""
+        return await self._of_all("control", timeout_s=timeout_s)
 
     async def rounds(self, *, timeout_s: float) -> tuple[RoundStats, ...]:
         """Every pipeline's latest rounds."""

@@ -189,7 +189,7 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
-    if config.telemetry != TelemetryConfig():
+    if config.telemetry != TelemetryConfig() or config.spool.folder is not None:
         _flush(config)
     if is_ours:
         serve.shutdown()
@@ -202,13 +202,14 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
 
 
 def _flush(config: ServiceConfig) -> None:
-    """Spans of the last requests are on their way for half a second; then their processes end."""
+    """Spans of the last requests are on their way for half a second, and the spool's last texts
+    wait for more; then their processes end."""
     for deployment in ("Ingress", "Pipeline"):
         try:
             handle = serve.get_deployment_handle(deployment, config.app_name)
             handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
-        except Exception as error:  # spans are no reason to stay
-            logger.warning("spans not sent: deployment=%s error=%r", deployment, error)
+        except Exception as error:  # neither is a reason to stay
+            logger.warning("not flushed: deployment=%s error=%r", deployment, error)
 
 
 def _why(messages: Sequence[str]) -> EesdError:

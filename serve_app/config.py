@@ -115,16 +115,47 @@ class RouterConfig(Section):
     """Ray namespace of that name."""
 
     checkpoint: Path | None = None
-    """File the beliefs are kept in; None forgets them with the actor."""
+    """File the beliefs are kept in, on the node of the router or on a disk that all nodes share,
+    e.g. /var/lib/eesd/beliefs.json; None forgets them with the actor."""
 
     checkpoint_every_s: PositiveFloat = 5.0
     """How much learning a crash may cost."""
+
+    priors: Path | None = None
+    """File that `eesd controllers save` has written: pools to begin with. A checkpoint, once there
+    is one, knows better; with `pinned` these priors come first."""
+
+    pinned: bool = False
+    """Pools stay as they are: what warms a request no longer depends on the requests before it.
+    `eesd controllers pin` and `unpin` do the same to a running service."""
+
+    workloads_by_temperature: bool = True
+    """Requests that name no workload class are told apart by their temperature as well."""
 
     heartbeat_s: PositiveFloat = 1.0
     """How often a pipeline says that it is there."""
 
     expiry_s: PositiveFloat = 5.0
     """A pipeline silent for so long is forgotten."""
+
+
+class SpoolConfig(Section):
+    """What verification computed anyway, kept on disk for `eesd distill refresh`. Off by default.
+
+    A shard holds token ids, hidden states and the target's best tokens of sampled requests: no text
+    and no request's name, and yet as confidential as the texts themselves."""
+
+    folder: Path | None = None
+    """Folder on the drafting actors' nodes; None keeps nothing."""
+
+    max_bytes: PositiveInt = 256 * 2**20
+    """All shards of the folder together; the oldest one goes first."""
+
+    sample_rate: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the requests that are kept."""
+
+    top_k: PositiveInt = 16
+    """The target's best tokens, kept with their log-probabilities."""
 
 
 class TelemetryConfig(Section):
@@ -166,6 +197,7 @@ class ServiceConfig(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     health: HealthConfig = HealthConfig()
     router: RouterConfig = RouterConfig()
+    spool: SpoolConfig = SpoolConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property

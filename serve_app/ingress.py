@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +20,8 @@ from serve_app._metrics import merged
 from serve_app._service_client import ServiceClient
 from serve_app.config import ServiceConfig
 from serve_app.openai.api import build_api
+from serve_app.pipeline import PipelineControl
+from serve_app.router import find_router
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -43,11 +46,13 @@ class Ingress:
             metrics=self._metrics,
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
+            workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=os.environ.get(config.api_key_env) or None,
             created_unix_s=int(time.time()),
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
         app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
+        app.add_api_route("/debug/controllers", self._controllers, methods=["GET"])
         return app
 
     async def flush(self) -> None:
@@ -77,6 +82,51 @@ class Ingress:
         """Which processes serve, and how often they were interrupted."""
         states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
         return {"pipelines": [asdict(state) for state in states]}
+
+    async def _controllers(self) -> dict[str, object]:
+        """What is believed about acceptance, by class, and what decides draft lengths from it."""
+        parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
+        router: dict[str, object] = await asyncio.wait_for(
+            _awaited(find_router(self._config.router).describe.remote()), _ANSWER_TIMEOUT_S
+        )
+        speculation = self._config.engine.speculation
+        return {
+            "default": {
+                "controller": speculation.controller,
+                "parameters": speculation.model_dump(mode="json", exclude={"controller"}),
+            },
+            "pinned": router["pinned"],
+            "checkpoint": router["checkpoint"],
+            "num_live": router["num_live"],
+            "workloads": router["workloads"],
+            "pipelines": [_as_json(part) for part in parts],
+        }
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def _as_json(part: PipelineControl) -> dict[str, object]:
+    control = part.control
+    counts = zip_longest(control.drafted_by_position, control.accepted_by_position, fillvalue=0)
+    return {
+        "pipeline": part.pipeline,
+        "num_live": part.num_live,
+        "head": None if control.head is None else asdict(control.head),
+        "calibration": control.calibration,
+        "cost": control.cost,
+        "acceptance_by_position": [
+            {
+                "position": position,
+                "num_drafted": drafted,
+                "num_accepted": accepted,
+                "rate": accepted / drafted if drafted else None,
+            }
+            for position, (drafted, accepted) in enumerate(counts, start=1)
+        ],
+        "spool": None if control.spool is None else asdict(control.spool),
+    }
 
 
 def _max_model_len(config: ServiceConfig) -> int:

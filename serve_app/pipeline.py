@@ -19,7 +19,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from eesd_dist.actors.contracts import DraftStats, StagesFactory, StreamItem
+from eesd_dist.actors.contracts import (
+    ControlReport,
+    DraftStats,
+    HeadReport,
+    StagesFactory,
+    StreamItem,
+)
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
@@ -36,7 +42,7 @@ from serve_app._crew import Crew, Member, Recruiting, placed
 from serve_app._placement import gpus_per_rank, posts_of
 from serve_app._resume import resumed
 from serve_app.config import ServiceConfig
-from serve_app.router import AskRouter, beat, router_handle
+from serve_app.router import AskRouter, beat, promoted_head, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +70,15 @@ class Health:
 class MetricsPage:
     pipeline: str
     text: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineControl:
+    """What a pipeline's controllers go by."""
+
+    pipeline: str
+    num_live: int
+    control: ControlReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +120,9 @@ class Pipeline:
         """Why the pipeline is not whole, while it is not."""
         self._interruptions: deque[float] = deque()
         self._num_interruptions = 0
+        self._promoted_head = ""
+        """Folder of the exit head it was told to take; empty: that of the configuration."""
+        self._promoted_unix_s = 0.0
         self._crew: asyncio.Future[Crew] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.ensure_future(self._supervise())
         self._heart = asyncio.ensure_future(self._beat())
@@ -143,8 +161,27 @@ class Pipeline:
         rounds: tuple[RoundStats, ...] = await self._of_drafter("rounds")
         return rounds
 
+    async def control(self) -> PipelineControl:
+        """What the controllers of this pipeline go by."""
+        control: ControlReport = await self._of_drafter("control")
+        return PipelineControl(pipeline=self._name, num_live=len(self._live), control=control)
+
+    async def load_head(self, folder: str) -> HeadReport:
+        """Drafts with another exit head from the next round on, and in generations to come.
+
+        Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
+        """
+        crew = await self._crew
+        await self._until_whole(self._trouble)
+        async with asyncio.timeout(self._config.recovery.load_timeout_s):
+            report = await crew.load_head(folder)
+        self._promoted_head, self._promoted_unix_s = folder, time.time()
+        await self._say_hello()
+        logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
+        return report
+
     async def flush(self) -> None:
-        """Sends every member's waiting spans, before they are taken down."""
+        """Sends and writes what every member still holds, before they are taken down."""
         for member in (await self._crew).members:
             try:
                 await asyncio.wait_for(_awaited(member.handle.flush.remote()), _ANSWER_TIMEOUT_S)
@@ -231,7 +268,7 @@ class Pipeline:
             gpus_per_rank=_gpus_per_rank(engine),
         )
         group = await placed(posts, placement=self._config.placement, name=self._name)
-        return Crew(
+        crew = Crew(
             group,
             posts,
             recruiting=Recruiting(
@@ -242,6 +279,10 @@ class Pipeline:
                 ask_router=AskRouter(self._router),
             ),
         )
+        self._promoted_head = await promoted_head(self._router, app=self._config.app_name)
+        if self._promoted_head:
+            crew.recruit_with_head(self._promoted_head)
+        return crew
 
     async def _form(self, crew: Crew) -> None:
         """Tries until it succeeds, while it is not the configuration that is to blame."""
@@ -249,9 +290,15 @@ class Pipeline:
         while True:
             try:
                 await crew.form(timeout_s=max(1.0, deadline - time.monotonic()))
-            except ConfigError:
-                await crew.stop()
-                raise
+            except ConfigError as error:
+                if not crew.has_other_head:
+                    await crew.stop()
+                    raise
+                # The promoted head's folder has gone or changed since; there was one before it.
+                logger.error("back to the configured head: pipeline=%s error=%s", self._name, error)
+                crew.recruit_with_head(None)
+                self._promoted_head = ""
+                await crew.disband()
             except EngineError as error:
                 logger.warning("not formed: pipeline=%s error=%s", self._name, error)
                 self._trouble = error
@@ -293,14 +340,19 @@ class Pipeline:
     async def _beat(self) -> None:
         """Says to the router that this pipeline is there, for as long as it is."""
         while True:
-            report = PipelineReport(
-                pipeline_id=PipelineId(self._name),
-                address=self._name,
-                num_running=len(self._live),
-                draining=not self._whole.is_set(),
-            )
-            await beat(self._router, report)
+            await self._say_hello()
             await asyncio.sleep(self._config.router.heartbeat_s)
+
+    async def _say_hello(self) -> None:
+        report = PipelineReport(
+            pipeline_id=PipelineId(self._name),
+            address=self._name,
+            num_running=len(self._live),
+            draining=not self._whole.is_set(),
+            promoted_head=self._promoted_head,
+            promoted_unix_s=self._promoted_unix_s,
+        )
+        await beat(self._router, report)
 
     # -- streams --------------------------------------------------------------------------------
 

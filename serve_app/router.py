@@ -2,24 +2,34 @@
 
 One named, detached actor of the control plane. It hears of rounds after they are over and answers
 with beliefs for the rounds to come; no token passes through it, and nobody waits for it. Killed, it
-is restarted by Ray and goes on from its checkpoint.
+is restarted by Ray and goes on from its checkpoint. Operators pin, save and load its pools by name,
+over Ray: whoever may do that may do anything here anyway.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
+from uuid import uuid4
 
 import ray
 
-from eesd_dist.actors.contracts import RouterNews
+from eesd_dist.actors.contracts import RouterAdvice, RouterNews
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.errors import EesdError
-from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.control.belief import Belief
+from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.routing.beliefs import (
+    BeliefBook,
+    Priors,
+    pools_from_json,
+    priors_to_json,
+    read_snapshot,
+)
 from eesd_dist.routing.directory import PipelineDirectory, PipelineReport
-from eesd_dist.types import RequestId
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
@@ -34,10 +44,15 @@ class Router:
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
+        self._born = uuid4().hex[:8]
+        """So that a version number of an earlier router is never taken for one of this."""
         self._saved_s = time.monotonic()
+        self._saving: asyncio.Task[None] | None = None
+        """The latest checkpoint under way; None before the first."""
+        self._one_save = asyncio.Lock()
         self._recall()
 
-    async def advise(self, news: RouterNews) -> dict[RequestId, DraftPlan]:
+    async def advise(self, news: RouterNews) -> RouterAdvice:
         """Learns from finished rounds; the answer is the plans of the requests heard of."""
         plans = {
             request_id: self._book.admit(request_id, workload)
@@ -48,39 +63,109 @@ class Router:
             self._book.finish(request_id)
             plans.pop(request_id, None)
         self._save_sometimes()
-        return plans
+        priors_id = f"{self._born}-{self._book.version}"
+        is_news = news.known_priors not in (None, priors_id)
+        return RouterAdvice(
+            plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
+        )
 
     async def heartbeat(self, report: PipelineReport) -> None:
         self._directory.heartbeat(report)
 
+    async def promoted_head(self, app: str) -> str:
+        """The exit head that this application's pipelines were told to take; empty: none was.
+
+        Nothing is kept here: the pipelines say so with every heartbeat, to a restarted router too.
+        """
+        heads = [
+            member.report
+            for member in self._directory.members()
+            if member.report.promoted_head and app_of(member.report.pipeline_id) == app
+        ]
+        newest = max(heads, key=lambda report: report.promoted_unix_s, default=None)
+        return "" if newest is None else newest.promoted_head
+
     async def describe(self) -> dict[str, object]:
         """Plain JSON, for an operator's eyes."""
+        live, pools = self._book.live_by_workload(), self._book.pools()
         return {
+            "pinned": self._book.is_pinned,
+            "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),
-            "workloads": {name: pool.to_json() for name, pool in self._book.pools().items()},
+            "workloads": {
+                name: {
+                    **belief.to_json(),
+                    "mean": belief.mean,
+                    "weight": belief.weight,
+                    "num_live": live.get(name, 0),
+                }
+                for name in sorted(pools.keys() | live.keys())
+                for belief in (pools.get(name, Belief()),)
+            },
             "num_live": self._book.num_live,
         }
 
+    async def priors(self) -> dict[str, object]:
+        """All pools, in the form that `pin` and `set_priors` take."""
+        return priors_to_json(self._book.priors())
+
+    async def set_priors(self, snapshot: Mapping[str, object]) -> int:
+        """Begins with other pools, and says how many; live requests keep their beliefs.
+
+        Raises ConfigError for a snapshot that is none.
+        """
+        pools = pools_from_json(snapshot)
+        self._book.adopt(Priors(pools=pools, is_pinned=self._book.is_pinned))
+        await self._save()
+        return len(pools)
+
+    async def pin(self) -> None:
+        self._book.pin()
+        await self._save()
+
+    async def unpin(self) -> None:
+        self._book.unpin()
+        await self._save()
+
     def _recall(self) -> None:
-        file = self._config.checkpoint
-        if file is None or not file.is_file():
-            return
+        """The checkpoint; before there is one, or where pools are pinned, the operator's priors."""
+        config = self._config
         try:
-            self._book.load(file)
+            if config.checkpoint is not None and config.checkpoint.is_file():
+                self._book.load(config.checkpoint)
         except EesdError as error:  # beliefs are a cache: without them the service is only slower
-            logger.error("beliefs not recalled, starting with none: error=%s", error)
+            logger.error("beliefs not recalled: error=%s", error)
+        try:
+            if config.priors is not None and (config.pinned or not self._book.pools()):
+                pools = pools_from_json(read_snapshot(config.priors))
+                self._book.adopt(Priors(pools=pools, is_pinned=self._book.is_pinned))
+        except EesdError as error:
+            logger.error("priors not loaded: error=%s", error)
+        if config.pinned:
+            self._book.pin()
 
     def _save_sometimes(self) -> None:
-        file = self._config.checkpoint
-        now_s = time.monotonic()
-        if file is None or now_s - self._saved_s < self._config.checkpoint_every_s:
+        if self._config.checkpoint is None or (self._saving and not self._saving.done()):
             return
-        self._saved_s = now_s
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._book.save(file)
-        except OSError as error:
-            logger.error("beliefs not saved: file=%s error=%s", file, error)
+        if time.monotonic() - self._saved_s >= self._config.checkpoint_every_s:
+            self._saving = asyncio.ensure_future(self._save())
+
+    async def _save(self) -> None:
+        """In a thread, from a copy: plans do not wait for the disk."""
+        file = self._config.checkpoint
+        if file is None:
+            return
+        async with self._one_save:
+            self._saved_s = time.monotonic()
+            await asyncio.to_thread(_save, self._book.copy(), file)
+
+
+def _save(book: BeliefBook, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        book.save(file)
+    except OSError as error:
+        logger.error("beliefs not saved: file=%s error=%s", file, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +174,9 @@ class AskRouter:
 
     handle: Any
 
-    async def __call__(self, news: RouterNews) -> dict[RequestId, DraftPlan]:
-        plans: dict[RequestId, DraftPlan] = await self.handle.advise.remote(news)
-        return plans
+    async def __call__(self, news: RouterNews) -> RouterAdvice:
+        advice: RouterAdvice = await self.handle.advise.remote(news)
+        return advice
 
 
 def router_handle(config: ServiceConfig) -> Any:
@@ -111,6 +196,32 @@ def router_handle(config: ServiceConfig) -> Any:
     )
 
 
+def find_router(config: RouterConfig) -> Any:
+    """The router that is there already. Raises EngineError when none is."""
+    try:
+        return ray.get_actor(config.name, namespace=config.namespace)
+    except ValueError as error:
+        raise EngineError(
+            f"no router {config.name!r} in Ray's namespace {config.namespace!r}: is the service "
+            "running there?"
+        ) from error
+
+
+def app_of(pipeline_id: str) -> str:
+    """A pipeline's name is its application's and a few random digits."""
+    return pipeline_id.rpartition("-")[0]
+
+
+async def promoted_head(handle: Any, *, app: str, timeout_s: float = 10.0) -> str:
+    """What a new pipeline is to draft with instead of its configuration's head; mostly empty."""
+    try:
+        folder: str = await asyncio.wait_for(_settled(handle.promoted_head.remote(app)), timeout_s)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        logger.warning("router does not say which head: error=%r", error)
+        return ""
+    return folder
+
+
 async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> None:
     """One heartbeat; a silent router is not the sender's concern."""
     try:
@@ -119,5 +230,5 @@ async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -
         logger.debug("router does not hear: error=%r", error)
 
 
-async def _settled(reference: Any) -> None:
-    await reference
+async def _settled(reference: Any) -> Any:
+    return await reference

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError
-from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats
+from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
 
 StreamItem = tuple[Emission, ...] | EesdError
 
@@ -77,6 +77,47 @@ class RouterNews:
     """Requests and their workload classes."""
     outcomes: tuple[Outcome, ...]
     finished: tuple[RequestId, ...]
+    known_priors: str | None = None
+    """Which pools the sender has, in the router's own words; None does not ask for any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAdvice:
+    """What the router answers."""
+
+    plans: Mapping[RequestId, DraftPlan]
+    priors: Priors | None = None
+    """What to warm new requests with; None where the sender knows it already, or did not ask."""
+    priors_id: str = ""
+    """Which pools these are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadReport:
+    """The exit head that a pipeline drafts with."""
+
+    pipeline: str
+    folder: str
+    sha256: str
+    """Over its config, weights and calibration."""
+    exit_layer: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlReport:
+    """What a drafting actor's controllers go by."""
+
+    head: HeadReport | None
+    """None drafts nothing."""
+    calibration: Mapping[str, object] | None
+    cost: Mapping[str, object] | None
+    """Seconds, as measured when the actor's engine was built."""
+    spool: SpoolCounts | None
+    drafted_by_position: tuple[int, ...] = ()
+    """Lately: drafts longer than so many tokens."""
+    accepted_by_position: tuple[int, ...] = ()
+    """Of those, the ones in which that token was accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +196,29 @@ class Stages(Protocol):
         Live requests of the generation before are kept and computed again from their tokens,
         unless everything is to be built `anew`.
         """
+        ...
+
+    def adopt(self, priors: Priors) -> None:
+        """What new requests are warmed with before the router has answered for them."""
+        ...
+
+    def load_head(self, folder: str) -> None:
+        """Drafts with this exit head from the next round on, and in every engine to come.
+
+        Raises CheckpointError or ConfigError, and goes on with the old one, when it does not fit.
+        """
+        ...
+
+    def control(self) -> ControlReport:
+        """May take a moment: a head's files are read once."""
+        ...
+
+    def spool_counts(self) -> SpoolCounts | None:
+        """None where nothing is kept."""
+        ...
+
+    def flush(self) -> None:
+        """Writes what is still to be kept; before this process is taken down."""
         ...
 
     def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember: ...

@@ -10,13 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 from eesd_dist.actors.contracts import (
     Address,
+    ControlReport,
     DraftMember,
     DraftStats,
     Generation,
+    HeadReport,
     LoopEnd,
+    RouterAdvice,
     RouterNews,
     StagesFactory,
     StepLike,
@@ -75,7 +79,7 @@ class DraftActor:
         name: str,
         stages: StagesFactory,
         telemetry: TelemetryOptions,
-        ask_router: Callable[[RouterNews], Awaitable[Plans]] | None = None,
+        ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None = None,
     ) -> None:
         prepare_process()
         self._name = name
@@ -93,7 +97,12 @@ class DraftActor:
         self._last_round_unix_s = 0.0
         self._router: RouterLink | None = None
         if ask_router is not None:
-            self._router = RouterLink(pipeline=name, ask=ask_router, apply=self._apply_plans)
+            self._router = RouterLink(
+                pipeline=name,
+                ask=ask_router,
+                apply=self._apply_plans,
+                adopt=self._stages.adopt,
+            )
 
     async def whereabouts(self) -> Whereabouts:
         return whereabouts()
@@ -205,15 +214,39 @@ class DraftActor:
     async def metrics(self) -> bytes:
         """Prometheus' text, as of now."""
         membership = self._membership
-        return self._watch.page(membership.member.load() if membership is not None else None)
+        load = membership.member.load() if membership is not None else None
+        return self._watch.page(load, spool=self._stages.spool_counts())
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """The latest rounds, oldest first."""
         return tuple(self._watch.rounds())
 
     async def flush(self) -> None:
-        """Sends spans that are still waiting; before this process is taken down."""
+        """Sends spans and writes texts that still wait; before this process is taken down."""
         await asyncio.to_thread(self._watch.flush)
+        await asyncio.to_thread(self._stages.flush)
+
+    async def load_head(self, folder: str) -> HeadReport:
+        """Another exit head drafts from the next round on; no stream is interrupted.
+
+        Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
+        """
+        await asyncio.to_thread(self._stages.load_head, folder)
+        head = (await self.control()).head
+        assert head is not None, "it has just been loaded"
+        return head
+
+    async def control(self) -> ControlReport:
+        """What the controllers go by, and how the latest drafts fared."""
+        report = await asyncio.to_thread(self._stages.control)
+        drafted, accepted = self._watch.acceptance()
+        head = report.head
+        return replace(
+            report,
+            head=None if head is None else replace(head, pipeline=self._name),
+            drafted_by_position=drafted,
+            accepted_by_position=accepted,
+        )
 
     def _drop(self, request_id: RequestId) -> None:
         if self._membership is None:

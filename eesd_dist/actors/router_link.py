@@ -1,17 +1,22 @@
 """Carries outcomes to the router and its plans back, and lets nobody wait for either.
 
 It gathers what rounds have taught, sends it every so often and hands the answer on. A router that
-is slow, dead or gone costs nothing but its advice: news that cannot be delivered are dropped.
+is slow, dead or gone costs nothing but its advice: news that cannot be delivered are dropped. Now
+and then it asks for the pools as well, so that a new request is warm before the router has heard
+of it.
 """
 
 import asyncio
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
-from eesd_dist.actors.contracts import RouterNews
-from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.actors.contracts import RouterAdvice, RouterNews
+from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.types import Outcome, RequestId
 
 logger = logging.getLogger(__name__)
@@ -25,10 +30,12 @@ class RouterLink:
         self,
         *,
         pipeline: str,
-        ask: Callable[[RouterNews], Awaitable[Plans]],
+        ask: Callable[[RouterNews], Awaitable[RouterAdvice]],
         apply: Callable[[Plans], None],
+        adopt: Callable[[Priors], None],
         interval_s: float = 0.05,
         timeout_s: float = 1.0,
+        priors_every_s: float = 1.0,
         max_kept: int = 4096,
     ) -> None:
         self._pipeline = pipeline
@@ -36,6 +43,12 @@ class RouterLink:
         self._apply = apply
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._adopt = adopt
+        self._priors_every_s = priors_every_s
+        self._priors_id = ""
+        """Which pools are here; none at first."""
+        self._asked_s = -math.inf
+        """When they were asked for last."""
         self._admitted: deque[tuple[RequestId, str]] = deque(maxlen=max_kept)
         self._outcomes: deque[Outcome] = deque(maxlen=max_kept)
         self._finished: deque[RequestId] = deque(maxlen=max_kept)
@@ -47,6 +60,7 @@ class RouterLink:
     def start(self) -> None:
         """Starts carrying; a second call changes nothing."""
         if self._task is None:
+            self._news.set()  # the first thing to ask for is what others have learnt
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def admitted(self, request_id: RequestId, workload: str) -> None:
@@ -54,16 +68,23 @@ class RouterLink:
         self._news.set()
 
     def observed(self, outcomes: Iterable[Outcome], finished: Iterable[RequestId]) -> None:
-        self._outcomes.extend(outcomes)
+        self._outcomes.extend(_counts(outcome) for outcome in outcomes)
         self._finished.extend(finished)
         if self._outcomes or self._finished:
             self._news.set()
 
     async def _run(self) -> None:
         while True:
-            await self._news.wait()
+            await self._something_to_say()
             await asyncio.sleep(self._interval_s)
             await self._exchange()
+
+    async def _something_to_say(self) -> None:
+        """News, or nothing for so long that somebody may have pinned or loaded other pools."""
+        try:
+            await asyncio.wait_for(self._news.wait(), self._priors_every_s)
+        except TimeoutError:
+            return
 
     async def _exchange(self) -> None:
         self._news.clear()
@@ -72,21 +93,38 @@ class RouterLink:
             admitted=_drain(self._admitted),
             outcomes=_drain(self._outcomes),
             finished=_drain(self._finished),
+            known_priors=self._known_priors(),
         )
         try:
-            plans = await asyncio.wait_for(self._ask(news), self._timeout_s)
+            advice = await asyncio.wait_for(self._ask(news), self._timeout_s)
         except Exception as error:  # whatever befalls the router must not reach the rounds
             if not self._is_silent:
                 logger.warning("router is silent, drafting goes on alone: error=%r", error)
             self._is_silent = True
+            self._asked_s = -math.inf  # whoever answers next may know other pools
             return
         if self._is_silent:
             logger.info("router answers again")
         self._is_silent = False
         try:
-            self._apply(plans)
+            self._apply(advice.plans)
+            if advice.priors is not None:
+                self._adopt(advice.priors)
+                self._priors_id = advice.priors_id
         except Exception:  # a bug; the plans to come may be better ones
             logger.exception("plans not applied: pipeline=%s", self._pipeline)
+
+    def _known_priors(self) -> str | None:
+        now_s = time.monotonic()
+        if now_s - self._asked_s < self._priors_every_s:
+            return None
+        self._asked_s = now_s
+        return self._priors_id
+
+
+def _counts(outcome: Outcome) -> Outcome:
+    """Without the evidence: beliefs are made of counts, and it is most of the message."""
+    return replace(outcome, evidence=()) if outcome.evidence else outcome
 
 
 def _drain(queue: deque[T]) -> tuple[T, ...]:

@@ -5,41 +5,86 @@ loads it. Groups are called `rounds` (drafting actor and verify rank 0) and `ver
 parallel group); both belong to one generation and are dropped with it.
 """
 
+import hashlib
+import json
+import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import ray
 import torch
 
 from eesd_dist.actors.contracts import (
     Address,
+    ControlReport,
     DraftMember,
     Generation,
+    HeadReport,
     VerifyMember,
 )
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_draft_engine, build_verify_stage, layout_of
+from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
+from eesd_dist.engine.build import (
+    Layout,
+    build_draft_engine,
+    build_verify_stage,
+    layout_of,
+    load_exit_head,
+)
 from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
+from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
-from eesd_dist.errors import ConfigError, PeerLost
-from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.errors import CheckpointError, ConfigError, EngineError, PeerLost
+from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
 from eesd_dist.transport.contracts import RoundHeader, VerifyChannel, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from eesd_dist.transport.through_host import ThroughHost
-from eesd_dist.types import Request, RequestId
+from eesd_dist.types import Request, RequestId, SpoolCounts
 
 _DRAFTER = "drafting actor"
+
+
+class Spool(SpoolSink, Protocol):
+    """Where verified rows are kept, given from outside."""
+
+    def counts(self) -> SpoolCounts: ...
+    def flush(self) -> None:
+        """Returns when everything taken so far is on disk, or dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServingHead:
+    """An exit head as it was when it was loaded; its folder may have changed since."""
+
+    report: HeadReport
+    config: HeadConfig
+    calibration: Mapping[str, object]
 
 
 class EngineStages:
     """One per actor process; keeps what outlives a generation."""
 
-    def __init__(self, config: EngineConfig, tracing: Tracing) -> None:
+    def __init__(
+        self, config: EngineConfig, tracing: Tracing, *, spool: Spool | None = None
+    ) -> None:
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
+        """Names the exit head of the next engine; `load_head` changes it."""
+        self._spool = spool
+        self._book = BeliefBook(discount=config.speculation.discount)
+        """For requests that the router has not heard of yet, and for when it is silent."""
+        self._head: _ServingHead | None = None
+        """What the present engine drafts with; None when it drafts nothing."""
+        self._changing = threading.Lock()
+        """Held while an engine is built and while its head is changed."""
         self._tracing = tracing
         self._here = ray.util.get_node_ip_address()
         self._store: StoreHost | None = None
@@ -69,12 +114,59 @@ class EngineStages:
         channel: VerifyChannel = DistVerifyChannel(group)
         if generation.shares_gpu:
             channel = ThroughHost(channel)
-        if anew or self._engine is None:
-            self._engine = None
-            self._engine = self._build_engine(channel, generation)
-        else:
-            self._engine.attach(channel, generation=generation.number)
-        return _Drafting(self._engine, group)
+        with self._changing:
+            if anew or self._engine is None:
+                self._engine = None
+                self._engine = self._build_engine(channel, generation)
+                self._head = _serving_head(self._config, layout_of(self._config))
+            else:
+                self._engine.attach(channel, generation=generation.number)
+            return _Drafting(self._engine, group)
+
+    def adopt(self, priors: Priors) -> None:
+        self._book.adopt(priors)
+
+    def load_head(self, folder: str) -> None:
+        model = self._config.model.model_copy(update={"head": Path(folder)})
+        wished = self._config.model_copy(update={"model": model})
+        with self._changing:
+            if self._engine is None:
+                raise EngineError(f"cannot take {folder} now: the engine is being built; try again")
+            if self._head is None:
+                raise ConfigError(
+                    f"cannot take {folder}: this service drafts nothing; start it with an exit "
+                    "head and a positive engine.speculation.max_draft_tokens"
+                )
+            layout = layout_of(wished)
+            new = _serving_head(wished, layout)
+            assert new is not None, "its folder was named"
+            for what in ("exit_layer", "reads_embedding", "layer"):
+                old_value, value = getattr(self._head.config, what), getattr(new.config, what)
+                _require_same(folder, what, found=value, expected=old_value)
+            # One page: it goes on with the pages of the head it takes the place of.
+            cache = wished.cache.model_copy(update={"num_pages": 1})
+            small = wished.model_copy(update={"cache": cache})
+            head = load_exit_head(small, layout, Path(folder))
+            self._engine.swap_head(head, Calibrator.load(Path(folder)))
+            self._config, self._head = wished, new
+
+    def control(self) -> ControlReport:
+        with self._changing:
+            engine, head = self._engine, self._head
+        cost = engine.cost if engine is not None else None
+        return ControlReport(
+            head=None if head is None else head.report,
+            calibration=None if head is None else head.calibration,
+            cost=None if cost is None else cost.to_json(),
+            spool=self.spool_counts(),
+        )
+
+    def spool_counts(self) -> SpoolCounts | None:
+        return None if self._spool is None else self._spool.counts()
+
+    def flush(self) -> None:
+        if self._spool is not None:
+            self._spool.flush()
 
     def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember:
         groups: list[ProcessGroup] = []
@@ -96,15 +188,17 @@ class EngineStages:
         return _Verifying(stage, groups, rank=rank, tracing=self._tracing)
 
     def _build_engine(self, channel: VerifyChannel, generation: Generation) -> EngineCore:
-        speculation = self._config.speculation
-        # Beliefs for when the router is silent; it knows more workloads than this pipeline does.
-        book = BeliefBook(discount=speculation.discount)
+        # The requests of an engine that broke are gone; what they taught their classes is not.
+        pools = self._book.priors()
+        self._book = BeliefBook(discount=self._config.speculation.discount)
+        self._book.adopt(pools)
         return build_draft_engine(
             self._config,
             channel,
             generation=generation.number,
-            book=book,
+            book=self._book,
             round_span=self._tracing.round_ids,
+            spool=self._spool,
         )
 
     def _join(
@@ -189,4 +283,46 @@ class _Verifying:
             num_rows=header.num_rows,
             started_unix_s=time.time() - reply.verify_s,
             seconds=reply.verify_s,
+        )
+
+
+def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
+    """None where nothing is ever drafted. Raises CheckpointError for a head that does not fit."""
+    folder = layout.head_folder
+    if folder is None or config.speculation.max_draft_tokens == 0:
+        return None
+    head = HeadConfig.read(folder, target=layout.spec, target_path=config.model.path)
+    file = folder / CALIBRATION_FILE
+    version = json.loads(file.read_text()).get("version") if file.exists() else None
+    return _ServingHead(
+        report=HeadReport(
+            pipeline="",
+            folder=str(folder),
+            sha256=_digest(folder),
+            exit_layer=head.exit_layer,
+            kind=head.kind,
+        ),
+        config=head,
+        calibration={"num_judged": Calibrator.load(folder).num_judged, "version": version},
+    )
+
+
+def _digest(folder: Path) -> str:
+    """Of everything that a head's folder contributes."""
+    names = ["config.json", *sorted(f.name for f in folder.glob("*.safetensors")), CALIBRATION_FILE]
+    digest = hashlib.sha256()
+    for name in names:
+        if (folder / name).exists():
+            with (folder / name).open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _require_same(folder: str, what: str, *, found: object, expected: object) -> None:
+    if found != expected:
+        raise CheckpointError(
+            file=folder,
+            found=f"{what} {found}",
+            expected=f"{expected}, as the head has that is serving",
+            advice="restart the service with --head to change it",
         )

@@ -7,11 +7,19 @@ requests came and when their tokens went. It can be left out without a trace in 
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from eesd_dist.actors.contracts import LoadLike, StepLike
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
-from eesd_dist.types import Emission, FinishReason, Request, RequestId, RoundStats
+from eesd_dist.types import (
+    Emission,
+    FinishReason,
+    Request,
+    RequestId,
+    RoundStats,
+    SpoolCounts,
+)
 
 _ROUNDS_KEPT = 2048
 
@@ -83,17 +91,28 @@ class DraftWatch:
         """Its reader has gone, or it has failed."""
         self._ended(request_id, FinishReason.ABORT)
 
-    def page(self, load: LoadLike | None) -> bytes:
+    def page(self, load: LoadLike | None, *, spool: SpoolCounts | None = None) -> bytes:
         """What a Prometheus server would scrape here."""
         if load is not None:
             used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
             self._metrics.observe_load(
                 num_running=load.num_running, num_waiting=load.num_waiting, kv_usage=used
             )
+        if spool is not None:
+            self._metrics.observe_spool(spool)
         return self._metrics.render()
 
     def rounds(self) -> Sequence[RoundStats]:
         return tuple(self._rounds)
+
+    def acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the latest rounds' drafts, by position: how many came so far, and how many of those
+        were accepted there."""
+        rounds = self.rounds()
+        return (
+            _summed([stats.drafted_by_position for stats in rounds]),
+            _summed([stats.accepted_by_position for stats in rounds]),
+        )
 
     def flush(self) -> None:
         self._tracing.flush()
@@ -102,3 +121,7 @@ class DraftWatch:
         watched = self._requests.pop(request_id, None)
         if watched is not None:
             self._metrics.observe_request(watched.timings(reason))
+
+
+def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))

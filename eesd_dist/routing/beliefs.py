@@ -40,8 +40,6 @@ class DraftPlan:
 class Priors:
     """Every class's pool, to be handed to whoever warms requests with them."""
 
-    version: int
-    """Another number, other pools."""
     pools: Mapping[str, Belief]
     is_pinned: bool
 
@@ -132,7 +130,7 @@ class BeliefBook:
         return dict(self._pools)
 
     def priors(self) -> Priors:
-        return Priors(version=self._version, pools=self.pools(), is_pinned=self._is_pinned)
+        return Priors(pools=self.pools(), is_pinned=self._is_pinned)
 
     def adopt(self, priors: Priors) -> None:
         """Takes over somebody's pools in place of its own; live requests keep their beliefs.
@@ -146,7 +144,7 @@ class BeliefBook:
 
     @property
     def version(self) -> int:
-        """Of the pools."""
+        """Another number, other pools."""
         return self._version
 
     @property

@@ -28,6 +28,10 @@ class PipelineReport:
     num_waiting: int = 0
     draining: bool = False
     """True takes no new request, and goes on with the old ones."""
+    promoted_head: str = ""
+    """Folder of the exit head it was told to take; empty: that of its configuration."""
+    promoted_unix_s: float = 0.0
+    """When."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from eesd_dist.telemetry.names import STAGES
-from eesd_dist.types import FinishReason, RoundStats
+from eesd_dist.types import FinishReason, RoundStats, SpoolCounts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -83,6 +83,8 @@ class ServiceMetrics:
             buckets=_STAGE_S,
             registry=self.registry,
         )
+        self._spooled: SpoolCounts | None = None
+        """What was last told of the spool; None where there is none, and then no metric either."""
         self._begin_at_zero()
 
     def observe_load(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
@@ -110,6 +112,19 @@ class ServiceMetrics:
             self._first_token.observe(timings.time_to_first_token_s)
         for seconds in timings.inter_token_s:
             self._inter_token.observe(seconds)
+
+    def observe_spool(self, counts: SpoolCounts) -> None:
+        """Totals since the process began; the first call makes the metrics appear."""
+        before = self._spooled
+        if before is None:
+            before = SpoolCounts(num_written=0, num_dropped=0, num_bytes=0)
+            self._written = self._counter("spool_sequences", "Texts kept for training.")
+            self._dropped = self._counter("spool_dropped", "Texts the spool had no room for.")
+            self._spool_bytes = self._gauge("spool_bytes", "Bytes of the spool's shards.")
+        self._spooled = counts
+        self._written.inc(counts.num_written - before.num_written)
+        self._dropped.inc(counts.num_dropped - before.num_dropped)
+        self._spool_bytes.set(counts.num_bytes)
 
     def render(self) -> bytes:
         """The page a Prometheus server scrapes; its type is CONTENT_TYPE."""

@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from eesd_dist.actors.contracts import Address, Generation, Stages
+from eesd_dist.actors.contracts import Address, ControlReport, Generation, Stages
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CheckpointError, QueueFull
-from eesd_dist.routing.beliefs import DraftPlan
+from eesd_dist.errors import CheckpointError, ConfigError, QueueFull
+from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
     Emission,
@@ -23,6 +23,7 @@ from eesd_dist.types import (
     Request,
     RequestId,
     RoundStats,
+    SpoolCounts,
     TokenId,
 )
 
@@ -163,6 +164,21 @@ class ToyStages:
         if anew:
             self._drafter = ToyDrafter(self._config)
         return self._drafter
+
+    def adopt(self, priors: Priors) -> None:
+        del priors
+
+    def load_head(self, folder: str) -> None:
+        raise ConfigError(f"cannot take {folder}: toys draft without a head")
+
+    def control(self) -> ControlReport:
+        return ControlReport(head=None, calibration=None, cost=None, spool=None)
+
+    def spool_counts(self) -> SpoolCounts | None:
+        return None
+
+    def flush(self) -> None:
+        return
 
     def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
         if not os.path.isdir(self._config.model.path):

@@ -4,9 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from eesd_dist.actors.contracts import Address, Generation, RouterNews, StreamItem, TelemetryOptions
+from eesd_dist.actors.contracts import (
+    Address,
+    Generation,
+    RouterAdvice,
+    RouterNews,
+    StreamItem,
+    TelemetryOptions,
+)
 from eesd_dist.actors.draft import DraftActor
-from eesd_dist.actors.router_link import Plans
 from eesd_dist.config import EngineConfig
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from tests.support.toy_stages import toy_stages
@@ -22,12 +28,12 @@ class Router:
         self.live: set[str] = set()
         self.met: list[str] = []
 
-    async def __call__(self, news: RouterNews) -> Plans:
+    async def __call__(self, news: RouterNews) -> RouterAdvice:
         self.met += [request_id for request_id, _ in news.admitted]
         self.live |= {request_id for request_id, _ in news.admitted}
         self.live |= {outcome.request_id for outcome in news.outcomes}
         self.live -= set(news.finished)
-        return {}
+        return RouterAdvice(plans={})
 
 
 async def _some(items: AsyncIterator[StreamItem]) -> None:

@@ -1,47 +1,66 @@
 """Outcomes go out and plans come back, and nobody ever waits for the router."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 
-from eesd_dist.actors.contracts import RouterNews
-from eesd_dist.actors.router_link import RouterLink
+from eesd_dist.actors.contracts import RouterAdvice, RouterNews
+from eesd_dist.actors.router_link import Plans, RouterLink
 from eesd_dist.control.belief import Belief
-from eesd_dist.routing.beliefs import DraftPlan
-from eesd_dist.types import Outcome, RequestId
+from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.types import Evidence, Outcome, RequestId
 
 R = RequestId("r")
 PLAN = DraftPlan(request_id=R, belief=Belief())
+PRIORS = Priors(pools={"chat": Belief(alpha=9.0)}, is_pinned=False)
 
 
 class Router:
     def __init__(self, *, answers: bool = True) -> None:
         self.answers = answers
         self.heard: list[RouterNews] = []
-        self.applied: list[Mapping[RequestId, DraftPlan]] = []
+        self.applied: list[Plans] = []
+        self.adopted: list[Priors] = []
+        self.priors_id = "1"
 
-    async def ask(self, news: RouterNews) -> Mapping[RequestId, DraftPlan]:
+    async def ask(self, news: RouterNews) -> RouterAdvice:
         self.heard.append(news)
         if not self.answers:
             await asyncio.Event().wait()
-        return {R: PLAN}
-
-    def link(self) -> RouterLink:
-        return RouterLink(
-            pipeline="p", ask=self.ask, apply=self.applied.append, interval_s=0.01, timeout_s=0.05
+        is_news = news.known_priors not in (None, self.priors_id)
+        plans = {R: PLAN} if news.outcomes else {}
+        return RouterAdvice(
+            plans=plans, priors=PRIORS if is_news else None, priors_id=self.priors_id
         )
+
+    def link(self, apply: Callable[[Plans], None] | None = None) -> RouterLink:
+        return RouterLink(
+            pipeline="p",
+            ask=self.ask,
+            apply=apply or self._apply,
+            adopt=self.adopted.append,
+            interval_s=0.01,
+            timeout_s=0.05,
+            priors_every_s=0.25,
+        )
+
+    def _apply(self, plans: Plans) -> None:
+        if plans:
+            self.applied.append(plans)
 
 
 def _outcome() -> Outcome:
     return Outcome(request_id=R, num_drafted=3, num_accepted=2)
 
 
-def test_news_of_several_rounds_go_out_as_one_and_the_answer_is_applied() -> None:
+def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is_applied() -> None:
     async def run() -> None:
         router = Router()
         link = router.link()
         link.start()
         link.admitted(R, "chat")
-        link.observed([_outcome()], [])
+        seen = Evidence(depth=0, top1_prob=0.5, top2_margin=0.1, entropy=1.0)
+        link.observed([replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
         await asyncio.sleep(0.1)
         assert router.heard == [
@@ -50,6 +69,7 @@ def test_news_of_several_rounds_go_out_as_one_and_the_answer_is_applied() -> Non
                 admitted=((R, "chat"),),
                 outcomes=(_outcome(), _outcome()),
                 finished=(R,),
+                known_priors="",
             )
         ]
         assert router.applied == [{R: PLAN}]
@@ -67,9 +87,10 @@ def test_a_silent_router_costs_its_advice_and_is_asked_again() -> None:
         assert router.applied == []
         router.answers = True
         link.observed([_outcome()], [])
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert [len(news.outcomes) for news in router.heard] == [1, 1]
         assert router.applied == [{R: PLAN}]
+        assert router.adopted == [PRIORS]
 
     asyncio.run(run())
 
@@ -77,14 +98,14 @@ def test_a_silent_router_costs_its_advice_and_is_asked_again() -> None:
 def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
     async def run() -> None:
         router = Router()
-        tried: list[Mapping[RequestId, DraftPlan]] = []
+        tried: list[Plans] = []
 
-        def apply(plans: Mapping[RequestId, DraftPlan]) -> None:
+        def apply(plans: Plans) -> None:
             tried.append(plans)
             if len(tried) == 1:
                 raise KeyError("no such request")
 
-        link = RouterLink(pipeline="p", ask=router.ask, apply=apply, interval_s=0.01)
+        link = router.link(apply)
         link.start()
         for _ in range(2):
             link.observed([_outcome()], [])
@@ -94,14 +115,33 @@ def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
     asyncio.run(run())
 
 
-def test_with_nothing_to_say_the_router_is_left_alone() -> None:
+def test_priors_are_asked_for_at_once_and_taken_when_they_are_others() -> None:
     async def run() -> None:
         router = Router()
         link = router.link()
         link.start()
         link.start()
-        link.observed([], [])
+        await asyncio.sleep(0.1)
+        assert [news.known_priors for news in router.heard] == [""]
+        assert router.adopted == [PRIORS]
+        await asyncio.sleep(0.3)
+        assert [news.known_priors for news in router.heard] == ["", "1"]
+        assert router.adopted == [PRIORS]
+        router.priors_id = "2"
+        await asyncio.sleep(0.3)
+        assert router.adopted == [PRIORS, PRIORS]
+
+    asyncio.run(run())
+
+
+def test_with_nothing_to_say_the_router_is_left_alone() -> None:
+    async def run() -> None:
+        router = Router()
+        link = router.link()
+        link.start()
         await asyncio.sleep(0.05)
-        assert router.heard == []
+        link.observed([], [])
+        await asyncio.sleep(0.1)
+        assert len(router.heard) == 1
 
     asyncio.run(run())
