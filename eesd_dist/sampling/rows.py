@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from eesd_dist.transport.contracts import Segment
+from eesd_dist.trees import depths_of, path_to
 from eesd_dist.types import SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -110,10 +111,11 @@ def rules_of(segment: Segment) -> list[RowRule]:
         or segment.presence_penalty != 0.0
         or segment.frequency_penalty != 0.0
     )
+    positions = _positions_after(segment)
     return [
         RowRule(
             seed=segment.seed,
-            position=segment.start + row + 1,
+            position=positions[row],
             temperature=segment.temperature,
             top_p=segment.top_p,
             top_k=segment.top_k,
@@ -125,8 +127,24 @@ def rules_of(segment: Segment) -> list[RowRule]:
             min_tokens=segment.min_tokens,
             stop_token_ids=segment.stop_token_ids,
             num_prompt=segment.num_prompt,
-            history=segment.history + segment.tokens[: row + 1] if needs_history else (),
+            history=segment.history + _tokens_up_to(segment, row) if needs_history else (),
             top_logprobs=segment.top_logprobs,
         )
         for row in range(segment.num_rows - segment.num_sampled, segment.num_rows)
     ]
+
+
+def _positions_after(segment: Segment) -> list[int]:
+    """Of the token that follows each row."""
+    num_known = segment.num_known
+    after_known = [segment.start + row + 1 for row in range(num_known)]
+    return after_known + [segment.start + num_known + d for d in depths_of(segment.parents)]
+
+
+def _tokens_up_to(segment: Segment, row: int) -> tuple[int, ...]:
+    """The segment's tokens that a row has seen, its own last: in a tree its ancestors' alone."""
+    num_known = segment.num_known
+    if row < num_known:
+        return segment.tokens[: row + 1]
+    path = path_to(segment.parents, row - num_known)
+    return segment.tokens[:num_known] + tuple(segment.tokens[num_known + node] for node in path)

@@ -72,6 +72,8 @@ class DraftChoice:
     tokens: Tensor
     """[S, b] int64 target ids, best first: what the head draws, then its alternatives under the
     same noise."""
+    scores: Tensor
+    """[S, b] of those tokens; -inf where a filter leaves a row fewer."""
     gaps: Tensor
     """[S] score of the best less that of the runner-up (`Evidence.gap`)."""
     perturbed: Tensor
@@ -111,7 +113,9 @@ def draft_choice(
     if vocab_ids is not None:
         tokens_SB = vocab_ids.to(tokens_SB.device).long()[tokens_SB]
     gaps_S = values_SB[:, 0] - values_SB[:, -1 if values_SB.shape[1] < 2 else 1]
-    return DraftChoice(tokens=tokens_SB, gaps=gaps_S, perturbed=scores_SV)
+    return DraftChoice(
+        tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S, perturbed=scores_SV
+    )
 
 
 def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:

@@ -37,17 +37,19 @@ class TensorGroup(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One request's consecutive rows in a round: positions [start, start + num_rows).
+    """One request's rows in a round, at places [start, start + num_rows) of its page table.
 
     The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the
-    input tokens of the segment's rows; row i's verdict is about position start + i + 1.
+    input tokens of the segment's rows. A row's place is its position, and its verdict is about the
+    position after it, except in a tree: there known rows come first and drafted ones follow in the
+    order they were drafted, each standing one position after its parent.
     """
 
     start: int
     num_rows: int
     num_sampled: int
     pages: tuple[int, ...]
-    """Page table covering positions [0, start + num_rows)."""
+    """Page table covering places [0, start + num_rows)."""
     tokens: tuple[int, ...]
     """The token at each row; a later row's history includes them."""
     history: tuple[int, ...]
@@ -68,6 +70,14 @@ class Segment:
     logit_bias: tuple[tuple[int, float], ...]
     top_logprobs: int | None
     """None: no log-probabilities wanted."""
+    parents: tuple[int, ...] = ()
+    """Of a tree: the drafted row each drafted row follows, -1 being the last known one. Empty for a
+    chain, where every row follows the one before it."""
+
+    @property
+    def num_known(self) -> int:
+        """Rows before the tree; all of a chain's."""
+        return self.num_rows - len(self.parents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,9 @@ class RoundHeader:
     span_id: int = 0
     wants_rejection: bool = False
     """Rejection sampling: draft probabilities [num drafted rows, V] travel beside hidden states."""
+    kv_moves: tuple[tuple[int, int], ...] = ()
+    """Slots to copy, (from, to), before this round's rows: accepted branches of earlier rounds take
+    their places in the text. All are read before one is written."""
 
     @property
     def num_rows(self) -> int:

@@ -31,11 +31,12 @@ from torch import Tensor
 
 from eesd_dist.errors import WireError
 from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, Segment, VerifyReply
+from eesd_dist.trees import first_misplaced
 
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 1
+VERSION = 2
 ROUND_FRAME_WORDS = 8192
 """32 KiB: a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_WORDS = 1024
@@ -53,7 +54,8 @@ _MAX_ELEMENTS = 1 << 33
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
-# Round payload: counts | trace, span (u64) | seeds (i64) | doubles | table | token and page lists.
+# Round payload: counts | trace, span (u64) | seeds (i64) | doubles | table | token and page lists,
+# and only where there are trees: number of moves, parents of each segment | moves | parents.
 _COUNTS = struct.Struct("<iiii")  # segments, logit biases, flags, integers in the lists
 _TRACE = struct.Struct("<QQQ")
 _REPLY = struct.Struct("<ddiiiiii")
@@ -67,6 +69,7 @@ _doubles = attrgetter(
 )  # fmt: skip
 _NUM_DOUBLES = 6
 _WANTS_REJECTION = 1
+_HAS_TREES = 2
 _U64 = (1 << 64) - 1
 
 
@@ -242,14 +245,18 @@ def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
     doubles = reader.take(np.float64, _NUM_DOUBLES * num_segments + num_biases)
     table = reader.take(np.int32, _TABLE_COLUMNS * num_segments)
     listed = reader.take(np.int32, num_listed)
+    moves, parents = _take_trees(reader, num_segments, has_trees=bool(flags & _HAS_TREES))
     reader.expect_end()
     header = RoundHeader(
         generation=prefix.generation,
         round_id=prefix.round_id,
-        segments=tuple(_segments(seeds, doubles, table, listed, num_biases=num_biases)),
+        segments=tuple(
+            _segments(seeds, doubles, table, listed, num_biases=num_biases, parents=parents)
+        ),
         trace_id=trace_high << 64 | trace_low,
         span_id=span_id,
         wants_rejection=bool(flags & _WANTS_REJECTION),
+        kv_moves=moves,
     )
     num_rows = prefix.hidden.rows if prefix.hidden is not None else 0
     _check("rows of hidden states", found=num_rows, expected=header.num_rows)
@@ -349,15 +356,49 @@ def _round_payload(header: RoundHeader) -> bytes:
                 listed.extend(segment.stop_token_ids)
         listed.extend([token for token, _ in biases])
         doubles.extend([bias for _, bias in biases])
-        flags = _WANTS_REJECTION if header.wants_rejection else 0
+        trees = _tree_words(header)
+        flags = (_WANTS_REJECTION if header.wants_rejection else 0) | (_HAS_TREES if trees else 0)
         counts = _COUNTS.pack(len(segments), len(biases), flags, len(listed))
         trace = _TRACE.pack(header.trace_id >> 64, header.trace_id & _U64, header.span_id)
     except (OverflowError, TypeError, struct.error) as error:
         raise WireError(
             f"round {header.round_id} has a value that does not fit its field: {error}"
         ) from error
-    parts = (seeds, doubles, table, listed)
+    parts = (seeds, doubles, table, listed, trees)
     return b"".join((counts, trace, *(part.tobytes() for part in parts)))
+
+
+def _tree_words(header: RoundHeader) -> "array[int]":
+    """Moves and parents; nothing at all where every draft is a chain and nothing has to move."""
+    words = array("i")
+    if not header.kv_moves and not any(segment.parents for segment in header.segments):
+        return words
+    words.append(len(header.kv_moves))
+    words.extend([len(segment.parents) for segment in header.segments])
+    words.extend(chain.from_iterable(header.kv_moves))
+    words.extend(chain.from_iterable(segment.parents for segment in header.segments))
+    return words
+
+
+def _take_trees(
+    reader: "_Reader", num_segments: int, *, has_trees: bool
+) -> tuple[tuple[tuple[int, int], ...], list[tuple[int, ...]]]:
+    """KV moves, and each segment's parents; of a form that the rows can be computed by."""
+    if not has_trees:
+        return (), [()] * num_segments
+    num_moves, *counts = reader.take(np.int32, 1 + num_segments)
+    ends = reader.take(np.int32, 2 * num_moves)
+    if min(ends, default=0) < 0:
+        raise WireError(f"found slot {min(ends)} in a KV move, expected 0 or more")
+    parents = [tuple(reader.take(np.int32, count)) for count in counts]
+    for tree in parents:
+        node = first_misplaced(tree)
+        if node is not None:
+            raise WireError(
+                f"found parent {tree[node]} of drafted row {node}, expected -1 for the last known "
+                f"row, or a drafted row before it"
+            )
+    return tuple(zip(ends[::2], ends[1::2], strict=True)), parents
 
 
 def _list_lengths(segment: Segment) -> tuple[int, ...]:
@@ -380,6 +421,7 @@ def _segments(
     listed: list[int],
     *,
     num_biases: int,
+    parents: list[tuple[int, ...]],
 ) -> Iterator[Segment]:
     rows = [table[i : i + _TABLE_COLUMNS] for i in range(0, len(table), _TABLE_COLUMNS)]
     lengths = [length for row in rows for length in row[8:12]]
@@ -395,6 +437,11 @@ def _segments(
         if num_sampled > num_rows:
             raise WireError(
                 f"found {num_sampled} sampled rows in a segment, expected {num_rows} or fewer"
+            )
+        if parents[index] and len(parents[index]) != num_sampled - 1:
+            raise WireError(
+                f"found {len(parents[index])} parents in a segment with {num_sampled} sampled "
+                "rows, expected one for each but the last known row, or none for a chain"
             )
         pages_end = offset + row[8]
         tokens_end = pages_end + row[9]
@@ -428,6 +475,7 @@ def _segments(
                 )
             ),
             top_logprobs=top_logprobs if wants else None,
+            parents=parents[index],
         )
         offset = stop_end
         bias_tokens, bias_values = bias_tokens_end, bias_values_end

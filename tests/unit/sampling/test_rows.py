@@ -75,3 +75,25 @@ def test_stops_are_forbidden_exactly_until_min_tokens_are_out() -> None:
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert rule(SamplingParams(temperature=1e-6)).is_greedy
     assert not rule(SamplingParams(temperature=1e-4)).is_greedy
+
+
+def test_a_row_of_a_tree_has_the_rule_of_its_own_branch_and_of_no_other() -> None:
+    parents = (-1, -1, 0, 0, 2)
+    drafted = (20, 21, 22, 23, 24)
+    tree = replace(
+        SEGMENT,
+        num_rows=7,
+        num_sampled=6,
+        tokens=(10, 11, *drafted),
+        parents=parents,
+        min_tokens=5,
+    )
+    branches: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 3), (0, 2, 4))
+    last_known, *found = rules_of(tree)
+    chain = replace(SEGMENT, num_rows=2, num_sampled=1, tokens=(10, 11), min_tokens=5)
+    assert [last_known] == rules_of(chain)
+    for row, branch in zip(found, branches, strict=True):
+        tokens = (10, 11, *(drafted[node] for node in branch))
+        alone = replace(chain, num_rows=len(tokens), tokens=tokens)
+        assert [row] == rules_of(alone)
+        assert len(row.history) == row.position

@@ -262,6 +262,18 @@ def test_a_truncated_draft_vocabulary_uses_the_noise_of_the_target_ids() -> None
     assert drafted.perturbed.shape == (len(rules), len(vocab_ids))
 
 
+def test_alternatives_are_the_next_best_under_the_same_noise() -> None:
+    rules = [*menu_rules(), rule(SamplingParams(temperature=1.0, top_k=2))]
+    logits_SV = random_logits(12, len(rules), V)
+    choice = draft_choice(logits_SV, rules, width=3)
+    for row in range(len(rules)):
+        ranked = choice.perturbed[row].sort(descending=True, stable=True)
+        possible = int((ranked.values[:3] > -torch.inf).sum())
+        assert choice.tokens[row, :possible].tolist() == ranked.indices[:possible].tolist()
+        assert torch.equal(choice.scores[row], ranked.values[:3])
+    assert choice.scores[-1].isfinite().tolist() == [True, True, False]
+
+
 def test_evidence_is_that_of_the_softmax() -> None:
     logits_SV = random_logits(10, 3, V)
     probs_SV = logits_SV.double().softmax(-1)

@@ -15,10 +15,14 @@ _reals = st.floats(allow_nan=False)
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     num_rows = draw(st.integers(0, 9))
+    num_sampled = draw(st.integers(0, num_rows))
+    parents: list[int] = []
+    if num_sampled > 1 and draw(st.booleans()):
+        parents = [draw(st.integers(-1, node - 1)) for node in range(num_sampled - 1)]
     return Segment(
         start=draw(_i32),
         num_rows=num_rows,
-        num_sampled=draw(st.integers(0, num_rows)),
+        num_sampled=num_sampled,
         pages=draw(_ids),
         tokens=draw(_ids),
         history=draw(_ids),
@@ -35,6 +39,7 @@ def segments(draw: st.DrawFn) -> Segment:
         stop_token_ids=draw(_ids),
         logit_bias=draw(st.lists(st.tuples(_i32, _reals), max_size=4).map(tuple)),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
+        parents=tuple(parents),
     )
 
 
@@ -47,6 +52,7 @@ def headers(draw: st.DrawFn) -> RoundHeader:
         trace_id=draw(st.integers(0, 2**128 - 1)),
         span_id=draw(st.integers(0, 2**64 - 1)),
         wants_rejection=draw(st.booleans()),
+        kv_moves=draw(st.lists(st.tuples(_i32, _i32), max_size=5).map(tuple)),
     )
 
 

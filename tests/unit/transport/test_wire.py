@@ -100,7 +100,7 @@ def test_a_message_of_another_generation_is_refused() -> None:
 def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
     frame = wire.encode_round(header(), hidden()).frame.clone()
     frame[1] += 1
-    with pytest.raises(WireError, match="wire version 2, expected 1"):
+    with pytest.raises(WireError, match="wire version 3, expected 2"):
         wire.decode_prefix(frame, generation=3)
     frame[0] = 0
     with pytest.raises(WireError, match="found magic 0x0"):
@@ -160,3 +160,60 @@ def test_a_number_too_large_for_its_field_is_not_sent() -> None:
     big = dataclasses.replace(segment(), seed=2**63)
     with pytest.raises(WireError, match="does not fit its field"):
         wire.encode_round(dataclasses.replace(header(), segments=(big,)), hidden())
+
+
+def tree(*parents: int, num_known: int = 1) -> RoundHeader:
+    rows = num_known + len(parents)
+    branching = dataclasses.replace(
+        segment(num_rows=rows), num_sampled=1 + len(parents), parents=parents
+    )
+    return dataclasses.replace(header(num_rows=rows), segments=(branching,))
+
+
+@pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1,), (-1, 0, -1)])
+def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> None:
+    sent = dataclasses.replace(tree(*parents, num_known=3), kv_moves=((7, 3), (9, 4)))
+    message = wire.encode_round(sent, hidden(sent.num_rows))
+    assert through_the_wire(message, generation=3) == sent
+
+
+def test_a_chain_pays_nothing_for_trees() -> None:
+    plain = header(num_rows=4)
+    with_move = dataclasses.replace(plain, kv_moves=((2, 1),))
+    sizes = [header_words(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
+    listed = sum(len(s.pages) + len(s.tokens) + len(s.stop_token_ids) for s in plain.segments)
+    biases = sum(len(s.logit_bias) for s in plain.segments)
+    counts, trace, seed_and_doubles, table = 4, 6, 2 + 2 * 6, 13
+    prefix = wire.PREFIX_BYTES // 4
+    assert sizes[0] == prefix + counts + trace + seed_and_doubles + table + listed + 3 * biases
+    assert sizes[1] == sizes[0] + 1 + 1 + 2  # counts of moves and of parents, and one move
+
+
+@pytest.mark.parametrize(
+    ("parents", "found"),
+    [((-1, 1), "parent 1 of drafted row 1"), ((0,), "parent 0"), ((-1, 0, -2), "parent -2")],
+)
+def test_a_tree_that_refers_ahead_or_out_of_range_is_refused(
+    parents: tuple[int, ...], found: str
+) -> None:
+    sent = tree(*parents)
+    message = wire.encode_round(sent, hidden(sent.num_rows))
+    with pytest.raises(WireError, match=found):
+        through_the_wire(message, generation=3)
+
+
+def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
+    for num_sampled in (2, 4):
+        whole = tree(-1, -1, num_known=3)
+        cut = dataclasses.replace(whole.segments[0], num_sampled=num_sampled)
+        message = wire.encode_round(
+            dataclasses.replace(whole, segments=(cut,)), hidden(whole.num_rows)
+        )
+        with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
+            through_the_wire(message, generation=3)
+
+
+def test_a_move_from_nowhere_is_refused() -> None:
+    message = wire.encode_round(dataclasses.replace(header(), kv_moves=((3, 2), (-1, 5))), hidden())
+    with pytest.raises(WireError, match="slot -1 in a KV move"):
+        through_the_wire(message, generation=3)
