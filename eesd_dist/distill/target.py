@@ -6,17 +6,19 @@ Decides nothing: what is kept of its answers is `collect`'s, what is learnt from
 
 # Shapes: B sequences, T positions, D hidden size, V vocabulary, N rows, K best logits.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eesd_dist.config import DType
-from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.span import EMBEDDING, LlamaSpan
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import Checkpoint
 from eesd_dist.transport.group import SingleGroup
 
 _LOGITS_BYTES = 1 << 28
@@ -119,3 +121,14 @@ class FrozenTarget:
             logits.append(best.values.cpu())
             lse.append(torch.logsumexp(logits_NV, dim=-1).cpu())
         return torch.cat(ids), torch.cat(logits), torch.cat(lse)
+
+
+def target_embedding(
+    path: Path, spec: ModelSpec, *, device: torch.device | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Token ids to the target's embeddings in float32, without the rest of the target."""
+    shape = (spec.vocab_size, spec.hidden_size)
+    with Checkpoint(path) as checkpoint:
+        embedding_VD = checkpoint.read(EMBEDDING, shape=shape, dtype=torch.float32)
+    embedding_VD = embedding_VD.to(device or torch.device("cpu"))
+    return lambda tokens: functional.embedding(tokens, embedding_VD)
