@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-slow check format bench bench-online
+.PHONY: install serve test test-slow check format bench bench-control bench-online
 
 install: $(STAMP)
 
@@ -39,6 +39,10 @@ format: install
 
 bench: install
 	$(BIN)/eesd bench offline --quick
+
+# Controllers against each other, replayed and live; under fifteen minutes on two quiet cores.
+bench-control: install
+	$(BIN)/eesd bench control --plots bench-control
 
 # The service is started here, once with overlap and once without; port 8000 must be free.
 bench-online: install

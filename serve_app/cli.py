@@ -29,12 +29,13 @@ _DELEGATED = {
     "bench offline": "eesd_dist.bench.offline",
     "bench online": "eesd_dist.bench.online",
     "bench exact": "serve_app.bench_exact",
+    "bench control": "eesd_dist.bench.control",
     "distill": "serve_app.distill.main",
     "plan": "cluster.planner",
     "preflight": "cluster.preflight",
 }
 """Commands with a module and options of their own, loaded when they are asked for."""
-_WANT_MODEL = frozenset({"bench offline", "bench exact"})
+_WANT_MODEL = frozenset({"bench offline", "bench exact", "bench control"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd",
         description="Lossless early-exit speculative decoding. A model that is not named is the "
         "bundled one.",
-        epilog="Also: eesd bench offline|online|exact, eesd plan, eesd preflight, eesd distill; "
+        epilog="Also: eesd bench offline|online|exact|control, eesd plan, eesd preflight, eesd distill; "
         "each explains itself with --help.",
     )
     parser.add_argument("--verbose", action="store_true", help="log what happens")

@@ -129,8 +129,9 @@ def replay(
             workload = f"{variant.label}/{arrival.trace.workload}"
             plan = book.admit(reader.request_id, workload) if book is not None else None
             policy.admit(reader.request_id, variant.controller, plan.belief if plan else Belief())
-        _draft(list(live.values()), policy, told)
-        _commit(live, policy, book, run, setting.cost)
+        levels = _draft(list(live.values()), policy, told)
+        run.seconds.append(_seconds(setting.cost, list(live.values()), levels))
+        _commit(live, policy, book, run)
     return run
 
 
@@ -168,22 +169,54 @@ class _Reader:
         )
 
 
-def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """One step of a round's drafting: guesses that were made, and those that were drafted."""
+
+    offered: int
+    taken: int
+
+
+def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> list[_Level]:
     """The draft stage's own order of questions: level by level, over everybody still drafting."""
     for reader in readers:
         reader.drafted = 0
     active = [reader for reader in readers if reader.room > 0]
     if told is not None:
-        for reader in active:
-            reader.drafted = min(reader.room, told(reader.trace, reader.at))
-        return
-    policy.begin_round([reader.request_id for reader in active])
+        return _draft_as_told(active, told)
+    levels: list[_Level] = []
+    policy.begin_round(
+        [reader.request_id for reader in active],
+        num_requests=len(readers),
+        num_known=len(readers),
+    )
     while active:
-        taken = policy.choose([reader.offer() for reader in active])
+        worth = policy.worth_a_guess([reader.request_id for reader in active])
+        active = [reader for reader in active if reader.request_id in worth]
+        taken = policy.choose([reader.offer() for reader in active]) if active else []
         going_on = [reader for reader, is_taken in zip(active, taken, strict=True) if is_taken]
         for reader in going_on:
             reader.drafted += 1
+        levels.append(_Level(offered=len(active), taken=len(going_on)))
         active = [reader for reader in going_on if reader.drafted < reader.room]
+    return levels
+
+
+def _draft_as_told(active: Sequence[_Reader], told: Lengths) -> list[_Level]:
+    for reader in active:
+        reader.drafted = min(reader.room, told(reader.trace, reader.at))
+    longest = max((reader.drafted for reader in active), default=0)
+    counts = [sum(reader.drafted > level for reader in active) for level in range(longest)]
+    return [_Level(offered=count, taken=count) for count in counts]
+
+
+def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Level]) -> float:
+    """What the round takes: as `CostModel.batch_seconds`, and guesses nobody drafted on top."""
+    wasted = sum(
+        max(0.0, cost.guess_batch(level.offered) - cost.guess_batch(level.taken))
+        for level in levels
+    )
+    return cost.batch_seconds([reader.drafted for reader in readers]) + wasted
 
 
 def _commit(
@@ -191,9 +224,8 @@ def _commit(
     policy: DraftPolicy,
     book: BeliefBook | None,
     run: Replayed,
-    cost: CostModel,
 ) -> None:
-    """Reads the verdicts, counts tokens and seconds, tells policy and book, drops who is done."""
+    """Reads the verdicts, counts tokens, tells policy and book, drops who is done."""
     turns = tuple(
         Turn(
             request=reader.index,
@@ -203,7 +235,6 @@ def _commit(
         for request_id, reader in live.items()
     )
     run.rounds.append(turns)
-    run.seconds.append(round_seconds(cost, [turn.outcome.num_drafted for turn in turns]))
     learnt = [turn.outcome for turn in turns if live[turn.outcome.request_id].drafts]
     policy.observe(learnt)
     if book is not None:
@@ -219,11 +250,6 @@ def _commit(
                 book.finish(request_id)
 
 
-def round_seconds(cost: CostModel, lengths: Sequence[int]) -> float:
-    """A round of one draft of each of these lengths."""
-    return sum(cost.seconds(length) for length in lengths)
-
-
 # -- who has read the whole text ----------------------------------------------------------------
 
 
@@ -237,8 +263,8 @@ class Clairvoyant:
 
     @staticmethod
     def of(trace: Trace, *, cost: CostModel, ceiling: int) -> "Clairvoyant":
-        """By dynamic programming from the end: a round of k costs seconds(k) and leads to `after`."""
-        price = [round_seconds(cost, [length]) for length in range(ceiling + 1)]
+        """By dynamic programming from the end: a round of k tokens leads to `after`."""
+        price = [cost.batch_seconds([length]) for length in range(ceiling + 1)]
         remaining = [0.0] * (len(trace) + 1)
         best = [0] * len(trace)
         for at in reversed(range(len(trace))):

@@ -1,0 +1,546 @@
+"""Which controller to take, and how far from the best it stays: replayed and live.
+
+    eesd bench control [--quick] [--json] [--plots FOLDER] [--record FILE] [--traces FILE]
+
+Classes are the prompts' classes at several temperatures. One recording of what a draft from every
+position would have been lets every controller be replayed exactly (`--record` keeps it, `--traces`
+takes it from a file); then the variants take turns on the real engine, one process, and every text
+is held against plain decoding's. The summary counts the live section. The best fixed length is the
+fastest in hindsight, by the very figures it is then compared with: noise speaks for it. The last
+line of the output is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+from eesd_dist.bench.crowds import BURSTS, Crowd, Guest, at_once, mixed, take_per_class, texts_of
+from eesd_dist.bench.judging import Findings, Judge, Rates, adaptive_variants, fixed_variants
+from eesd_dist.bench.live import PLAIN, Race, Track
+from eesd_dist.bench.pictures import draw_all
+from eesd_dist.bench.replay import Setting, Variant
+from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.errors import ConfigError
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.types import ControllerName
+
+SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
+CONTENDERS = ("goodput", "beta", "calibration")
+TARGETS = {
+    "over_best_fixed_per_class": 0.98,
+    "over_best_single_fixed_mixed": 1.08,
+    "worst_load_over_plain": 0.98,
+}
+"""What is promised of `goodput`; printed beside what was measured."""
+_PAGE_SIZE = 32
+_MAX_RUNNING = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much work is done for each figure."""
+
+    per_class: int
+    max_tokens: int
+    class_repeats: int
+    mixed_blocks: int
+    load_blocks: int
+    loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    loads_of_classes: tuple[int, ...] = (1,)
+    """Loads at which the replay goes through each class on its own."""
+    bursts: tuple[int, ...] = BURSTS
+    fixed_at_most: int | None = None
+    """Live: only so many fixed lengths, the fastest by replay; None takes them all."""
+    contenders_only: bool = False
+    """Live: without the baselines."""
+
+
+FULL = Scale(
+    per_class=8,
+    max_tokens=64,
+    class_repeats=1,
+    mixed_blocks=4,
+    load_blocks=4,
+    loads_of_classes=(1, 2, 4, 8, 16, 32),
+)
+QUICK = Scale(
+    per_class=3,
+    max_tokens=32,
+    class_repeats=1,
+    mixed_blocks=2,
+    load_blocks=2,
+    fixed_at_most=3,
+    contenders_only=True,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRaces:
+    """What the real engine showed."""
+
+    by_class: dict[str, Race] = field(default_factory=dict)
+    mixed: Race
+    by_load: dict[int, Race] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Race]:
+        return [*self.by_class.values(), self.mixed, *self.by_load.values()]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "by_class": {name: _race_row(race) for name, race in self.by_class.items()},
+            "mixed": _race_row(self.mixed),
+            "by_load": {str(load): _race_row(race) for load, race in self.by_load.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is measured, on which texts, and how the engine is configured for it."""
+
+    config: EngineConfig
+    texts: tuple[Text, ...]
+    scale: Scale
+    seed: int
+    cost: CostModel | None = None
+    """Pinned; None measures it."""
+
+    @property
+    def ceiling(self) -> int:
+        return self.config.speculation.max_draft_tokens
+
+    def record(self) -> TraceSet:
+        """On an engine of its own: it drafts further and notes more than one that is timed."""
+        length = chain_length(self.ceiling)
+        speculation = self.config.speculation.model_copy(
+            update={"max_draft_tokens": length, "fixed_length": length, "log_evidence": True}
+        )
+        engine = build_local_engine(
+            self.config.model_copy(update={"speculation": speculation}), cost=self.cost
+        )
+        try:
+            traces = record(engine, self.texts, max_draft_tokens=self.ceiling)
+            assert engine.cost is not None
+            return TraceSet(max_draft_tokens=self.ceiling, cost=engine.cost, traces=tuple(traces))
+        finally:
+            engine.close()
+
+    def engine(self, cost: CostModel | None) -> EngineCore:
+        return build_local_engine(
+            self.config, book=BeliefBook(max_workloads=4096), cost=cost or self.cost
+        )
+
+
+def race_live(
+    bench: Bench, engine: EngineCore, findings: Findings | None, *, say: Callable[[str], None]
+) -> LiveRaces:
+    """Every class alone, mixed traffic, and every load, variants in turn."""
+    track, scale = Track(engine, bench.texts), bench.scale
+    rng = Random(bench.seed)
+    everybody = _live_variants(bench.ceiling, None, scale)
+    track.warm_up(everybody)
+    by_class: dict[str, Race] = {}
+    for workload, numbers in _by_class(bench.texts).items():
+        rates = findings.by_class[workload][1] if findings is not None else None
+        blocks: list[list[Crowd]] = [
+            [(Guest(text=number),)] for _ in range(scale.class_repeats) for number in numbers
+        ]
+        by_class[workload] = track.race(blocks, _live_variants(bench.ceiling, rates, scale))
+        say(_class_line(workload, by_class[workload]))
+    crowds = [
+        mixed(
+            len(bench.texts),
+            max_tokens=bench.texts[0].max_tokens,
+            rng=Random(bench.seed + number),
+            bursts=scale.bursts,
+        )
+        for number in range(scale.mixed_blocks)
+    ]
+    rates = findings.mixed if findings is not None else None
+    variants = _live_variants(bench.ceiling, rates, scale)
+    races = LiveRaces(by_class=by_class, mixed=track.race([[c] for c in crowds], variants))
+    say(_class_line("mixed traffic", races.mixed))
+    for load in scale.loads:
+        blocks = [_load_block(len(bench.texts), load, rng) for _ in range(scale.load_blocks)]
+        rates = findings.by_load[load] if findings is not None else None
+        races.by_load[load] = track.race(
+            blocks, _load_variants(bench.ceiling, rates, contenders_only=scale.contenders_only)
+        )
+        say(_load_line(load, races.by_load[load]))
+    return races
+
+
+def _by_class(texts: Sequence[Text]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for number, text in enumerate(texts):
+        groups.setdefault(text.workload, []).append(number)
+    return groups
+
+
+def _load_block(num_texts: int, load: int, rng: Random) -> list[Crowd]:
+    """Small loads are repeated, so that no block is over in a blink."""
+    return [at_once(num_texts, load, rng=rng) for _ in range(max(1, 8 // load))]
+
+
+def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Variant]:
+    """Plain decoding, fixed lengths and controllers; where the scale is small, the fixed lengths
+    that the replay found fastest. Plain is a fixed length too: 0."""
+    fixed = [variant for variant in fixed_variants(ceiling) if variant is not PLAIN]
+    if rates is not None and scale.fixed_at_most is not None:
+        fastest = rates.fixed_in_order()[: scale.fixed_at_most]
+        fixed = [variant for variant in fixed if variant.label in fastest]
+    return [PLAIN, *fixed, *_controllers(contenders_only=scale.contenders_only)]
+
+
+def _load_variants(ceiling: int, rates: Rates | None, *, contenders_only: bool) -> list[Variant]:
+    """At a load: plain decoding, the best fixed length by replay, and the controllers."""
+    best = rates.best_fixed if rates is not None else None
+    fixed = [v for v in fixed_variants(ceiling) if v is not PLAIN and v.label == best]
+    return [PLAIN, *fixed, *_controllers(contenders_only=contenders_only)]
+
+
+def _controllers(*, contenders_only: bool) -> list[Variant]:
+    return [v for v in adaptive_variants() if not contenders_only or v.label in CONTENDERS]
+
+
+# -- the report ---------------------------------------------------------------------------------
+
+
+def _fixed_labels(race: Race) -> list[str]:
+    return [label for label in race.labels if label == PLAIN.label or label.startswith("fixed")]
+
+
+def _race_row(race: Race) -> dict[str, object]:
+    best = race.best(_fixed_labels(race))
+    rows: dict[str, object] = {}
+    for label in race.labels:
+        passes = [block[label] for block in race.blocks]
+        rounds = sum(run.rounds for run in passes)
+        drafted = sum(run.drafted for run in passes)
+        plain, fixed = race.interval(label, PLAIN.label), race.interval(label, best)
+        rows[label] = {
+            "tokens_per_s": round(race.rate(label), 1),
+            "over_plain": round(race.ratio(label, PLAIN.label), 3),
+            "over_plain_90": [round(plain.low, 3), round(plain.high, 3)],
+            "over_best_fixed": round(race.ratio(label, best), 3),
+            "over_best_fixed_90": [round(fixed.low, 3), round(fixed.high, 3)],
+            "tokens_per_round": round(sum(run.tokens for run in passes) / rounds, 2),
+            "drafted_per_token": round(drafted / sum(run.tokens for run in passes), 2),
+            "acceptance": round(sum(run.accepted for run in passes) / drafted, 3)
+            if drafted
+            else None,
+        }
+    return {
+        "best_fixed": best,
+        "blocks": len(race.blocks),
+        "largest_batch": max(run.largest_batch for block in race.blocks for run in block.values()),
+        "texts_unlike_plain": race.texts_unlike_plain,
+        "variants": rows,
+    }
+
+
+def summary_of(findings: Findings | None, races: LiveRaces | None) -> dict[str, Any]:
+    """The three ratios of each contender: live where there was a live section, else replayed."""
+    rows = {
+        name: _live_ratios(races, name) if races is not None else _replayed_ratios(findings, name)
+        for name in CONTENDERS
+        if name in get_args(ControllerName)
+    }
+    first = rows.pop(CONTENDERS[0], None)
+    summary: dict[str, Any] = {}
+    if first is not None:
+        summary = {
+            "goodput_over_best_fixed_per_class": first["over_best_fixed_per_class"],
+            "goodput_over_best_single_fixed_mixed": first["over_best_single_fixed_mixed"],
+            "worst_load_over_plain": first["worst_load_over_plain"],
+        }
+    summary |= rows
+    summary["texts_unlike_plain"] = (
+        sum(race.texts_unlike_plain for race in races.all) if races is not None else None
+    )
+    summary["basis"] = "live" if races is not None else "replay"
+    summary["targets"] = TARGETS
+    return summary
+
+
+def _live_ratios(races: LiveRaces, name: str) -> dict[str, Any]:
+    def over_best(race: Race) -> float:
+        return round(race.ratio(name, race.best(_fixed_labels(race))), 3)
+
+    return {
+        "over_best_fixed_per_class": {
+            workload: over_best(race) for workload, race in races.by_class.items()
+        },
+        "over_best_single_fixed_mixed": over_best(races.mixed),
+        "worst_load_over_plain": round(
+            min(race.ratio(name, PLAIN.label) for race in races.by_load.values()), 3
+        ),
+    }
+
+
+def _replayed_ratios(findings: Findings | None, name: str) -> dict[str, Any]:
+    assert findings is not None
+
+    def over(rates: Rates, label: str) -> float:
+        return round(rates.by_label[name] / rates.by_label[label], 3)
+
+    return {
+        "over_best_fixed_per_class": {
+            workload: over(loads[1], loads[1].best_fixed)
+            for workload, loads in findings.by_class.items()
+        },
+        "over_best_single_fixed_mixed": over(findings.mixed, findings.mixed.best_fixed),
+        "worst_load_over_plain": min(
+            over(rates, PLAIN.label) for rates in findings.by_load.values()
+        ),
+    }
+
+
+def _class_line(name: str, race: Race) -> str:
+    best = race.best(_fixed_labels(race))
+    shares = ", ".join(
+        f"{label} {race.ratio(label, best):.3f} [{i.low:.2f} {i.high:.2f}]"
+        for label in race.labels
+        if label not in _fixed_labels(race)
+        for i in [race.interval(label, best)]
+    )
+    return f"{name:20} {best} {race.ratio(best, PLAIN.label):.2f}x plain; over it: {shares}"
+
+
+def _load_line(load: int, race: Race) -> str:
+    shares = ", ".join(
+        f"{label} {race.ratio(label, PLAIN.label):.3f} [{i.low:.2f} {i.high:.2f}]"
+        for label in race.labels
+        if label != PLAIN.label
+        for i in [race.interval(label, PLAIN.label)]
+    )
+    return f"load {load:<15} over plain: {shares}"
+
+
+def _say_replay(findings: Findings, say: Callable[[str], None]) -> None:
+    say("replayed, over the best fixed length:")
+    rows: dict[str, Rates] = {name: loads[1] for name, loads in findings.by_class.items()}
+    rows["mixed traffic"] = findings.mixed
+    for name, rates in rows.items():
+        best = rates.by_label[rates.best_fixed]
+        shares = ", ".join(
+            f"{label} {rate / best:.3f}"
+            for label, rate in rates.by_label.items()
+            if label not in rates.fixed
+        )
+        say(f"  {name:18} {rates.best_fixed}; {shares}; oracle {rates.oracle / best:.2f}")
+
+
+def _say_summary(summary: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    rows = {
+        "goodput": {
+            "over_best_fixed_per_class": summary.get("goodput_over_best_fixed_per_class"),
+            "over_best_single_fixed_mixed": summary.get("goodput_over_best_single_fixed_mixed"),
+            "worst_load_over_plain": summary.get("worst_load_over_plain"),
+        }
+    } | {name: summary[name] for name in CONTENDERS if name in summary}
+    for name, row in rows.items():
+        for figure, target in TARGETS.items():
+            value = row[figure]
+            if isinstance(value, Mapping):
+                value = min(value.values())
+            if value is not None:
+                say(f"{name:12} {figure:30} {value:.3f}   target >= {target}")
+    say(f"texts unlike plain decoding: {summary['texts_unlike_plain']}")
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eesd bench control", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--head", type=Path)
+    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.2])
+    parser.add_argument("--max-tokens", type=int, help="tokens of one text")
+    parser.add_argument("--max-draft-tokens", type=int, default=8)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("replay", "live"), help="one section instead of both")
+    parser.add_argument("--record", type=Path, help="keep the recorded traces in this file")
+    parser.add_argument("--traces", type=Path, help="replay the traces of this file")
+    parser.add_argument("--cost", type=Path, help="a pinned cost model, JSON; else it is measured")
+    parser.add_argument("--plots", type=Path, help="folder for PNG pictures")
+    parser.add_argument("--quick", action="store_true", help="under four minutes on two cores")
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+
+    def say(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    if options.traces is not None and options.record is not None:
+        raise ConfigError("--traces replays a recording and --record makes one: give one of them")
+    bench = _bench(options, QUICK if options.quick else FULL)
+    traces, findings, judge = None, None, None
+    if options.only != "live":
+        traces = _traces(options, bench, say)
+        judge = Judge(traces, _setting(bench, traces), seed=options.seed)
+        findings = judge.findings(
+            loads=bench.scale.loads,
+            loads_of_classes=bench.scale.loads_of_classes,
+            max_tokens=max(trace.max_tokens for trace in traces.traces),
+            bursts=bench.scale.bursts,
+        )
+        _say_replay(findings, say)
+    elif options.record is not None:
+        _traces(options, bench, say)
+    races, cost = None, traces.cost if traces is not None else bench.cost
+    if options.only != "replay":
+        # What was measured here an instant ago holds; a file's figures may be another machine's.
+        engine = bench.engine(traces.cost if traces is not None and not options.traces else None)
+        cost = engine.cost
+        try:
+            races = race_live(bench, engine, findings, say=say)
+        finally:
+            engine.close()
+    summary = summary_of(findings, races)
+    _say_summary(summary, say)
+    if options.plots is not None and judge is not None and findings is not None:
+        live = races.by_load if races is not None else {}
+        for file in draw_all(options.plots, judge, findings, live):
+            say(f"drew {file}")
+    report = {
+        "summary": summary,
+        "live": races.as_json() if races is not None else None,
+        "replay": findings.as_json() if findings is not None else None,
+        "cost_model": cost.to_json() if cost is not None else None,
+        "settings": _settings(options, bench, traces),
+        "provenance": collect_provenance(seed=options.seed).as_json(),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0
+
+
+def _traces(options: argparse.Namespace, bench: Bench, say: Callable[[str], None]) -> TraceSet:
+    if options.traces is not None:
+        return TraceSet.load(options.traces)
+    traces = bench.record()
+    say(f"recorded {sum(len(trace) for trace in traces.traces)} positions")
+    if options.record is not None:
+        traces.save(options.record)
+    return traces
+
+
+def _setting(bench: Bench, traces: TraceSet) -> Setting:
+    """The service's own settings, as the live engine has them."""
+    folder = layout_of(bench.config).head_folder
+    return Setting(
+        speculation=bench.config.speculation.model_copy(
+            update={
+                "max_draft_tokens": traces.max_draft_tokens,
+                "fixed_length": traces.max_draft_tokens,
+            }
+        ),
+        cost=bench.cost or traces.cost,
+        calibrator=Calibrator.load(folder) if folder is not None else None,
+        max_running=_MAX_RUNNING,
+    )
+
+
+def _bench(options: argparse.Namespace, scale: Scale) -> Bench:
+    """Raises ConfigError when there is no head to draft with, or no room for the texts."""
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    prompts = take_per_class(prompts, scale.per_class)
+    max_tokens = options.max_tokens or scale.max_tokens
+    config = _config(options, prompts, max_tokens)
+    layout = layout_of(config)
+    if layout.head_folder is None:
+        raise ConfigError(
+            f"{options.model}: found no exit head, and without one nothing is drafted"
+        )
+    needed = _longest(prompts) + max_tokens + chain_length(options.max_draft_tokens)
+    if needed > layout.max_model_len:
+        raise ConfigError(
+            f"the longest prompt with its answer and drafts needs {needed} positions, the model "
+            f"has {layout.max_model_len}: lower --max-tokens, or take shorter prompts"
+        )
+    texts = texts_of(
+        prompts,
+        temperatures=options.temperatures,
+        max_tokens=max_tokens,
+        stop_token_ids=layout.spec.eos_token_ids,
+        seed=1000 + options.seed,
+    )
+    cost = CostModel.load(options.cost) if options.cost is not None else None
+    return Bench(config=config, texts=tuple(texts), scale=scale, seed=options.seed, cost=cost)
+
+
+def _config(
+    options: argparse.Namespace, prompts: Sequence[Prompt], max_tokens: int
+) -> EngineConfig:
+    """Pages enough that no draft is ever cut for want of them."""
+    ceiling = options.max_draft_tokens
+    longest = _longest(prompts) + max_tokens + chain_length(ceiling)
+    return EngineConfig(
+        model=ModelConfig(
+            path=options.model,
+            head=options.head,
+            dtype=options.dtype,
+            numerics="invariant",
+            device=options.device,
+        ),
+        cache=CacheConfig(
+            page_size=_PAGE_SIZE,
+            num_pages=(_MAX_RUNNING + 1) * (longest // _PAGE_SIZE + 2),
+            prefix_caching=False,
+        ),
+        scheduler=SchedulerConfig(max_running=_MAX_RUNNING, max_waiting=1 << 20),
+        speculation=SpeculationConfig(
+            max_draft_tokens=ceiling, fixed_length=ceiling, seed=options.seed
+        ),
+        parallel=ParallelConfig(num_threads=options.threads),
+    )
+
+
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.tokens) for prompt in prompts)
+
+
+def _settings(
+    options: argparse.Namespace, bench: Bench, traces: TraceSet | None
+) -> dict[str, object]:
+    return {
+        "quick": options.quick,
+        "only": options.only,
+        "texts": len(bench.texts),
+        "max_tokens": bench.texts[0].max_tokens,
+        "temperatures": options.temperatures,
+        "max_draft_tokens": bench.ceiling,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "recorded_positions": sum(len(trace) for trace in traces.traces) if traces else 0,
+    }

@@ -1,0 +1,86 @@
+"""Who comes when: the texts of a comparison and the crowds they form.
+
+The same crowd is met by the replay and by the live engine. Arrivals are counted in tokens that have
+left, not in seconds, so that a faster variant meets the same company at the same point of its work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from eesd_dist.bench.traces import Text
+from eesd_dist.text.prompts import Prompt
+
+BURSTS = (1, 2, 16, 4, 1, 8)
+"""Mixed traffic: so many requests at once, one burst after the other."""
+_OVERLAP = 0.8
+"""The next burst comes when this share of the tokens of those before has left, at the latest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """One request: which text, and how many tokens of the run have left when it comes.
+
+    An engine without work does not wait for the count.
+    """
+
+    text: int
+    """Index into the texts, or the traces, of the comparison."""
+    after_tokens: int = 0
+
+
+Crowd = tuple[Guest, ...]
+
+
+def texts_of(
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    seed: int,
+) -> list[Text]:
+    """Every prompt at every temperature; a class is a prompt's class at one temperature."""
+    return [
+        Text(
+            prompt=prompt.tokens,
+            workload=f"{prompt.workload}/t{temperature:g}",
+            temperature=temperature,
+            seed=seed + number,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+        )
+        for temperature in temperatures
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def take_per_class(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of each class."""
+    taken: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        taken.setdefault(prompt.workload, []).append(prompt)
+    return [prompt for group in taken.values() for prompt in group[:count]]
+
+
+def at_once(num_texts: int, size: int, *, rng: Random) -> Crowd:
+    """`size` requests that come together, of all classes."""
+    return tuple(Guest(text=text) for text in _drawn(num_texts, size, rng=rng))
+
+
+def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int] = BURSTS) -> Crowd:
+    """Bursts of different sizes, classes interleaved: the batch swells and shrinks."""
+    texts = iter(_drawn(num_texts, sum(bursts), rng=rng))
+    guests: list[Guest] = []
+    for size in bursts:
+        mark = int(_OVERLAP * max_tokens * len(guests))
+        guests.extend(Guest(text=next(texts), after_tokens=mark) for _ in range(size))
+    return tuple(guests)
+
+
+def _drawn(num_texts: int, size: int, *, rng: Random) -> list[int]:
+    """Without repetition until all texts have been drawn."""
+    drawn: list[int] = []
+    while len(drawn) < size:
+        drawn.extend(rng.sample(range(num_texts), num_texts))
+    return drawn[:size]

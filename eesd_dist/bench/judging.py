@@ -1,0 +1,459 @@
+"""What replayed traces say of every controller: by class, by load, after a change, cold and warm.
+
+Seconds come from a measured cost model, everything else from recorded rounds, so the same traces
+give the same figures anywhere. Decides which comparisons are made; refuses to know the engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
+from typing import get_args
+
+from eesd_dist.bench.crowds import BURSTS, Crowd, at_once, mixed
+from eesd_dist.bench.live import PLAIN
+from eesd_dist.bench.replay import (
+    Arrival,
+    Clairvoyant,
+    Replayed,
+    Setting,
+    Variant,
+    accepted_length,
+    replay,
+)
+from eesd_dist.bench.traces import Trace, TraceSet, joined
+from eesd_dist.control.calibrator import (
+    Calibrator,
+    equal_mass_calibration_error,
+    expected_calibration_error,
+    judged_tokens,
+    reliability_table,
+)
+from eesd_dist.control.regret import hindsight
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.types import ControllerName, RequestId
+
+_FIRST_ROUNDS = 8
+"""A cold start and a change of class are judged by so many rounds."""
+
+
+def fixed_variants(max_draft_tokens: int) -> list[Variant]:
+    """Plain decoding is the fixed length 0."""
+    return [
+        PLAIN,
+        *(
+            Variant(label=f"fixed {length}", controller="fixed", max_draft_tokens=length)
+            for length in range(1, max_draft_tokens + 1)
+        ),
+    ]
+
+
+def adaptive_variants() -> list[Variant]:
+    """Every controller as the service is configured."""
+    names: tuple[ControllerName, ...] = get_args(ControllerName)
+    return [Variant(label=name, controller=name) for name in names if name != "fixed"]
+
+
+def other_forms() -> list[Variant]:
+    """Forms that are a setting of the engine and not of a request: replayed only."""
+    return [
+        Variant(label="beta, theta per token", controller="beta", settings=(("redraw", "token"),)),
+        Variant(label="beta, coin", controller="beta", settings=(("stop_rule", "bernoulli"),)),
+        Variant(
+            label="calibration, gaussian",
+            controller="calibration",
+            settings=(("calibration_form", "gaussian"),),
+        ),
+        Variant(
+            label="calibration, steady",
+            controller="calibration",
+            settings=(("stop_rule", "steady"),),
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Tokens per second of every variant on the same work."""
+
+    by_label: Mapping[str, float]
+    oracle: float
+    fixed: tuple[str, ...]
+
+    @property
+    def best_fixed(self) -> str:
+        return max(self.fixed, key=lambda label: self.by_label[label])
+
+    def fixed_in_order(self) -> list[str]:
+        """Fixed lengths, the fastest first."""
+        return sorted(self.fixed, key=lambda label: -self.by_label[label])
+
+    def as_json(self) -> dict[str, object]:
+        best, plain = self.by_label[self.best_fixed], self.by_label[PLAIN.label]
+        return {
+            "best_fixed": self.best_fixed,
+            "variants": {
+                label: {
+                    "tokens_per_s": round(rate, 2),
+                    "over_plain": round(rate / plain, 3),
+                    "over_best_fixed": round(rate / best, 3),
+                    "regret_to_oracle": round(1.0 - rate / self.oracle, 3),
+                }
+                for label, rate in self.by_label.items()
+            },
+            "oracle": {
+                "tokens_per_s": round(self.oracle, 2),
+                "over_plain": round(self.oracle / plain, 3),
+                "over_best_fixed": round(self.oracle / best, 3),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds lost against the clairvoyant, summed up over the rounds of one text."""
+
+    lost_s: tuple[float, ...]
+
+    @staticmethod
+    def mean_of(curves: Sequence["Curve"]) -> "Curve":
+        """By round; a text that has ended stays at its last value."""
+        longest = max(len(curve.lost_s) for curve in curves)
+        return Curve(
+            lost_s=tuple(
+                sum(curve.lost_s[min(i, len(curve.lost_s) - 1)] for curve in curves) / len(curves)
+                for i in range(longest)
+            )
+        )
+
+    def as_json(self) -> list[float]:
+        """In milliseconds."""
+        return [round(1e3 * lost, 3) for lost in self.lost_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeOfClass:
+    """One request whose text goes from an easy class to a hard one and back."""
+
+    stream: Trace
+    seams: tuple[int, ...]
+    """Positions where the class changes."""
+    classes: tuple[str, ...]
+    runs: Mapping[str, Replayed]
+    clairvoyant: Clairvoyant
+    fixed: tuple[str, ...]
+    discount: float
+    """Of the beliefs: what one round leaves of the counts before it."""
+
+    def parts(self) -> list[tuple[int, str]]:
+        """Where each class begins."""
+        return list(zip([0, *self.seams], self.classes, strict=True))
+
+    def lost(self, label: str) -> list[float]:
+        return self.clairvoyant.regret(self.runs[label], self.stream)
+
+    def as_json(self) -> dict[str, object]:
+        best = max(self.fixed, key=lambda label: self.runs[label].tokens_per_s)
+        return {
+            "classes": list(self.classes),
+            "best_fixed": best,
+            "variants": {
+                label: {
+                    "over_best_fixed": round(run.tokens_per_s / self.runs[best].tokens_per_s, 3),
+                    "lost_ms_per_round": self._lost_by_part(label),
+                }
+                for label, run in self.runs.items()
+            },
+        }
+
+    def _lost_by_part(self, label: str) -> list[dict[str, float]]:
+        """For each part of the stream: in its first rounds, and in all later ones."""
+        parts: list[list[float]] = [[] for _ in self.classes]
+        for lost, (turn,) in zip(self.lost(label), self.runs[label].rounds, strict=True):
+            parts[sum(turn.at >= seam for seam in self.seams)].append(lost)
+        return [
+            {"first": _mean_ms(part[:_FIRST_ROUNDS]), "later": _mean_ms(part[_FIRST_ROUNDS:])}
+            for part in parts
+        ]
+
+
+def _mean_ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * sum(seconds) / len(seconds), 3) if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """What the calibrator forecast of each judged token, and what came true."""
+
+    forecasts: tuple[tuple[float, bool], ...]
+
+    @property
+    def error(self) -> float:
+        return expected_calibration_error(self.forecasts)
+
+    @property
+    def bins(self) -> list[tuple[int, float, float]]:
+        """Tokens, mean forecast, share that was accepted."""
+        return [
+            (row.num_judged, row.mean_forecast, row.accepted_share)
+            for row in reliability_table(self.forecasts)
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "judged": len(self.forecasts),
+            "expected_calibration_error": round(self.error, 4),
+            "equal_mass_error": round(equal_mass_calibration_error(self.forecasts), 4),
+            "bins": [
+                [count, round(forecast, 4), round(share, 4)] for count, forecast, share in self.bins
+            ],
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """The replay section of the report, as values."""
+
+    by_class: dict[str, dict[int, Rates]] = field(default_factory=dict)
+    """Class, load."""
+    by_load: dict[int, Rates] = field(default_factory=dict)
+    """All classes together."""
+    mixed: Rates
+    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    from_logs: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Class, variant: regret as `control.regret` estimates it from the run's own log."""
+    change: ChangeOfClass
+    priors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    reliability: Reliability
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "by_class": {
+                workload: {str(load): rates.as_json() for load, rates in loads.items()}
+                for workload, loads in self.by_class.items()
+            },
+            "by_load": {str(load): rates.as_json() for load, rates in self.by_load.items()},
+            "mixed": self.mixed.as_json(),
+            "lost_ms_by_round": {
+                workload: {label: curve.as_json() for label, curve in curves.items()}
+                for workload, curves in self.curves.items()
+            },
+            "regret_from_logs": self.from_logs,
+            "change_of_class": self.change.as_json(),
+            "priors": self.priors,
+            "reliability": self.reliability.as_json(),
+        }
+
+
+class Judge:
+    """Replays one set of traces through all variants."""
+
+    def __init__(self, traces: TraceSet, setting: Setting, *, seed: int) -> None:
+        self._set = traces
+        self._traces = traces.traces
+        self._setting = setting
+        self._seed = seed
+        self._ceiling = traces.max_draft_tokens
+        self.fixed = fixed_variants(self._ceiling)
+        self.adaptive = adaptive_variants()
+
+    def traces_of(self, workload: str) -> list[Trace]:
+        return self._set.by_workload()[workload]
+
+    @property
+    def everybody(self) -> list[Variant]:
+        return [*self.fixed, *self.adaptive, *other_forms()]
+
+    def findings(
+        self,
+        *,
+        loads: Sequence[int],
+        loads_of_classes: Sequence[int],
+        max_tokens: int,
+        bursts: Sequence[int] = BURSTS,
+    ) -> Findings:
+        """All comparisons. `bursts` are those of mixed traffic."""
+        groups = self._set.by_workload()
+        by_class: dict[str, dict[int, Rates]] = {}
+        for workload, traces in groups.items():
+            by_class[workload] = {load: self.class_rates(traces, load) for load in loads_of_classes}
+        by_load = {load: self.load_rates(load) for load in loads}
+        findings = Findings(
+            by_class=by_class,
+            by_load=by_load,
+            mixed=self.mixed_rates(max_tokens, bursts),
+            change=self.change_of_class(),
+            reliability=self.reliability(),
+        )
+        for workload, traces in groups.items():
+            findings.curves[workload] = self.curves(traces)
+            findings.from_logs[workload] = self.from_logs(traces)
+            findings.priors[workload] = self.priors(traces)
+        return findings
+
+    # -- rates ------------------------------------------------------------------------------------
+
+    def class_rates(self, traces: Sequence[Trace], load: int) -> Rates:
+        """One class at one load: a request after the other, or so many at once."""
+        crowds: list[tuple[Arrival, ...]]
+        if load == 1:
+            crowds = [(Arrival(trace=trace),) for trace in traces]
+        else:
+            crowds = [tuple(Arrival(trace=traces[i % len(traces)]) for i in range(load))]
+        return self._rates(crowds)
+
+    def load_rates(self, load: int) -> Rates:
+        rng = Random(self._seed + load)
+        repeats = max(1, 8 // load)
+        return self._rates(
+            [self._arrivals(at_once(len(self._traces), load, rng=rng)) for _ in range(repeats)]
+        )
+
+    def mixed_rates(self, max_tokens: int, bursts: Sequence[int]) -> Rates:
+        crowd = mixed(
+            len(self._traces), max_tokens=max_tokens, rng=Random(self._seed), bursts=bursts
+        )
+        return self._rates([self._arrivals(crowd)])
+
+    def _rates(self, crowds: Sequence[Sequence[Arrival]]) -> Rates:
+        return Rates(
+            by_label={variant.label: self._rate(crowds, variant) for variant in self.everybody},
+            oracle=_rate(
+                [
+                    replay(crowd, self.fixed[-1], self._setting, told=accepted_length)
+                    for crowd in crowds
+                ]
+            ),
+            fixed=tuple(variant.label for variant in self.fixed),
+        )
+
+    def _rate(self, crowds: Sequence[Sequence[Arrival]], variant: Variant) -> float:
+        """All crowds after each other; what the first ones teach warms the later ones."""
+        book = self._book()
+        return _rate(
+            [
+                replay(crowd, variant, self._setting, book=book, tag=f"{self._seed}-{number}")
+                for number, crowd in enumerate(crowds)
+            ]
+        )
+
+    def _arrivals(self, crowd: Crowd) -> list[Arrival]:
+        return [
+            Arrival(trace=self._traces[guest.text], after_tokens=guest.after_tokens)
+            for guest in crowd
+        ]
+
+    def _book(self) -> BeliefBook:
+        return BeliefBook()
+
+    # -- one request at a time --------------------------------------------------------------------
+
+    def alone(self, trace: Trace, variant: Variant, *, book: BeliefBook | None = None) -> Replayed:
+        return replay(
+            [Arrival(trace=trace)], variant, self._setting, book=book, tag=f"{trace.seed}"
+        )
+
+    def clairvoyant(self, trace: Trace) -> Clairvoyant:
+        return Clairvoyant.of(trace, cost=self._setting.cost, ceiling=self._ceiling)
+
+    def curves(self, traces: Sequence[Trace]) -> dict[str, Curve]:
+        """Regret by round, cold, mean over the class's texts."""
+        best = [self.clairvoyant(trace) for trace in traces]
+        return {
+            variant.label: Curve.mean_of(
+                [
+                    Curve(lost_s=tuple(accumulate(known.regret(self.alone(trace, variant), trace))))
+                    for known, trace in zip(best, traces, strict=True)
+                ]
+            )
+            for variant in self.everybody
+        }
+
+    def from_logs(self, traces: Sequence[Trace]) -> dict[str, dict[str, float]]:
+        """What a service could say of itself, with nothing but its own log of rounds."""
+        rows: dict[str, dict[str, float]] = {}
+        for variant in self.adaptive:
+            outcomes = [o for trace in traces for o in self.alone(trace, variant).outcomes]
+            seen = hindsight(outcomes, cost=self._setting.cost, max_length=self._ceiling)
+            rows[variant.label] = {
+                "oracle_regret": round(seen.oracle_regret, 3),
+                "over_best_fixed": round(seen.over_best_fixed, 3),
+                "best_fixed_length": seen.best_fixed_length,
+            }
+        return rows
+
+    def change_of_class(self) -> ChangeOfClass:
+        """Easy, hard, easy: the classes of longest and of shortest accepted drafts."""
+        groups = sorted(self._set.by_workload().items(), key=lambda item: _ease(item[1]))
+        hard, easy = groups[0], groups[-1]
+        parts = [easy[1], hard[1], easy[1]]
+        ends = list(accumulate(sum(len(trace) for trace in part) for part in parts))
+        stream = joined([trace for part in parts for trace in part])
+        return ChangeOfClass(
+            stream=stream,
+            seams=tuple(ends[:-1]),
+            classes=(easy[0], hard[0], easy[0]),
+            runs={variant.label: self.alone(stream, variant) for variant in self.everybody},
+            clairvoyant=self.clairvoyant(stream),
+            fixed=tuple(variant.label for variant in self.fixed),
+            discount=self._setting.speculation.discount,
+        )
+
+    def priors(self, traces: Sequence[Trace]) -> dict[str, dict[str, float]]:
+        """The second half of the class's texts, cold and warmed by the first half."""
+        half = len(traces) // 2
+        taught, judged = traces[:half] or traces, traces[half:]
+        rows: dict[str, dict[str, float]] = {}
+        for variant in self.adaptive:
+            book = self._book()
+            for trace in taught:
+                self.alone(trace, variant, book=book)
+            prior = book.snapshot()
+            cold = [self.alone(trace, variant) for trace in judged]
+            warm = [self._warmed(trace, variant, prior) for trace in judged]
+            rows[variant.label] = {
+                "warm_over_cold": round(_rate(warm) / _rate(cold), 3),
+                "warm_over_cold_first_rounds": round(
+                    _first_rate(warm, judged) / _first_rate(cold, judged), 3
+                ),
+            }
+        return rows
+
+    def _warmed(self, trace: Trace, variant: Variant, prior: Mapping[str, object]) -> Replayed:
+        """Every text starts from the same prior: what one teaches does not warm the next."""
+        book = self._book()
+        book.restore(prior)
+        return self.alone(trace, variant, book=book)
+
+    def reliability(self) -> Reliability:
+        """Forecasts of every judged token of every position against what came true."""
+        calibrator = self._setting.calibrator or Calibrator()
+        outcomes = [
+            trace.outcome(RequestId("all"), at, self._ceiling)
+            for trace in self._traces
+            for at in range(len(trace))
+        ]
+        return Reliability(
+            forecasts=tuple(
+                (calibrator.probability(seen), kept) for seen, kept in judged_tokens(outcomes)
+            )
+        )
+
+
+def _rate(runs: Sequence[Replayed]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.total_s for run in runs)
+
+
+def _first_rate(runs: Sequence[Replayed], traces: Sequence[Trace]) -> float:
+    tokens, seconds = 0, 0.0
+    for run, trace in zip(runs, traces, strict=True):
+        for took, (turn,) in list(zip(run.seconds, run.rounds, strict=True))[:_FIRST_ROUNDS]:
+            seconds += took
+            tokens += trace.after(turn.at, turn.outcome.num_drafted) - turn.at
+    return tokens / seconds
+
+
+def _ease(traces: Sequence[Trace]) -> float:
+    """Mean length of what is accepted, over all positions."""
+    accepted = [guess.num_accepted for trace in traces for guess in trace.guesses]
+    return sum(accepted) / len(accepted)

@@ -1,0 +1,169 @@
+"""Variants take turns on one real engine, and every text is held against plain decoding's.
+
+A `Race` is a row of blocks; in each block every variant does the same work, in an order that turns
+from block to block, so that a machine that slows down slows them all. Ratios are of sums over
+blocks, with a bootstrap interval over blocks. Decides what is timed; refuses to know controllers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from eesd_dist.bench.crowds import Crowd, Guest
+from eesd_dist.bench.replay import Variant
+from eesd_dist.bench.traces import Text
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.types import Request, RequestId, RoundStats, TokenId
+
+PLAIN = Variant(label="plain", controller=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """One variant's turn of one block."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    texts: list[tuple[TokenId, ...]] = field(default_factory=list)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    largest_batch: int = 0
+
+    def count(self, stats: RoundStats) -> None:
+        self.rounds += 1
+        self.drafted += stats.num_drafted
+        self.accepted += stats.num_accepted
+        self.largest_batch = max(self.largest_batch, stats.num_requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """What came of it: for each block, each variant's pass."""
+
+    blocks: tuple[dict[str, Pass], ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(self.blocks[0])
+
+    def rate(self, label: str) -> float:
+        return _rate([block[label] for block in self.blocks])
+
+    def ratio(self, label: str, over: str) -> float:
+        return self.rate(label) / self.rate(over)
+
+    def interval(self, label: str, over: str, *, share: float = 0.9, draws: int = 1000) -> Interval:
+        """Blocks drawn again with replacement (Efron 1979); seeded, so that it can be repeated."""
+        rng = Random(f"{label}/{over}/{len(self.blocks)}")
+        ratios = []
+        for _ in range(draws):
+            drawn = rng.choices(self.blocks, k=len(self.blocks))
+            ratios.append(_rate([b[label] for b in drawn]) / _rate([b[over] for b in drawn]))
+        ratios.sort()
+        tail = round((1.0 - share) / 2 * (draws - 1))
+        return Interval(low=ratios[tail], high=ratios[-1 - tail])
+
+    def best(self, labels: Sequence[str]) -> str:
+        """The fastest of these in hindsight: chosen by the very figures it is then judged by."""
+        return max(labels, key=self.rate)
+
+    @property
+    def texts_unlike_plain(self) -> int:
+        return sum(
+            text != plain
+            for block in self.blocks
+            for run in block.values()
+            for text, plain in zip(run.texts, block[PLAIN.label].texts, strict=True)
+        )
+
+
+def _rate(passes: Sequence[Pass]) -> float:
+    return sum(run.tokens for run in passes) / sum(run.seconds for run in passes)
+
+
+class Track:
+    """An engine and the texts that are run on it."""
+
+    def __init__(self, engine: EngineCore, texts: Sequence[Text]) -> None:
+        self._engine = engine
+        self._texts = texts
+        self._count = 0
+
+    def warm_up(self, variants: Sequence[Variant]) -> None:
+        """Compiles, allocates, fills the caches of the allocator; nothing of it is counted."""
+        few = tuple(Guest(text=number) for number in range(min(2, len(self._texts))))
+        for variant in variants:
+            self._run(few, variant, Pass(), max_tokens=4)
+
+    def race(
+        self,
+        blocks: Sequence[Sequence[Crowd]],
+        variants: Sequence[Variant],
+        *,
+        after_block: Callable[[], None] = lambda: None,
+    ) -> Race:
+        """Each block's crowds, one after the other, by every variant in turn. Plain comes along."""
+        done: list[dict[str, Pass]] = []
+        for number, crowds in enumerate(blocks):
+            turn = number % len(variants)
+            order = [*variants[turn:], *variants[:turn]]
+            if number % 2:
+                order.reverse()
+            passes = {variant.label: Pass() for variant in variants}
+            for variant in order:
+                for crowd in crowds:
+                    self._run(crowd, variant, passes[variant.label])
+            done.append(passes)
+            after_block()
+        return Race(blocks=tuple(done))
+
+    def _run(
+        self,
+        crowd: Crowd,
+        variant: Variant,
+        into: Pass,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        """A crowd to its last token, on the clock."""
+        engine = self._engine
+        waiting = deque((guest, self._request(guest, variant, max_tokens)) for guest in crowd)
+        written: dict[RequestId, list[TokenId]] = {request.request_id: [] for _, request in waiting}
+        emitted = 0
+        started = time.perf_counter()
+        while waiting or engine.has_work:
+            while waiting and (waiting[0][0].after_tokens <= emitted or not engine.has_work):
+                engine.add(waiting.popleft()[1])
+            result = engine.step(wait_s=0.0)
+            for stats in result.rounds:
+                into.count(stats)
+            for emission in result.emissions:
+                written[emission.request_id].extend(emission.tokens)
+                emitted += len(emission.tokens)
+        into.seconds += time.perf_counter() - started
+        into.tokens += emitted
+        into.texts.extend(tuple(tokens) for tokens in written.values())
+
+    def _request(self, guest: Guest, variant: Variant, max_tokens: int | None) -> Request:
+        """Beliefs are pooled by variant and class: none is warmed by another's rounds."""
+        self._count += 1
+        text = self._texts[guest.text]
+        sampling = text.sampling()
+        if max_tokens is not None:
+            sampling = text.sampling(more_tokens=max_tokens - text.max_tokens)
+        return Request(
+            request_id=RequestId(f"{variant.label}-{self._count}"),
+            prompt=text.prompt,
+            sampling=sampling,
+            speculation=variant.params,
+            workload=f"{variant.label}/{text.workload}",
+        )

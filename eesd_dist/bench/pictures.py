@@ -1,0 +1,177 @@
+"""Which pictures a comparison of controllers gets, and from which of its figures.
+
+Chooses texts and variants to show; how they are drawn is `plots`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+
+from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge
+from eesd_dist.bench.live import PLAIN, Race
+from eesd_dist.bench.plots import (
+    Band,
+    Line,
+    draw_lengths,
+    draw_loads,
+    draw_posterior,
+    draw_regret,
+    draw_reliability,
+    lines_of,
+)
+from eesd_dist.bench.replay import lengths_by_position
+from eesd_dist.control.belief import Belief
+
+_SHOWN = ("goodput", "calibration", "beta", "threshold", "draft_verify", "ema", "ucb")
+_DRAWS = 400
+_RECENT = 12
+"""Rounds over which the observed acceptance beside a posterior is taken."""
+
+
+def draw_all(
+    folder: Path, judge: Judge, findings: Findings, live: Mapping[int, Race]
+) -> list[Path]:
+    """Every picture, into a folder that is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        name: folder / f"control-{name}.png"
+        for name in ("posterior", "lengths", "regret", "change", "load", "reliability")
+    }
+    _posterior(files["posterior"], findings.change)
+    _lengths(files["lengths"], judge, findings)
+    _regret(files["regret"], findings)
+    _change(files["change"], findings.change)
+    _loads(files["load"], findings, live)
+    forecast = findings.reliability
+    draw_reliability(files["reliability"], forecast.bins, error=forecast.error)
+    return list(files.values())
+
+
+def _posterior(file: Path, change: ChangeOfClass) -> None:
+    """Beta-TS over the stream that changes class."""
+    run = change.runs["beta"]
+    rng = Random(0)
+    belief = Belief()
+    rows: list[tuple[float, float, float]] = []
+    judged: list[tuple[int, int]] = []
+    observed: list[float] = []
+    for outcome in run.outcomes:
+        belief = belief.after(outcome, discount=change.discount)
+        draws = sorted(rng.betavariate(belief.alpha, belief.beta) for _ in range(_DRAWS))
+        rows.append((belief.mean, draws[_DRAWS // 20], draws[-_DRAWS // 20]))
+        judged.append((outcome.num_accepted, min(outcome.num_drafted, outcome.num_accepted + 1)))
+        accepted, tested = (sum(column) for column in zip(*judged[-_RECENT:], strict=True))
+        observed.append(accepted / tested if tested else 0.0)
+    changes = [
+        (next(i for i, (turn,) in enumerate(run.rounds, start=1) if turn.at >= start), name)
+        for start, name in change.parts()
+    ]
+    rounds = range(1, len(rows) + 1)
+    draw_posterior(
+        file,
+        Band(
+            rounds=rounds,
+            mean=[mean for mean, _, _ in rows],
+            low=[low for _, low, _ in rows],
+            high=[high for _, _, high in rows],
+        ),
+        observed=Line(label=f"observed, last {_RECENT} rounds", x=rounds, y=observed),
+        changes=changes,
+    )
+
+
+def _lengths(file: Path, judge: Judge, findings: Findings) -> None:
+    """One text, the first of the first class: the clairvoyant, the best fixed, the controllers."""
+    workload = next(iter(findings.by_class))
+    trace = judge.traces_of(workload)[0]
+    best = judge.clairvoyant(trace)
+    at = 0
+    x: list[float] = []
+    y: list[float] = []
+    while at < len(trace):
+        x.append(float(at))
+        y.append(float(best.lengths[at]))
+        at = trace.after(at, best.lengths[at])
+    lines = [Line(label="clairvoyant", x=x, y=y, is_reference=True)]
+    for variant in judge.adaptive:
+        if variant.label in _SHOWN[:2]:
+            drafted = lengths_by_position(judge.alone(trace, variant))
+            lines.append(
+                Line(
+                    label=variant.label,
+                    x=[float(i) for i in drafted],
+                    y=[float(length) for length in drafted.values()],
+                )
+            )
+    draw_lengths(file, lines)
+
+
+def _regret(file: Path, findings: Findings) -> None:
+    """Of the first class."""
+    workload, curves = next(iter(findings.curves.items()))
+    best = findings.by_class[workload][1].best_fixed
+    shown = [label for label in (*_SHOWN, best) if label in curves]
+    draw_regret(
+        file,
+        lines_of(
+            {label: [1e3 * lost for lost in curves[label].lost_s] for label in shown},
+            references=[best],
+        ),
+        title=f"{workload}, one request at a time, cold; mean over its texts",
+    )
+
+
+def _change(file: Path, change: ChangeOfClass) -> None:
+    best = max(change.fixed, key=lambda label: change.runs[label].tokens_per_s)
+    shown = [label for label in (*_SHOWN, best) if label in change.runs]
+    lines = []
+    for label in shown:
+        total = 0.0
+        x: list[float] = []
+        y: list[float] = []
+        for lost, (turn,) in zip(change.lost(label), change.runs[label].rounds, strict=True):
+            total += 1e3 * lost
+            x.append(float(turn.at))
+            y.append(total)
+        lines.append(Line(label=label, x=x, y=y, is_reference=label == best))
+    seams = ", ".join(f"{name} from {start}" for start, name in change.parts())
+    draw_regret(file, lines, title=f"one stream: {seams}", x="token")
+
+
+def _loads(file: Path, findings: Findings, live: Mapping[int, Race]) -> None:
+    """Live figures where there are some, else replayed ones."""
+    if live:
+        labels = [n for n in _SHOWN if all(n in race.labels for race in live.values())]
+        lines = [
+            Line(
+                label=label,
+                x=[float(load) for load in live],
+                y=[race.ratio(label, PLAIN.label) for race in live.values()],
+            )
+            for label in labels
+        ]
+    else:
+        lines = [
+            Line(
+                label=label,
+                x=[float(load) for load in findings.by_load],
+                y=[
+                    rates.by_label[label] / rates.by_label[PLAIN.label]
+                    for rates in findings.by_load.values()
+                ],
+            )
+            for label in _SHOWN
+            if all(label in rates.by_label for rates in findings.by_load.values())
+        ]
+    lines.append(
+        Line(
+            label="best fixed at each load (replayed)",
+            x=[float(load) for load in findings.by_load],
+            y=[
+                rates.by_label[rates.best_fixed] / rates.by_label[PLAIN.label]
+                for rates in findings.by_load.values()
+            ],
+            is_reference=True,
+        )
+    )
+    draw_loads(file, lines, title="live" if live else "replayed")
