@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application
 
 from eesd_dist.actors.contracts import StagesFactory
-from eesd_dist.actors.process import engine_stages
+from serve_app._stages import stages_of
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress import Ingress
 from serve_app.pipeline import Pipeline
@@ -21,10 +21,12 @@ _MANY = 100_000
 
 
 def build_app(
-    args: Mapping[str, object] | ServiceConfig, *, stages: StagesFactory = engine_stages
+    args: Mapping[str, object] | ServiceConfig, *, stages: StagesFactory | None = None
 ) -> Application:
     """Raises ConfigError for a tree that does not fit; `stages` lets tests replace the model."""
     config = args if isinstance(args, ServiceConfig) else service_config(dict(args))
+    if stages is None:
+        stages = stages_of(config)
     pipelines = serve.deployment(
         Pipeline,
         name="Pipeline",

@@ -9,7 +9,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,12 +73,19 @@ class EngineStages:
     """One per actor process; keeps what outlives a generation."""
 
     def __init__(
-        self, config: EngineConfig, tracing: Tracing, *, spool: Spool | None = None
+        self,
+        config: EngineConfig,
+        tracing: Tracing,
+        *,
+        open_spool: Callable[[], Spool] | None = None,
     ) -> None:
+        """`open_spool` is called once, where rounds are drafted, and nowhere else."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         """Names the exit head of the next engine; `load_head` changes it."""
-        self._spool = spool
+        self._open_spool = open_spool
+        self._spool: Spool | None = None
+        """None where nothing is kept, or nothing has been drafted yet."""
         self._book = BeliefBook(discount=config.speculation.discount)
         """For requests that the router has not heard of yet, and for when it is silent."""
         self._head: _ServingHead | None = None
@@ -188,6 +195,8 @@ class EngineStages:
         return _Verifying(stage, groups, rank=rank, tracing=self._tracing)
 
     def _build_engine(self, channel: VerifyChannel, generation: Generation) -> EngineCore:
+        if self._spool is None and self._open_spool is not None:
+            self._spool = self._open_spool()
         # The requests of an engine that broke are gone; what they taught their classes is not.
         pools = self._book.priors()
         self._book = BeliefBook(discount=self._config.speculation.discount)

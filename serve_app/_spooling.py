@@ -1,0 +1,273 @@
+"""Keeps what verification computed anyway, as a feature store that `eesd distill refresh` reads.
+
+The drafting actor hands over pieces of texts; a thread of its own writes them as shards and makes
+room by removing the oldest. Rounds never wait for it: what the disk has no time or no room for is
+dropped and counted. Several drafting actors may share a folder; a lock file keeps their manifests
+apart. What a shard looks like is `eesd_dist.distill.features`'.
+"""
+
+import fcntl
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.distill.features import (
+    MANIFEST_FILE,
+    FeatureManifest,
+    FeatureSequence,
+    identity_of,
+    shard_name,
+    weights_fingerprint,
+    write_shard,
+)
+from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.spool import MAX_POSITIONS, VerifiedPiece
+from eesd_dist.errors import ConfigError
+from eesd_dist.types import Request, SpoolCounts
+from serve_app.config import SpoolConfig
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING_BYTES = 64 * 2**20
+_SHARD_BYTES = 8 * 2**20
+_LONGEST_WAIT_S = 10.0
+"""So much is lost when the process is killed."""
+_FLUSH_WAIT_S = 5.0
+_HEADER_BYTES = 4096
+_SHARD = re.compile(r"shard-(\d+)\.safetensors")
+_LOCK_FILE = ".lock"
+_NOT_SAMPLED = frozenset({"probe"})
+
+
+def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
+    """Of an empty spool of this engine's target and split. Reads the checkpoint's small files."""
+    layout = layout_of(engine)
+    return FeatureManifest(
+        verifier=identity_of(engine.model.path),
+        weights_sha256=weights_fingerprint(engine.model.path),
+        exits=(layout.split,),
+        top_k=min(top_k, layout.spec.vocab_size),
+        seed=0,
+        max_length=MAX_POSITIONS,
+        shards=(),
+    )
+
+
+class SpoolFolder:
+    """One drafting actor's way into a folder; `put` belongs to any thread."""
+
+    def __init__(
+        self, folder: Path, manifest: FeatureManifest, *, max_bytes: int, sample_rate: float
+    ) -> None:
+        """Raises ConfigError for a folder that cannot be used, or is another target's."""
+        self._folder = folder
+        self._empty = manifest
+        self._max_bytes = max_bytes
+        self._sample_rate = sample_rate
+        self._rng = Random()
+        self._lock = threading.Condition()
+        self._waiting: deque[VerifiedPiece] = deque()
+        self._waiting_bytes = 0
+        self._oldest_s = 0.0
+        """When the first of those that wait came."""
+        self._is_writing = False
+        self._is_hurried = False
+        """Somebody waits for all of it to be on disk."""
+        self._num_written = 0
+        self._num_dropped = 0
+        self._num_bytes = self._check_folder()
+        threading.Thread(target=self._run, name="spool", daemon=True).start()
+
+    @property
+    def top_k(self) -> int:
+        return self._empty.top_k
+
+    def wants(self, request: Request) -> bool:
+        return request.workload not in _NOT_SAMPLED and self._rng.random() < self._sample_rate
+
+    def put(self, piece: VerifiedPiece) -> None:
+        size = self._size_of(piece)
+        with self._lock:
+            if self._waiting_bytes + size > min(_MAX_WAITING_BYTES, self._max_bytes):
+                self._num_dropped += 1
+                return
+            if not self._waiting:
+                self._oldest_s = time.monotonic()
+            self._waiting.append(piece)
+            self._waiting_bytes += size
+            self._lock.notify_all()
+
+    def counts(self) -> SpoolCounts:
+        with self._lock:
+            return SpoolCounts(
+                num_written=self._num_written,
+                num_dropped=self._num_dropped,
+                num_bytes=self._num_bytes,
+            )
+
+    def flush(self) -> None:
+        """Returns when everything taken so far is on disk or dropped, or after some seconds."""
+        with self._lock:
+            self._is_hurried = True
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not self._waiting and not self._is_writing, _FLUSH_WAIT_S)
+
+    # -- the writing thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            pieces = self._next_batch()
+            try:
+                num_bytes = self._write([self._sequence(piece) for piece in pieces])
+                error: Exception | None = None
+            except Exception as raised:  # whatever a disk or a device does: serving goes on
+                error = raised
+                logger.warning(
+                    "not spooled: texts=%d folder=%s error=%r", len(pieces), self._folder, raised
+                )
+            with self._lock:
+                if error is None:
+                    self._num_written += len(pieces)
+                    self._num_bytes = num_bytes
+                else:
+                    self._num_dropped += len(pieces)
+                self._is_writing = False
+                self._lock.notify_all()
+
+    def _next_batch(self) -> list[VerifiedPiece]:
+        """A shard's worth, or what has waited for long enough."""
+        enough = min(_SHARD_BYTES, self._max_bytes // 4)
+        with self._lock:
+            while True:
+                waited_s = time.monotonic() - self._oldest_s
+                is_due = self._is_hurried or waited_s >= _LONGEST_WAIT_S
+                if self._waiting and (is_due or self._waiting_bytes >= enough):
+                    break
+                if not self._waiting:
+                    self._is_hurried = False
+                self._lock.wait(_LONGEST_WAIT_S - waited_s if self._waiting else None)
+            pieces = [self._waiting.popleft()]
+            taken = self._size_of(pieces[0])
+            while self._waiting and taken + self._size_of(self._waiting[0]) <= enough:
+                piece = self._waiting.popleft()
+                taken += self._size_of(piece)
+                pieces.append(piece)
+            self._waiting_bytes -= taken
+            self._is_writing = True
+            return pieces
+
+    def _write(self, sequences: list[FeatureSequence]) -> int:
+        """One shard more, and room for it made first; returns the folder's bytes."""
+        expected = sum(self._bytes_of(sequence.num_tokens) for sequence in sequences)
+        with _locked(self._folder):
+            manifest = self._present()
+            _sweep(self._folder, manifest)
+            manifest = self._with_room(manifest, expected + _HEADER_BYTES)
+            index = max((_number(shard.name) + 1 for shard in manifest.shards), default=0)
+            entry = write_shard(self._folder, index, sequences)
+            manifest = replace(manifest, shards=(*manifest.shards, entry))
+            manifest.write(self._folder)
+            return self._with_room(manifest, 0).num_bytes
+
+    def _with_room(self, manifest: FeatureManifest, wanted: int) -> FeatureManifest:
+        """The oldest shards go; first out of the manifest, then from the disk."""
+        kept = list(manifest.shards)
+        while kept and sum(shard.num_bytes for shard in kept) + wanted > self._max_bytes:
+            kept.pop(0)
+        if len(kept) == len(manifest.shards):
+            return manifest
+        gone = manifest.shards[: len(manifest.shards) - len(kept)]
+        manifest = replace(manifest, shards=tuple(kept))
+        manifest.write(self._folder)
+        for shard in gone:
+            (self._folder / shard.name).unlink(missing_ok=True)
+        return manifest
+
+    def _present(self) -> FeatureManifest:
+        if not (self._folder / MANIFEST_FILE).exists():
+            return self._empty
+        return FeatureManifest.read(self._folder)
+
+    def _check_folder(self) -> int:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self._folder):
+                present = self._present()
+        except OSError as error:
+            raise ConfigError(
+                f"spool.folder {self._folder}: {error.strerror or error}: name a folder that the "
+                "drafting actors may write to, or leave it out"
+            ) from error
+        if replace(present, shards=()) != self._empty:
+            raise ConfigError(
+                f"spool.folder {self._folder}: holds rows of another target, exit layer or "
+                "spool.top_k: name another folder, or remove this one"
+            )
+        return present.num_bytes
+
+    # -- sizes and forms ------------------------------------------------------------------------
+
+    def _sequence(self, piece: VerifiedPiece) -> FeatureSequence:
+        (exit_layer,) = self._empty.exits
+        return FeatureSequence(
+            tokens_T=torch.from_numpy(piece.tokens_T).long(),
+            num_prompt=1,  # the first row was known; each row after it is of a token that left
+            workload=piece.workload,
+            temperature=piece.temperature,
+            hidden={exit_layer: piece.hidden_TD.to("cpu", torch.bfloat16)},
+            top_ids_TK=torch.from_numpy(piece.top_ids_TK),
+            # Log-probabilities are logits whose log-sum-exp is 0.
+            top_logits_TK=torch.from_numpy(piece.top_logprobs_TK),
+            lse_T=torch.zeros(len(piece.tokens_T)),
+        )
+
+    def _size_of(self, piece: VerifiedPiece) -> int:
+        return self._bytes_of(len(piece.tokens_T))
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        """On disk: a token, its hidden state, its best tokens with their log-probabilities."""
+        return num_tokens * (8 + 2 * self._empty.verifier.hidden_size + 6 * self.top_k)
+
+
+def open_spool(config: SpoolConfig, engine: EngineConfig) -> SpoolFolder:
+    """Raises ConfigError for a folder that cannot be used, or is another target's."""
+    assert config.folder is not None, "without a folder nothing is kept"
+    return SpoolFolder(
+        config.folder,
+        new_manifest(engine, top_k=config.top_k),
+        max_bytes=config.max_bytes,
+        sample_rate=config.sample_rate,
+    )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time, across processes; the system lets go when a process dies."""
+    with (folder / _LOCK_FILE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(folder: Path, manifest: FeatureManifest) -> None:
+    """Whatever a killed writer left: shards that no manifest names, files half written."""
+    named = {shard.name for shard in manifest.shards}
+    for file in folder.iterdir():
+        is_shard = _SHARD.fullmatch(file.name) and file.name not in named
+        if is_shard or file.name.endswith(".partial"):
+            file.unlink(missing_ok=True)
+
+
+def _number(name: str) -> int:
+    match = _SHARD.fullmatch(name)
+    assert match is not None, f"{name} is not what {shard_name(0)} is"
+    return int(match[1])
