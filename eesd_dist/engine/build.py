@@ -222,7 +222,11 @@ def _cost_of(
 
 
 def build_local_engine(
-    config: EngineConfig, *, book: BeliefBook | None = None, cost: CostModel | None = None
+    config: EngineConfig,
+    *,
+    book: BeliefBook | None = None,
+    cost: CostModel | None = None,
+    spool: SpoolSink | None = None,
 ) -> EngineCore:
     """Both stages in this process, over a channel in memory.
 
@@ -247,4 +251,4 @@ def build_local_engine(
     ) -> VerifyReply:
         return stage.verify(header, hidden_TD, draft_probs_KV)
 
-    return build_draft_engine(config, MemoryChannel(verify), book=book, cost=cost)
+    return build_draft_engine(config, MemoryChannel(verify), book=book, cost=cost, spool=spool)
