@@ -240,8 +240,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd",
         description="Lossless early-exit speculative decoding. A model that is not named is the "
         "bundled one.",
-        epilog="Also: eesd bench offline|online|exact|control, eesd plan, eesd preflight, eesd distill; "
-        "each explains itself with --help.",
+        epilog="Also: eesd bench offline|online|exact|control, eesd plan, eesd preflight, "
+        "eesd distill; each explains itself with --help.",
     )
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
