@@ -5,7 +5,7 @@ Knows when its own text ends. Refuses to know who else is running and where page
 
 from collections.abc import Sequence
 
-from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId
+from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId, TreeShape
 
 
 class LiveRequest:
@@ -23,6 +23,7 @@ class LiveRequest:
         "last_turn",
         "max_draft_tokens",
         "max_len",
+        "max_tree_nodes",
         "num_cached_prompt_tokens",
         "num_computed",
         "num_prompt",
@@ -30,6 +31,7 @@ class LiveRequest:
         "request",
         "ticket",
         "tokens",
+        "tree",
     )
 
     def __init__(
@@ -40,6 +42,8 @@ class LiveRequest:
         arrival_s: float,
         max_model_len: int,
         max_draft_tokens: int,
+        tree: TreeShape = "none",
+        max_tree_nodes: int = 0,
     ) -> None:
         self.request = request
         self.ticket = ticket
@@ -51,6 +55,9 @@ class LiveRequest:
         self.max_len = min(self.num_prompt + request.sampling.max_tokens, max_model_len)
         """Prompt and answer together never grow longer than this."""
         self.max_draft_tokens = _draft_ceiling(request, service=max_draft_tokens)
+        self.tree: TreeShape = tree if self.max_draft_tokens > 0 else "none"
+        """What its drafts look like."""
+        self.max_tree_nodes = max_tree_nodes
         self.num_computed = 0
         """Positions whose keys and values are valid in every stage."""
         self.pages: list[PageId] = []
@@ -87,6 +94,13 @@ class LiveRequest:
     def max_draft(self) -> int:
         """Draft tokens of which each could still be wanted; the verifier's own token is extra."""
         return max(0, min(self.max_draft_tokens, self.max_len - len(self.tokens) - 1))
+
+    @property
+    def max_nodes(self) -> int:
+        """Tokens of a drafted tree, `max_draft` levels deep at most; of a chain `max_draft`."""
+        if self.tree == "none":
+            return self.max_draft
+        return self.max_tree_nodes if self.max_draft > 0 else 0
 
     def extend(self, tokens: Sequence[TokenId]) -> FinishReason | None:
         """Appends tokens up to the one that ends the text, and says why it ended if it did."""

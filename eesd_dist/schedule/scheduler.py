@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from eesd_dist.config import SchedulerConfig
+from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import QueueFull, RequestError
 from eesd_dist.schedule.gate import Gate
 from eesd_dist.schedule.live import LiveRequest
@@ -29,8 +29,11 @@ class PlanItem:
     is_final: bool
     """The last known token is the request's last token: it gets a verdict and may draft."""
     max_draft: int
+    """How many drafted tokens may follow one another."""
     pages: tuple[PageId, ...]
-    """Page table covering positions [0, start + num_known + max_draft)."""
+    """Page table covering places [0, start + num_known + max_draft), or as many as a tree has."""
+    max_nodes: int = 0
+    """Where the draft is a tree: how many tokens it may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,8 +85,11 @@ class Scheduler:
         max_draft_tokens: int,
         vocab_size: int,
         clock: Callable[[], float],
+        tree: TreeConfig | None = None,
     ) -> None:
+        """`tree`: what drafts look like unless a request says otherwise; None: chains."""
         self._config = config
+        self._tree = tree or TreeConfig()
         self._pages = pages
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
@@ -158,6 +164,8 @@ class Scheduler:
                 arrival_s=self._clock(),
                 max_model_len=self._max_model_len,
                 max_draft_tokens=self._max_draft_tokens,
+                tree=self._tree.shape_of(request.speculation.tree),
+                max_tree_nodes=self._tree.max_nodes,
             )
         )
         self._num_tickets += 1
@@ -414,7 +422,7 @@ class Scheduler:
         start = live.num_computed
         end = start + num_known
         is_final = end == live.num_tokens
-        max_draft = self._draft_room(live) if is_final else 0
+        max_draft, max_nodes = self._draft_room(live) if is_final else (0, 0)
         live.in_flight = True
         self._num_turns += 1
         live.last_turn = self._num_turns
@@ -424,23 +432,26 @@ class Scheduler:
             num_known=num_known,
             is_final=is_final,
             max_draft=max_draft,
-            pages=tuple(live.pages[: self._pages.pages_for(end + max_draft)]),
+            pages=tuple(live.pages[: self._pages.pages_for(end + max_nodes)]),
+            max_nodes=0 if live.tree == "none" else max_nodes,
         )
 
-    def _draft_room(self, live: LiveRequest) -> int:
-        """How far it may draft, after getting what pages can be spared for that."""
-        max_draft = live.max_draft
-        missing = self._num_missing(live, ahead=max_draft)
-        if missing <= 0:
-            return max_draft
-        # A draft never takes the page that another request's known tokens may need next.
-        num_spare = self._pages.num_free - (len(self._running) - 1)
-        self._grow(live, max(0, min(missing, num_spare)))
-        return min(max_draft, len(live.pages) * self._pages.page_size - live.num_tokens)
+    def _draft_room(self, live: LiveRequest) -> tuple[int, int]:
+        """How far it may draft, and how many tokens, after getting what pages can be spared."""
+        max_nodes = live.max_nodes
+        missing = self._num_missing(live, ahead=max_nodes)
+        if missing > 0:
+            # A draft never takes the page that another request's known tokens may need next.
+            num_spare = self._pages.num_free - (len(self._running) - 1)
+            self._grow(live, max(0, min(missing, num_spare)))
+            room = len(live.pages) * self._pages.page_size - live.num_tokens
+            max_nodes = min(max_nodes, room)
+        return min(live.max_draft, max_nodes), max_nodes
 
     def _commit_final(self, item: PlanItem, result: Committed) -> Emission:
         live = item.live
-        assert result.num_accepted <= result.num_drafted <= item.max_draft, live.request_id
+        assert result.num_drafted <= max(item.max_draft, item.max_nodes), live.request_id
+        assert result.num_accepted <= min(result.num_drafted, item.max_draft), live.request_id
         assert len(result.tokens) == result.num_accepted + 1, live.request_id
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from random import Random
 from time import perf_counter
+from typing import Literal
 
 import pytest
 from hypothesis import settings
@@ -15,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from eesd_dist.config import SchedulerConfig
+from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import PromptTooLong, QueueFull, RequestError
 from eesd_dist.schedule.live import LiveRequest
 from eesd_dist.schedule.pages import PageAllocator
@@ -48,6 +49,7 @@ def _scheduler(
     max_draft_tokens: int = 3,
     clock: Callable[[], float] = lambda: 0.0,
     config: SchedulerConfig | None = None,
+    tree: TreeConfig | None = None,
 ) -> Scheduler:
     return Scheduler(
         config=config or SchedulerConfig(overlap=False),
@@ -56,6 +58,7 @@ def _scheduler(
         max_draft_tokens=max_draft_tokens,
         vocab_size=VOCAB_SIZE,
         clock=clock,
+        tree=tree,
     )
 
 
@@ -605,6 +608,34 @@ def test_arrival_and_first_round_are_timed() -> None:
 # All of it at once.
 
 
+def test_a_tree_has_room_for_its_tokens_and_a_chain_for_its_length() -> None:
+    tree = TreeConfig(shape="static", max_nodes=9)
+    for wished, max_nodes in ((None, 9), ("dynamic", 9), ("none", 0)):
+        scheduler = _scheduler(tree=tree)
+        scheduler.add(_request(speculation=SpeculationParams(tree=wished)))
+        item = _only(_plan(scheduler))
+        assert (item.max_draft, item.max_nodes) == (3, max_nodes)
+        assert len(item.pages) == -(-(5 + (max_nodes or 3)) // 4)
+
+
+def test_a_tree_takes_the_pages_that_can_be_spared_and_no_others() -> None:
+    scheduler = _scheduler(make_pages(4), tree=TreeConfig(shape="dynamic", max_nodes=20))
+    scheduler.add(_request("old", max_tokens=4))
+    scheduler.add(_request("young", prompt=[9, 9], max_tokens=4))
+    old, young = _plan(scheduler).items
+    # Two pages and one are needed; the fourth may be young's next one.
+    assert (old.max_draft, old.max_nodes) == (3, 3)
+    assert (young.max_draft, young.max_nodes) == (2, 2)
+    scheduler.check()
+
+
+def test_a_request_at_its_end_draws_no_tree() -> None:
+    scheduler = _scheduler(tree=TreeConfig(shape="static"))
+    scheduler.add(_request(max_tokens=1))
+    item = _only(_plan(scheduler))
+    assert (item.max_draft, item.max_nodes) == (0, 0)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Requests come, are planned, committed, aborted and lose their stores, in any order."""
 
@@ -617,6 +648,7 @@ class AnyOrder(RuleBasedStateMachine):
         token_budget=st.integers(1, 12),
         prefill_chunk=st.integers(1, 8),
         max_draft_tokens=st.integers(0, 4),
+        max_nodes=st.integers(1, 9),
         seed=st.integers(0, 9),
     )
     def start(
@@ -629,6 +661,7 @@ class AnyOrder(RuleBasedStateMachine):
         token_budget: int,
         prefill_chunk: int,
         max_draft_tokens: int,
+        max_nodes: int,
         seed: int,
     ) -> None:
         self.pages = make_pages(num_pages, page_size, prefix_caching=prefix_caching)
@@ -644,6 +677,7 @@ class AnyOrder(RuleBasedStateMachine):
                 token_budget=token_budget,
                 prefill_chunk=prefill_chunk,
             ),
+            tree=TreeConfig(max_nodes=max_nodes),
         )
         self.stages = ToyStages(page_size=page_size, random=Random(seed))
         self.ledger = Ledger()
@@ -658,7 +692,7 @@ class AnyOrder(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         seed=st.integers(0, 5),
         num_generated=st.integers(0, 3),
-        drafts=st.booleans(),
+        drafts=st.sampled_from(["off", "none", "static", "dynamic"]),
     )
     def add(
         self,
@@ -668,7 +702,7 @@ class AnyOrder(RuleBasedStateMachine):
         min_tokens: int,
         seed: int,
         num_generated: int,
-        drafts: bool,
+        drafts: Literal["off", "none", "static", "dynamic"],
     ) -> None:
         length = min(length, self.max_model_len - 1)
         plain = _request(
@@ -678,7 +712,9 @@ class AnyOrder(RuleBasedStateMachine):
             min_tokens=min_tokens,
             stop=(END, 0, 1, 2, 3),
             seed=seed,
-            speculation=SpeculationParams(mode="auto" if drafts else "off"),
+            speculation=(
+                SpeculationParams(mode="off") if drafts == "off" else SpeculationParams(tree=drafts)
+            ),
         )
         answer, _ = toy_answer(plain, max_model_len=self.max_model_len)
         sampling, told = plain.sampling, answer[: min(num_generated, len(answer) - 1)]
@@ -712,6 +748,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         plan, results = self.pending.pop(data.draw(st.sampled_from(sorted(self.pending))))
+        self.stages.settle(plan)
         emissions = self.scheduler.commit(plan, results)
         assert not self.aborted & {emission.request_id for emission in emissions}
         self.ledger.write(emissions)
@@ -747,6 +784,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for plan, results in self.pending.values():
+            self.stages.settle(plan)
             self.ledger.write(self.scheduler.commit(plan, results))
         run_until_idle(self.scheduler, self.stages, self.ledger)
         assert self.pages.num_free == self.pages.num_pages
@@ -769,7 +807,8 @@ def test_a_crowd_in_few_pages_gets_the_tokens_of_plain_decoding(
 ) -> None:
     random = Random(3)
     config = SchedulerConfig(overlap=overlap, max_running=8, token_budget=24, prefill_chunk=10)
-    scheduler = _scheduler(make_pages(24), config=config, max_draft_tokens=5)
+    tree = TreeConfig(max_nodes=11)
+    scheduler = _scheduler(make_pages(24), config=config, max_draft_tokens=5, tree=tree)
     stages, ledger = _stages(acceptance=acceptance), Ledger()
     requests = [
         _request(
@@ -778,7 +817,10 @@ def test_a_crowd_in_few_pages_gets_the_tokens_of_plain_decoding(
             max_tokens=random.randint(1, 30),
             stop=(END,),
             seed=i,
-            speculation=SpeculationParams(mode=random.choice(["auto", "auto", "off"])),
+            speculation=SpeculationParams(
+                mode=random.choice(["auto", "auto", "off"]),
+                tree=random.choice(["none", "static", "dynamic"]),
+            ),
         )
         for i in range(40)
     ]

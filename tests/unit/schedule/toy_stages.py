@@ -3,6 +3,9 @@
 The store remembers from which tokens each slot was computed. A round reads every slot before its
 first row and fails if one does not hold what this request's tokens would have put there, so a page
 shared wrongly, freed too early or registered too soon is found at the first read.
+
+Of a drafted tree the accepted branch moves to its places in the text: at once in the draft stage's
+store, with the next round's header in the verify stage's.
 """
 
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from random import Random
 
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.trees import depths_of, path_to
 from eesd_dist.types import Emission, FinishReason, PageId, Request, RequestId, TokenId
 
 VOCAB_SIZE = 50
@@ -38,6 +42,9 @@ def toy_answer(request: Request, *, max_model_len: int) -> tuple[list[TokenId], 
             return answer, FinishReason.LENGTH
 
 
+Slot = tuple[PageId, int]
+
+
 @dataclass
 class ToyStages:
     """Runs a plan: fills the pages, drafts, and accepts as many draft tokens as chance says."""
@@ -45,22 +52,38 @@ class ToyStages:
     page_size: int
     random: Random
     acceptance: float = 0.6
-    keys: dict[tuple[PageId, int], int] = field(default_factory=dict)
-    head_keys: dict[tuple[PageId, int], int] = field(default_factory=dict)
+    keys: dict[Slot, int] = field(default_factory=dict)
+    head_keys: dict[Slot, int] = field(default_factory=dict)
+    judged: dict[RequestId, list[tuple[Slot, Slot]]] = field(default_factory=dict)
+    """What each verdict will move, once it has come back."""
+    pending: list[tuple[Slot, Slot]] = field(default_factory=list)
 
     def run(self, plan: RoundPlan) -> dict[RequestId, Committed]:
+        _move(self.keys, self.pending)
+        self.pending.clear()
         results = {}
         for item in plan.items:
             self._read(item)
-            if item.is_final:
-                results[item.live.request_id] = self._draft_and_verify(item)
-            else:
+            if not item.is_final:
                 self._write(item, self._known(item))
+            elif item.max_nodes > 0:
+                results[item.live.request_id] = self._draft_tree(item)
+            else:
+                results[item.live.request_id] = self._draft_and_verify(item)
         return results
+
+    def settle(self, plan: RoundPlan) -> None:
+        """The verdict is here."""
+        for item in plan.items:
+            moves = self.judged.pop(item.live.request_id, [])
+            _move(self.head_keys, moves)
+            self.pending += moves
 
     def lose(self) -> None:
         self.keys.clear()
         self.head_keys.clear()
+        self.judged.clear()
+        self.pending.clear()
 
     def _known(self, item: PlanItem) -> list[TokenId]:
         return item.live.tokens[: item.start + item.num_known]
@@ -80,8 +103,41 @@ class ToyStages:
             num_accepted=num_accepted,
         )
 
-    def _slot(self, item: PlanItem, position: int) -> tuple[PageId, int]:
-        return item.pages[position // self.page_size], position % self.page_size
+    def _draft_tree(self, item: PlanItem) -> Committed:
+        known, seed = self._known(item), item.live.request.sampling.seed
+        self._write(item, known)
+        parents: list[int] = []
+        for node in range(self.random.randint(0, item.max_nodes)):
+            parent = self.random.randint(-1, node - 1)
+            if len(path_to(parents, parent)) < item.max_draft:
+                parents.append(parent)
+            else:
+                break
+        path: list[int] = []
+        while self.random.random() < self.acceptance:
+            last = path[-1] if path else -1
+            children = [node for node, parent in enumerate(parents) if parent == last]
+            if not children:
+                break
+            path.append(self.random.choice(children))
+        depths = depths_of(parents)
+        tokens = [
+            TokenId((toy_token(len(known) + depths[node] - 1, seed) + (node not in path)) % 50)
+            for node in range(len(parents))
+        ]
+        for node in range(len(parents)):
+            branch = [*known, *(tokens[at] for at in path_to(parents, node))]
+            self._put(item, len(known) + node, _prefix_hashes(branch)[-1])
+        self.judged[item.live.request_id] = [
+            (self._slot(item, len(known) + node), self._slot(item, len(known) + to))
+            for to, node in enumerate(path)
+            if node != to
+        ]
+        right = [toy_token(len(known) + i, seed) for i in range(len(path) + 1)]
+        return Committed(tokens=tuple(right), num_drafted=len(parents), num_accepted=len(path))
+
+    def _slot(self, item: PlanItem, place: int) -> Slot:
+        return item.pages[place // self.page_size], place % self.page_size
 
     def _read(self, item: PlanItem) -> None:
         keys = _prefix_hashes(item.live.tokens)
@@ -93,13 +149,21 @@ class ToyStages:
 
     def _write(self, item: PlanItem, tokens: list[TokenId]) -> None:
         for position, key in enumerate(_prefix_hashes(tokens)):
-            if position < item.start:
-                continue
-            slot = self._slot(item, position)
-            self.keys[slot] = key
-            self.head_keys.pop(slot, None)
-            if item.live.max_draft_tokens > 0:
-                self.head_keys[slot] = key
+            if position >= item.start:
+                self._put(item, position, key)
+
+    def _put(self, item: PlanItem, place: int, key: int) -> None:
+        slot = self._slot(item, place)
+        self.keys[slot] = key
+        self.head_keys.pop(slot, None)
+        if item.live.max_draft_tokens > 0:
+            self.head_keys[slot] = key
+
+
+def _move(store: dict[Slot, int], moves: list[tuple[Slot, Slot]]) -> None:
+    read = [store[source] for source, _ in moves]
+    for (_, target), key in zip(moves, read, strict=True):
+        store[target] = key
 
 
 def _prefix_hashes(tokens: list[TokenId]) -> list[int]:
@@ -134,6 +198,7 @@ def run_until_idle(
         cohort = turn % scheduler.num_cohorts
         if cohort in pending:
             plan, results = pending.pop(cohort)
+            stages.settle(plan)
             ledger.write(scheduler.commit(plan, results))
             scheduler.check()
         next_plan = scheduler.plan(cohort)
