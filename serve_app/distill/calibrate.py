@@ -1,0 +1,179 @@
+"""`eesd distill calibrate`: how likely is a draft token to be accepted, by what the head says?
+
+    eesd distill calibrate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
+
+Prompts that were kept aside are answered with rounds drafted to the full length; half of them are
+fitted on, the other half say how well the fit holds. Beside calibration.json it writes
+reliability.json and reliability.png: forecasts against what came true, before (the head's own top-1
+probability) and after. The form of the map is `eesd_dist.control.calibrator`'s.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+from eesd_dist.config import DType
+from eesd_dist.control.calibrator import (
+    CALIBRATION_FILE,
+    ReliabilityBin,
+    equal_mass_calibration_error,
+    expected_calibration_error,
+    judged_tokens,
+    reliability_table,
+)
+from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Evidence
+from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._folder import write_json
+from serve_app.distill._plots import draw_reliability
+from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts
+from serve_app.distill._rounds import Asked, Machine, Ran, drafting_engine, run_rounds
+from serve_app.distill._words import Say, on_stderr
+
+RELIABILITY_FILE = "reliability.json"
+PLOT_FILE = "reliability.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRequest:
+    machine: Machine
+    prompts: tuple[Prompt, ...]
+    """Kept aside: the head has learnt from none of them."""
+    out: Path | None = None
+    """None: the head's own folder, where serving looks for it."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    max_tokens: int = 144
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """Of forecasts for the judged half: their errors, and the table behind the diagram."""
+
+    ece: float
+    """Expected calibration error over ten bins of equal width."""
+    ece_equal_mass: float
+    """Over ten bins of equally many tokens."""
+    bins: tuple[ReliabilityBin, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationReport:
+    num_fitted: int
+    num_judged: int
+    acceptance: float
+    """Share of the judged tokens that were accepted."""
+    before: Reliability
+    after: Reliability
+
+
+def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
+    """Fits, judges and writes; calibration.json comes last, and whole."""
+    machine = request.machine
+    spec = ModelSpec.from_folder(machine.model)
+    out = request.out or machine.head
+    longest = max(len(prompt.tokens) for prompt in request.prompts) + request.max_tokens
+    ran = run_rounds(
+        drafting_engine(machine, max_length=longest),
+        _asked(request),
+        max_tokens=request.max_tokens,
+        stop_token_ids=spec.eos_token_ids,
+        title="calibrate",
+    )
+    half = len(request.prompts) // 2
+    fitted_on = frozenset(request.prompts[:half])
+    fitted = _judged([one for one in ran if one.asked.prompt in fitted_on])
+    judged = _judged([one for one in ran if one.asked.prompt not in fitted_on])
+    if not fitted or not judged:
+        raise ConfigError(
+            f"{machine.head}: {len(fitted)} draft tokens to fit on and {len(judged)} to judge with "
+            f"came of {len(request.prompts)} prompts: hold more prompts out"
+        )
+    calibrator = fit_calibrator(fitted)
+    report = CalibrationReport(
+        num_fitted=len(fitted),
+        num_judged=len(judged),
+        acceptance=sum(accepted for _, accepted in judged) / len(judged),
+        before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
+        after=_reliability([(calibrator.probability(e), accepted) for e, accepted in judged]),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    provenance = collect_provenance(seed=request.seed).as_json()
+    write_json(out / RELIABILITY_FILE, {**asdict(report), "provenance": provenance})
+    draw_reliability(
+        out / PLOT_FILE,
+        before=report.before.bins,
+        after=report.after.bins,
+        title=f"{report.num_judged} judged tokens: ECE {report.before.ece:.3f} before, "
+        f"{report.after.ece:.3f} after",
+    )
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=out) as aside:
+        calibrator.save(Path(aside)).replace(out / CALIBRATION_FILE)
+    say(f"calibrate: {described(report)}")
+    return report
+
+
+def described(report: CalibrationReport) -> str:
+    return (
+        f"expected calibration error {report.before.ece:.4f} before (the head's top-1 probability),"
+        f" {report.after.ece:.4f} after, on {report.num_judged} tokens of prompts not fitted on "
+        f"({report.num_fitted} fitted on; {report.acceptance:.1%} accepted)"
+    )
+
+
+def _asked(request: CalibrateRequest) -> list[Asked]:
+    return [
+        Asked(prompt=prompt, temperature=temperature, seed=request.seed + number)
+        for temperature in request.temperatures
+        for number, prompt in enumerate(request.prompts)
+    ]
+
+
+def _judged(ran: Sequence[Ran]) -> list[tuple[Evidence, bool]]:
+    return judged_tokens(outcome for one in ran for outcome in one.outcomes)
+
+
+def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
+    return Reliability(
+        ece=expected_calibration_error(forecasts),
+        ece_equal_mass=equal_mass_calibration_error(forecasts),
+        bins=reliability_table(forecasts),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="eesd distill calibrate", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
+    add("--head", type=Path, required=True, help="folder of the exit head")
+    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="the file that was collected from")
+    add("--held-out", type=int, default=NUM_HELD_OUT, help="prompts kept aside then")
+    add("--out", type=Path, help="folder to write to (the head's)")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    add("--max-tokens", type=int, default=144)
+    add("--dtype", choices=get_args(DType), default="bfloat16")
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
+    options = parser.parse_args(argv)
+    parts = read_prompts(
+        options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
+    )
+    request = CalibrateRequest(
+        machine=Machine(
+            model=options.model, head=options.head, dtype=options.dtype, threads=options.threads
+        ),
+        prompts=parts.calibrated,
+        out=options.out,
+        temperatures=tuple(options.temperatures),
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    calibrate(request, say=on_stderr)
+    return 0
