@@ -141,11 +141,6 @@ class BatchReader:
         seed: int,
         window_bytes: int,
     ) -> None:
-        if exit_layer not in store.manifest.exits:
-            raise ConfigError(
-                f"{store.folder}: features after layers {list(store.manifest.exits)}, not after "
-                f"{exit_layer}: collect with --exits {exit_layer}"
-            )
         if not only:
             raise ConfigError(f"{store.folder}: no sequence is left to train on")
         self._store = store

@@ -1,0 +1,129 @@
+"""Several training workers, started and watched by Ray Train.
+
+When a worker dies, Ray Train ends the others and starts all of them again; they go on from the last
+checkpoint, since each looks into the run's folder first. That folder has to be one that all see.
+Ray is imported here: the environment has to be prepared before this module is.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.exceptions import TrainingFailedError
+from tqdm import tqdm
+
+from eesd_dist.config import EngineConfig, ModelConfig
+from eesd_dist.distill.train import TrainRequest, train_rank
+from eesd_dist.errors import EesdError, EngineError
+from serve_app._local_ray import joined_ray, local_ray
+from serve_app.config import ServiceConfig
+
+_MAX_FAILURES = 3
+_LOOK_S = 0.5
+
+
+def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None:
+    """Trains with `request.workers` processes. Raises what a worker raised, if it is ours."""
+    uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
+    notes = request.checkpoints.resolve() / "ray"
+    with _ray_at(address, request), _bar(request):
+        _be_quiet()
+        trainer = TorchTrainer(
+            _work,
+            train_loop_config={"request": request, "threads": threads},
+            torch_config=TorchConfig(backend="nccl" if uses_gpu else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=request.workers,
+                use_gpu=uses_gpu,
+                # Here CPUs are logical and few; in a cluster they decide who stands where.
+                resources_per_worker={"CPU": 0.5 if address is None else threads}
+                | ({"GPU": 1} if uses_gpu else {}),
+            ),
+            run_config=RunConfig(
+                name="train",
+                storage_path=str(notes),
+                failure_config=FailureConfig(max_failures=_MAX_FAILURES),
+                logging_config=LoggingConfig(log_level="ERROR"),
+            ),
+        )
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            raise _ours(error) from error
+        finally:
+            shutil.rmtree(notes, ignore_errors=True)
+
+
+def _work(config: dict[str, Any]) -> None:
+    """One worker, in its own process."""
+    context = ray.train.get_context()
+    torch.set_num_threads(config["threads"])
+    train_rank(
+        config["request"], rank=context.get_world_rank(), world_size=context.get_world_size()
+    )
+
+
+def _ray_at(address: str | None, request: TrainRequest) -> AbstractContextManager[Any]:
+    if ray.is_initialized():
+        return nullcontext()
+    if address is not None:
+        return joined_ray(address, shows_logs=False)
+    config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=request.model)))
+    return local_ray(config, shows_logs=False, min_cpus=request.workers)
+
+
+def _be_quiet() -> None:
+    """Of Ray Train's own words only errors are passed on; the progress bar is ours."""
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _bar(request: TrainRequest) -> Iterator[None]:
+    """Follows the run's log, which the first worker writes elsewhere."""
+    done = threading.Event()
+    log = request.checkpoints / "log.jsonl"
+
+    def follow() -> None:
+        with tqdm(total=request.max_steps, unit="step", file=sys.stderr, disable=None) as bar:
+            while not done.wait(_LOOK_S):
+                bar.update(_last_step(log) - bar.n)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        follower.join()
+
+
+def _last_step(log: Path) -> int:
+    """0 while there is none, or its last row is not whole yet."""
+    try:
+        last = log.read_bytes().splitlines()[-1]
+        return int(json.loads(last)["step"])
+    except (FileNotFoundError, IndexError, ValueError):
+        return 0
+
+
+def _ours(error: TrainingFailedError) -> EesdError:
+    """What a worker raised, as it was before Ray wrapped it."""
+    for failure in getattr(error, "worker_failures", {}).values():
+        at: BaseException | None = failure
+        while at is not None:
+            if isinstance(at, EesdError):
+                return at
+            at = getattr(at, "cause", None) or at.__cause__
+    return EngineError(f"training failed in its workers {_MAX_FAILURES + 1} times: {error}")
