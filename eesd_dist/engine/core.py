@@ -211,7 +211,7 @@ class EngineCore:
                 return
             self._draft.swap_head(waiting[0])
             self._policy.recalibrate(waiting[1])
-            self._scheduler.forget_cached()
+            self._scheduler.change_drafter()
 
     # -- one turn -------------------------------------------------------------------------------
 

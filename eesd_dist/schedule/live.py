@@ -17,6 +17,7 @@ class LiveRequest:
     __slots__ = (
         "arrival_s",
         "cohort",
+        "drafter",
         "first_scheduled_s",
         "in_flight",
         "is_aborted",
@@ -44,6 +45,7 @@ class LiveRequest:
         max_draft_tokens: int,
         tree: TreeShape = "none",
         max_tree_nodes: int = 0,
+        drafter: int = 0,
     ) -> None:
         self.request = request
         self.ticket = ticket
@@ -58,6 +60,8 @@ class LiveRequest:
         self.tree: TreeShape = tree if self.max_draft_tokens > 0 else "none"
         """What its drafts look like."""
         self.max_tree_nodes = max_tree_nodes
+        self.drafter = drafter
+        """Which of the exit heads that have served computed its pages."""
         self.num_computed = 0
         """Positions whose keys and values are valid in every stage."""
         self.pages: list[PageId] = []
@@ -83,7 +87,7 @@ class LiveRequest:
     @property
     def salt(self) -> str:
         """Whose pages it can share: only a request that drafts fills the exit head's own KV."""
-        return "exit" if self.max_draft_tokens > 0 else "plain"
+        return f"exit {self.drafter}" if self.max_draft_tokens > 0 else "plain"
 
     @property
     def is_decoding(self) -> bool:

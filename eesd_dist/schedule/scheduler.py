@@ -107,6 +107,7 @@ class Scheduler:
         self._running: dict[RequestId, LiveRequest] = {}
         self._outstanding: list[RoundPlan] = []
         self._preempted: list[RequestId] = []
+        self._drafter = 0
         self._num_tickets = 0
         self._num_turns = 0
         self._num_preemptions = 0
@@ -166,6 +167,7 @@ class Scheduler:
                 max_draft_tokens=self._max_draft_tokens,
                 tree=self._tree.shape_of(request.speculation.tree),
                 max_tree_nodes=self._tree.max_nodes,
+                drafter=self._drafter,
             )
         )
         self._num_tickets += 1
@@ -230,9 +232,12 @@ class Scheduler:
             insort(self._waiting, live, key=_ticket)
         return [live.request_id for live in victims]
 
-    def forget_cached(self) -> None:
-        """No prompt finds pages of an earlier one any more; running requests keep theirs."""
-        self._pages.forget_cached()
+    def change_drafter(self) -> None:
+        """Another exit head: pages that the one before it has seen are found no more by requests
+        that it may draft for. Running ones keep theirs."""
+        self._drafter += 1
+        for live in self._waiting:
+            live.drafter = self._drafter
 
     def check(self) -> None:
         """Raises AssertionError when page tables and the allocator disagree."""

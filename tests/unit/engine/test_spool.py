@@ -1,0 +1,215 @@
+"""What the spool gets is what left, seen by the frozen target; and a head changes in mid-stream."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eesd_dist.config import SchedulerConfig, SpeculationConfig
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
+from eesd_dist.distill.target import FrozenTarget
+from eesd_dist.engine import spool
+from eesd_dist.engine.build import build_local_engine, layout_of, load_exit_head
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.spool import VerifiedPiece
+from eesd_dist.engine.verify import VerifyStage
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.types import (
+    Emission,
+    Request,
+    RequestId,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+    TreeShape,
+)
+from tests.support.drafters import EXIT_LAYER
+from tests.unit.engine.conftest import MakeConfig
+from tests.unit.engine.test_exactness import prompts
+
+COST = CostModel(draft_step_s=0.001, verify_s=(0.01,) * 8)
+TOP_K = 5
+
+
+class Kept:
+    """A sink that keeps everything of the requests it was told to want."""
+
+    def __init__(self, *, unwanted: frozenset[str] = frozenset()) -> None:
+        self._unwanted = unwanted
+        self.pieces: list[VerifiedPiece] = []
+
+    @property
+    def top_k(self) -> int:
+        return TOP_K
+
+    def wants(self, request: Request) -> bool:
+        return request.request_id not in self._unwanted
+
+    def put(self, piece: VerifiedPiece) -> None:
+        self.pieces.append(piece)
+
+
+def request(name: str, prompt: tuple[TokenId, ...], **sampling: object) -> Request:
+    params = {"temperature": 0.9, "max_tokens": 30, "stop_token_ids": (2,), **sampling}
+    return Request(
+        request_id=RequestId(name),
+        prompt=prompt,
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+        workload="songs",
+    )
+
+
+def run(engine: EngineCore, requests: list[Request]) -> dict[RequestId, list[Emission]]:
+    emissions: dict[RequestId, list[Emission]] = {one.request_id: [] for one in requests}
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        for emission in engine.step(wait_s=0.0).emissions:
+            emissions[emission.request_id].append(emission)
+    return emissions
+
+
+def _untimed(
+    emissions: dict[RequestId, list[Emission]],
+) -> dict[RequestId, list[Emission]]:
+    return {
+        name: [dataclasses.replace(one, queue_s=None) for one in some]
+        for name, some in emissions.items()
+    }
+
+
+def tokens(emissions: list[Emission]) -> list[int]:
+    return [token for emission in emissions for token in emission.tokens]
+
+
+@pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
+def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
+    target: Path, make_config: MakeConfig, tree: TreeShape
+) -> None:
+    """Preempted, batched, stopped by a token or by length; chains and trees."""
+    kept = Kept()
+    engine = build_local_engine(
+        make_config(num_pages=13, scheduler=SchedulerConfig(prefill_chunk=24, max_running=4)),
+        cost=COST,
+        spool=kept,
+    )
+    requests = [
+        dataclasses.replace(
+            request(f"r{i}", prompt, seed=70 + i, temperature=0.9 * (i % 2)),
+            speculation=SpeculationParams(controller="fixed", tree=tree),
+        )
+        for i, prompt in enumerate(prompts(6))
+    ]
+    left = run(engine, requests)
+    frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
+    assert len(kept.pieces) == 6
+    for one in requests:
+        served = tokens(left[one.request_id])
+        expected = [one.prompt[-1], *served[:-1]]
+        (piece,) = [p for p in kept.pieces if p.tokens_T.tolist() == expected]
+        (view,) = frozen.view([[*one.prompt, *served[:-1]]], top_k=TOP_K)
+        first = len(one.prompt) - 1
+        torch.testing.assert_close(
+            piece.hidden_TD, view.hidden[EXIT_LAYER][first:], atol=1e-4, rtol=1e-4
+        )
+        assert piece.top_ids_TK.tolist() == view.top_ids_TK[first:].tolist()
+        logprobs_TK = view.top_logits_TK[first:] - view.lse_T[first:, None]
+        np.testing.assert_allclose(piece.top_logprobs_TK, logprobs_TK.numpy(), atol=1e-4)
+        assert (piece.workload, piece.temperature) == ("songs", one.sampling.temperature)
+
+
+def test_what_the_spool_asks_for_never_leaves(make_config: MakeConfig) -> None:
+    requests = [
+        request("silent", prompts(1)[0], seed=1),
+        request("curious", prompts(2)[1], seed=2, top_logprobs=2),
+    ]
+    plain = run(build_local_engine(make_config(), cost=COST), requests)
+    kept = Kept()
+    spooled = run(build_local_engine(make_config(), cost=COST, spool=kept), requests)
+    assert _untimed(spooled) == _untimed(plain)
+    assert len(kept.pieces) == 2
+    assert all(not emission.logprobs for emission in spooled[RequestId("silent")])
+    assert {len(x.top) for e in spooled[RequestId("curious")] for x in e.logprobs} == {2}
+
+
+def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
+    make_config: MakeConfig,
+) -> None:
+    kept = Kept(unwanted=frozenset({"other"}))
+    engine = build_local_engine(make_config(), cost=COST, spool=kept)
+    engine.add(request("other", prompts(1)[0], seed=3))
+    engine.add(request("mine", prompts(2)[1], seed=4, max_tokens=400, stop_token_ids=()))
+    left: list[int] = []
+    while len(left) < 20:
+        for emission in engine.step(wait_s=0.0).emissions:
+            if emission.request_id == "mine":
+                left += emission.tokens
+    engine.abort(RequestId("mine"))
+    while engine.has_work:
+        engine.step(wait_s=0.0)
+    assert [piece.tokens_T.tolist()[1:] for piece in kept.pieces] == [left[:-1]]
+
+
+def test_of_a_long_text_the_last_positions_are_kept(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "MAX_POSITIONS", 64)
+    kept = Kept()
+    engine = build_local_engine(make_config(), cost=COST, spool=kept)
+    one = request("long", prompts(1)[0], seed=5, max_tokens=150, stop_token_ids=())
+    served = tokens(run(engine, [one])[RequestId("long")])
+    (piece,) = kept.pieces
+    assert piece.tokens_T.tolist() == served[-65:-1]
+    assert len(piece.hidden_TD) == len(piece.top_ids_TK) == 64
+
+
+def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
+    make_config: MakeConfig, heads: dict[str, Path]
+) -> None:
+    config = make_config(
+        "never", speculation=SpeculationConfig(controller="fixed", max_draft_tokens=5)
+    )
+    one = request("one", prompts(1)[0], temperature=0.0, max_tokens=120, stop_token_ids=())
+    off = dataclasses.replace(one, speculation=SpeculationParams(mode="off"))
+    plain = tokens(run(build_local_engine(config, cost=COST), [off])[RequestId("one")])
+
+    engine = build_local_engine(config, cost=COST)
+    engine.add(one)
+    emissions: list[Emission] = []
+    while engine.has_work:
+        emissions += engine.step(wait_s=0.0).emissions
+        if len(emissions) == 20:
+            small = config.cache.model_copy(update={"num_pages": 1})
+            head = load_exit_head(
+                config.model_copy(update={"cache": small}), layout_of(config), heads["always"]
+            )
+            engine.swap_head(head, Calibrator(num_judged=7))
+    assert tokens(emissions) == plain
+    assert sum(e.num_accepted for e in emissions[:20]) == 0
+    after = emissions[21:-1]
+    assert [e.num_accepted for e in after] == [e.num_drafted for e in after]
+    assert sum(e.num_drafted for e in after) > 50
+    repeated = run(engine, [dataclasses.replace(one, request_id=RequestId("again"))])
+    assert repeated[RequestId("again")][0].num_cached_prompt_tokens == 0  # the old head's pages
+
+
+def test_without_a_spool_no_row_is_asked_for_more(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    verify = VerifyStage.verify
+
+    def observed(stage: VerifyStage, header: RoundHeader, *rest: Any) -> VerifyReply:
+        asked.extend(segment.top_logprobs for segment in header.segments)
+        return verify(stage, header, *rest)
+
+    monkeypatch.setattr(VerifyStage, "verify", observed)
+    run(build_local_engine(make_config(), cost=COST), [request("one", prompts(1)[0])])
+    assert set(asked) == {None}
+    run(build_local_engine(make_config(), cost=COST, spool=Kept()), [request("1", prompts(1)[0])])
+    assert TOP_K in asked
