@@ -62,7 +62,9 @@ class SamplingParams:
 TreeShape = Literal["none", "static", "dynamic"]
 """A draft is a chain, a tree of fixed widths, or one that grows where it is likely to survive."""
 
-ControllerName = Literal["fixed", "threshold", "beta", "calibration"]
+ControllerName = Literal[
+    "fixed", "threshold", "beta", "calibration", "goodput", "draft_verify", "ema", "ucb"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

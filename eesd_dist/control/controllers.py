@@ -10,6 +10,8 @@ alone: every token is the verifier's.
     beta         Beta-TS: theta ~ Beta(alpha, beta)
     calibration  Calibration-TS: theta from the calibrated probability of this very token, mixed
                  with the request's own counts, in a gaussian (a) or a beta form (b)
+    goodput      ours: by tokens per second of the whole batch (`goodput`)
+    draft_verify, ema, ucb   other people's (`baselines`)
 
 The Thompson controllers are a posterior (what theta may be) and a stop rule (what length follows).
 """
@@ -19,13 +21,17 @@ from random import Random
 from typing import Literal, Protocol
 
 from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.baselines import DraftVerifyController, EmaController, UcbController
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
-from eesd_dist.control.cost import CostModel
+from eesd_dist.control.cost import NOMINAL_COST, CostModel
 from eesd_dist.control.draws import Deviate
+from eesd_dist.control.goodput import Goodput, GoodputController
 from eesd_dist.control.stopping import BernoulliStop, OptimalStop, SteadyStop, StopRule
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import ControllerName, Evidence, Outcome
+from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
+
+_ALONE = RequestId("alone")
 
 
 class Controller(Protocol):
@@ -234,20 +240,51 @@ def make_controller(
     """The controller of one request, warmed with `belief`.
 
     Without a fitted calibrator the exit head's own top-1 probability stands in for it; without a
-    cost model `stop_rule: auto` is the Bernoulli rule.
+    cost model `stop_rule: auto` is the Bernoulli rule, and `goodput` and `ucb` assume one.
+    `goodput` made here decides for its request as if it were alone; `DraftPolicy` makes batches.
     """
-    if name == "fixed":
-        return FixedController(length=config.fixed_length, belief=belief, discount=config.discount)
-    if name == "threshold":
-        return ThresholdController(eta=config.threshold, belief=belief, discount=config.discount)
-    return ThompsonController(
-        posterior=_posterior(name, config, calibrator or Calibrator()),
-        stop=_stop_rule(config, belief, cost, rng),
-        redraw=config.redraw,
-        belief=belief,
-        discount=config.discount,
-        rng=rng,
-    )
+    if name == "beta" or name == "calibration":
+        return ThompsonController(
+            posterior=_posterior(name, config, calibrator or Calibrator()),
+            stop=_stop_rule(config, belief, cost, rng),
+            redraw=config.redraw,
+            belief=belief,
+            discount=config.discount,
+            rng=rng,
+        )
+    if name == "goodput":
+        batch = Goodput(cost=cost, calibrator=calibrator, speculation=config)
+        batch.admit(_ALONE, belief, rng)
+        return GoodputController(batch=batch, request_id=_ALONE)
+    return _unsampled(name, config, belief, cost or NOMINAL_COST)
+
+
+def _unsampled(
+    name: Literal["fixed", "threshold", "draft_verify", "ema", "ucb"],
+    config: SpeculationConfig,
+    belief: Belief,
+    cost: CostModel,
+) -> Controller:
+    """The controllers that draw nothing."""
+    ceiling, discount = config.max_draft_tokens, config.discount
+    match name:
+        case "fixed":
+            return FixedController(length=config.fixed_length, belief=belief, discount=discount)
+        case "threshold":
+            return ThresholdController(eta=config.threshold, belief=belief, discount=discount)
+        case "draft_verify":
+            return DraftVerifyController(
+                gamma=config.threshold,
+                max_draft_tokens=ceiling,
+                belief=belief,
+                discount=discount,
+            )
+        case "ema":
+            return EmaController(max_draft_tokens=ceiling, belief=belief, discount=discount)
+        case "ucb":
+            return UcbController(
+                cost=cost, max_draft_tokens=ceiling, belief=belief, discount=discount
+            )
 
 
 def _posterior(

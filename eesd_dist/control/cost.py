@@ -177,6 +177,13 @@ class CostModel:
         return CostModel.from_json(data)
 
 
+NOMINAL_COST = CostModel(
+    draft_step_s=0.1, verify_s=(1.0, 1.03), round_s=0.05, guess_s=0.06, draft_rows_s=((2, 0.11),)
+)
+"""Where nobody has measured and something must be assumed: a drafter of a tenth of the verifier's
+work, rows nearly free. In units of a verify pass, not in seconds."""
+
+
 def _between(points: Sequence[tuple[int, float]], count: int) -> float:
     """Straight lines from point to point, and on along the last one; it never falls."""
     if len(points) == 1:

@@ -6,7 +6,6 @@ replaying benchmark asks it the same questions as the engine does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from eesd_dist.config import SpeculationConfig
@@ -14,21 +13,11 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.controllers import Controller, make_controller
 from eesd_dist.control.cost import CostModel
-from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
+from eesd_dist.control.goodput import Goodput, GoodputController
+from eesd_dist.control.offers import Offer
+from eesd_dist.types import ControllerName, Outcome, RequestId
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A token that could be drafted next for one request."""
-
-    request_id: RequestId
-    evidence: Evidence
-    """Of the distribution it was drawn from; `depth` counts the drafted tokens before it."""
-    parent: int = -1
-    """Which drafted token of this request it follows, counted in the order they were taken; -1
-    follows the last known token."""
-    rank: int = 0
-    """0: the exit head's first choice after its parent; r: its r-th alternative."""
+__all__ = ["DraftPolicy", "Offer"]
 
 
 class DraftPolicy:
@@ -47,6 +36,8 @@ class DraftPolicy:
         self._controllers: dict[RequestId, Controller] = {}
         self._names: dict[RequestId, ControllerName] = {}
         self._advice: dict[RequestId, Belief] = {}
+        self._batch = Goodput(cost=cost, calibrator=calibrator, speculation=speculation)
+        """All requests under `goodput`, which are decided together."""
 
     def admit(self, request_id: RequestId, name: ControllerName | None, belief: Belief) -> None:
         """A request begins, warmed with `belief`; `name` None takes the service's default.
@@ -65,13 +56,16 @@ class DraftPolicy:
     def recalibrate(self, calibrator: Calibrator) -> None:
         """Another exit head has come with a calibration of its own; beliefs stay what they are."""
         self._calibrator = calibrator
+        self._batch.recalibrate(calibrator)
         for request_id, controller in list(self._controllers.items()):
             name = self._names[request_id]
-            self._controllers[request_id] = self._make(request_id, name, controller.belief())
+            if name != "goodput":
+                self._controllers[request_id] = self._make(request_id, name, controller.belief())
 
     def forget(self, request_id: RequestId) -> None:
         self._controllers.pop(request_id, None)
         self._names.pop(request_id, None)
+        self._batch.forget(request_id)
         self._advice.pop(request_id, None)
 
     def live(self) -> tuple[RequestId, ...]:
@@ -95,25 +89,56 @@ class DraftPolicy:
         verifying is what the round costs. `num_requests` and `num_known`: all requests of the round
         and their known rows, where there are more than one a drafting request.
         """
+        request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
+        for request_id in self._alone(request_ids):
             self._controllers[request_id].begin_round()
+        self._batch.begin_round(
+            self._together(request_ids),
+            overlapped=overlapped,
+            num_requests=len(request_ids) if num_requests is None else num_requests,
+            num_known=num_known,
+        )
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Whose next guess is worth the exit head's work; the others' drafts end here."""
-        return frozenset(request_ids)
+        worth = self._batch.worth_a_guess(self._together(request_ids))
+        return worth.union(self._alone(request_ids))
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
-        """Which of one level's offers to draft. Who is refused is not offered again this round."""
+        """Which of one level's offers to draft. Who is refused is not offered again this round.
+
+        Those with a controller of their own are decided first; `goodput` shares what is left.
+        """
+        alone = [offer for offer in offers if self._names[offer.request_id] != "goodput"]
+        together = [offer for offer in offers if self._names[offer.request_id] == "goodput"]
+        own = self._choose_alone(alone)
+        own_taken, shared_taken = iter(own), iter(self._batch.choose(together, given=sum(own)))
         return [
-            self._controllers[offer.request_id].keep_drafting(offer.evidence) for offer in offers
+            next(shared_taken if self._names[offer.request_id] == "goodput" else own_taken)
+            for offer in offers
         ]
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
+        """Nothing is learnt where `speculation.learn` is off."""
+        if not self._speculation.learn:
+            return
         for outcome in outcomes:
             controller = self._controllers.get(outcome.request_id)
             if controller is not None:
                 controller.observe(outcome)
+
+    def _choose_alone(self, offers: Sequence[Offer]) -> list[bool]:
+        return [
+            self._controllers[offer.request_id].keep_drafting(offer.evidence) for offer in offers
+        ]
+
+    def _alone(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
+        return [request_id for request_id in request_ids if self._names[request_id] != "goodput"]
+
+    def _together(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
+        return [request_id for request_id in request_ids if self._names[request_id] == "goodput"]
 
     def _take_advice(self, request_id: RequestId) -> None:
         """Where the router knows more rounds than this engine's own, or where neither has seen one
@@ -125,11 +150,15 @@ class DraftPolicy:
         self._controllers[request_id] = self._make(request_id, self._names[request_id], belief)
 
     def _make(self, request_id: RequestId, name: ControllerName, belief: Belief) -> Controller:
+        rng = Random(f"{self._speculation.seed}/{request_id}")
+        if name == "goodput":
+            self._batch.admit(request_id, belief, rng)
+            return GoodputController(batch=self._batch, request_id=request_id)
         return make_controller(
             name,
             config=self._speculation,
             belief=belief,
             calibrator=self._calibrator,
-            rng=Random(f"{self._speculation.seed}/{request_id}"),
+            rng=rng,
             cost=self._cost,
         )
