@@ -1,0 +1,512 @@
+"""`eesd distill evaluate`: what a head is worth, predicted and measured.
+
+    eesd distill evaluate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
+
+On prompts that were neither learnt from nor calibrated on: acceptance by position, by class and by
+temperature (rounds drafted to the full length); agreement and 1 - TV against the target, position
+by position over the text it wrote; tokens per round; the speed-up that these promise by the
+machine's cost model; and the measured one, the default controller against plain decoding on the
+same engine, prompt by prompt in turn. Texts that differ from plain decoding's are counted. The
+figures and their recipe go to evaluation.json.
+
+Measured alone, this machine's time counts; what else runs on it is in the figures too.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from tqdm import tqdm
+
+from eesd_dist.config import DType
+from eesd_dist.control.cost import CostModel
+from eesd_dist.control.regret import hindsight, position_rates
+from eesd_dist.distill.overlap import Overlap, overlap_of
+from eesd_dist.distill.target import FrozenTarget, target_embedding
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome, SpeculationParams, TokenId
+from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._folder import write_json
+from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts
+from serve_app.distill._rounds import (
+    MAX_DRAFT_TOKENS,
+    Asked,
+    Machine,
+    Ran,
+    drafting_engine,
+    request_id_of,
+    request_of,
+    run_rounds,
+    serving_engine,
+)
+from serve_app.distill._words import Say, on_stderr
+
+EVALUATION_FILE = "evaluation.json"
+_RESAMPLES = 1000
+_TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateRequest:
+    machine: Machine
+    prompts: tuple[Prompt, ...]
+    """Neither learnt from nor calibrated on."""
+    out: Path | None = None
+    """None: the head's own folder."""
+    temperatures: tuple[float, ...] = _TEMPERATURES
+    max_tokens: int = 128
+    num_timed: int = 12
+    """Prompts that are also timed, at every temperature."""
+    timed_tokens: int = 96
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Rounds drafted to the full length, of one temperature, class or both."""
+
+    num_rounds: int
+    num_judged: int
+    rate: float
+    """Accepted share of the judged tokens."""
+    by_position: tuple[float, ...]
+    """Among the rounds that came so far."""
+    tokens_per_round: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """The head's distribution beside the target's, where the target wrote."""
+
+    num_positions: int
+    agreement: float
+    """Both put the same token first."""
+    one_minus_tv: float
+    """At the text's own temperature; at 0 it is agreement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Speed over plain decoding by the cost model: what the best lengths in hindsight promise."""
+
+    best_fixed_length: int
+    best_fixed: float
+    oracle: float
+    """Every round drafting exactly what is accepted of it: no controller can do better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """The default controller against plain decoding, one request at a time."""
+
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    over_plain: float
+    low: float
+    high: float
+    """Middle 95 % of a bootstrap over prompts."""
+    predicted_over_plain: float
+    """The same rounds by the cost model: what acceptance alone explains, prompts not counted."""
+    tokens_per_round: float
+    drafted_per_round: float
+    num_texts: int
+    texts_unlike_plain: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtTemperature:
+    temperature: float
+    acceptance: Acceptance
+    by_class: dict[str, Acceptance]
+    likeness: Likeness
+    likeness_by_class: dict[str, Likeness]
+    prediction: Prediction
+    speed: Speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    exit_layer: int
+    head_kind: str
+    num_parameters: int
+    """Of the head, a shared LM head not counted."""
+    temperatures: tuple[AtTemperature, ...]
+    speed: Speed
+    """Over all temperatures."""
+    cost_model: CostModel
+
+
+def evaluate(request: EvaluateRequest, *, say: Say) -> Evaluation:
+    """Runs, measures and writes evaluation.json, last and whole."""
+    machine = request.machine
+    spec = ModelSpec.from_folder(machine.model)
+    head = TrainableExitHead.read(machine.head, target=spec, target_path=machine.model)
+    ran = _full_drafts(request, spec.eos_token_ids)
+    likeness = list(_likeness(request, spec, head, ran))
+    timings, cost = time_head(request, spec.eos_token_ids)
+    evaluation = Evaluation(
+        exit_layer=head.exit_layer,
+        head_kind=head.config.kind,
+        num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
+        temperatures=tuple(
+            _at(temperature, ran, likeness, timings, cost=cost, seed=request.seed)
+            for temperature in request.temperatures
+        ),
+        speed=speed_of(timings, cost=cost, seed=request.seed),
+        cost_model=cost,
+    )
+    content = {
+        **asdict(evaluation),
+        "cost_model": cost.to_json(),
+        "settings": {
+            "prompts": len(request.prompts),
+            "max_tokens": request.max_tokens,
+            "timed_prompts": min(request.num_timed, len(request.prompts)),
+            "timed_tokens": request.timed_tokens,
+            "max_draft_tokens": MAX_DRAFT_TOKENS,
+            "dtype": machine.dtype,
+            "threads": machine.threads,
+        },
+        "provenance": collect_provenance(seed=request.seed).as_json(),
+    }
+    out = request.out or machine.head
+    write_json(out / EVALUATION_FILE, content)
+    say(table(evaluation))
+    return evaluation
+
+
+# -- acceptance -----------------------------------------------------------------------------------
+
+
+def _full_drafts(request: EvaluateRequest, stop_token_ids: tuple[int, ...]) -> list[Ran]:
+    asked = [
+        Asked(prompt=prompt, temperature=temperature, seed=request.seed + number)
+        for temperature in request.temperatures
+        for number, prompt in enumerate(request.prompts)
+    ]
+    return run_rounds(
+        drafting_engine(request.machine, max_length=_longest(request, request.max_tokens)),
+        asked,
+        max_tokens=request.max_tokens,
+        stop_token_ids=stop_token_ids,
+        title="acceptance",
+    )
+
+
+def acceptance_of(ran: Sequence[Ran]) -> Acceptance:
+    """The last round of a text, cut by its length, counts as far as it was judged."""
+    outcomes = _drafted(ran)
+    judged = sum(min(o.num_accepted + 1, o.num_drafted) for o in outcomes)
+    accepted = sum(o.num_accepted for o in outcomes)
+    return Acceptance(
+        num_rounds=len(outcomes),
+        num_judged=judged,
+        rate=accepted / judged if judged else 0.0,
+        by_position=position_rates(outcomes, max_length=MAX_DRAFT_TOKENS),
+        tokens_per_round=1.0 + accepted / len(outcomes) if outcomes else 1.0,
+    )
+
+
+def _drafted(ran: Sequence[Ran]) -> list[Outcome]:
+    return [outcome for one in ran for outcome in one.outcomes if outcome.num_drafted]
+
+
+# -- likeness -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """One text beside what the head would have guessed."""
+
+    asked: Asked
+    overlap: Overlap
+
+
+def _likeness(
+    request: EvaluateRequest, spec: ModelSpec, head: TrainableExitHead, ran: Sequence[Ran]
+) -> Iterator[_Compared]:
+    """Whole logits of both over the text the target wrote at each temperature."""
+    machine = request.machine
+    torch.set_num_threads(machine.threads)
+    target = FrozenTarget(machine.model, spec, [head.exit_layer], dtype=machine.dtype)
+    embed = target_embedding(machine.model, spec) if head.reads_embedding else None
+    for one in tqdm(ran, desc="likeness", unit="text", file=sys.stderr, disable=None):
+        prompt = one.asked.prompt.tokens
+        overlap = overlap_of(
+            head,
+            target,
+            [*prompt, *one.tokens],
+            num_prompt=len(prompt),
+            temperature=one.asked.temperature,
+            embed=embed,
+        )
+        yield _Compared(asked=one.asked, overlap=overlap)
+
+
+def _likeness_of(compared: Sequence[_Compared]) -> Likeness:
+    positions = max(sum(one.overlap.num_positions for one in compared), 1)
+    return Likeness(
+        num_positions=positions,
+        agreement=sum(one.overlap.agreed for one in compared) / positions,
+        one_minus_tv=sum(one.overlap.shared for one in compared) / positions,
+    )
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One text, written with and without speculation."""
+
+    temperature: float
+    plain_s: float
+    drafted_s: float
+    num_tokens: int
+    is_equal: bool
+    outcomes: tuple[Outcome, ...]
+
+
+def time_head(
+    request: EvaluateRequest, stop_token_ids: tuple[int, ...]
+) -> tuple[list[Timing], CostModel]:
+    """One request at a time; with and without speculation take turns in going first, so that a
+    machine that slows down slows both. The costs are what the engine measured at its start."""
+    engine = serving_engine(request.machine, max_length=_longest(request, request.timed_tokens))
+    if engine.cost is None:
+        raise ConfigError(f"{request.machine.head}: the engine drafts nothing with this head")
+    asked = [
+        Asked(prompt=prompt, temperature=temperature, seed=request.seed + number)
+        for number, prompt in enumerate(request.prompts[: request.num_timed])
+        for temperature in request.temperatures
+    ]
+    write = _Stopwatch(engine, max_tokens=request.timed_tokens, stop_token_ids=stop_token_ids)
+    write(asked[0], "auto")  # allocates, warms the caches
+    timings: list[Timing] = []
+    for number, one in enumerate(
+        tqdm(asked, desc="speed", unit="text", file=sys.stderr, disable=None)
+    ):
+        if number % 2:
+            drafted, plain = write(one, "auto"), write(one, "off")
+        else:
+            plain, drafted = write(one, "off"), write(one, "auto")
+        timings.append(
+            Timing(
+                temperature=one.temperature,
+                plain_s=plain.seconds,
+                drafted_s=drafted.seconds,
+                num_tokens=len(plain.tokens),
+                is_equal=plain.tokens == drafted.tokens,
+                outcomes=tuple(drafted.outcomes),
+            )
+        )
+    return timings, engine.cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    seconds: float
+    tokens: list[TokenId]
+    outcomes: list[Outcome]
+
+
+class _Stopwatch:
+    """Writes one text after the other, and says how long each took."""
+
+    def __init__(
+        self, engine: EngineCore, *, max_tokens: int, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._count = 0
+
+    def __call__(self, asked: Asked, mode: str) -> _Written:
+        self._count += 1
+        request = request_of(
+            request_id_of("speed", self._count),
+            asked,
+            max_tokens=self._max_tokens,
+            stop_token_ids=self._stop_token_ids,
+            speculation=SpeculationParams(mode="off" if mode == "off" else "auto"),
+        )
+        tokens: list[TokenId] = []
+        outcomes: list[Outcome] = []
+        began = time.perf_counter()
+        self._engine.add(request)
+        while self._engine.has_work:
+            result = self._engine.step(wait_s=0.0)
+            outcomes.extend(result.outcomes)
+            for emission in result.emissions:
+                tokens.extend(emission.tokens)
+        return _Written(seconds=time.perf_counter() - began, tokens=tokens, outcomes=outcomes)
+
+
+def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:
+    plain_s = sum(timing.plain_s for timing in timings)
+    drafted_s = sum(timing.drafted_s for timing in timings)
+    num_tokens = sum(timing.num_tokens for timing in timings)
+    outcomes = [outcome for timing in timings for outcome in timing.outcomes]
+    seen = hindsight(outcomes, cost=cost, max_length=MAX_DRAFT_TOKENS)
+    low, high = _interval(timings, seed=seed)
+    num_rounds = max(len(outcomes), 1)
+    return Speed(
+        plain_tokens_per_s=num_tokens / plain_s,
+        tokens_per_s=num_tokens / drafted_s,
+        over_plain=plain_s / drafted_s,
+        low=low,
+        high=high,
+        predicted_over_plain=seen.rate / seen.plain_rate,
+        tokens_per_round=sum(1 + outcome.num_accepted for outcome in outcomes) / num_rounds,
+        drafted_per_round=sum(outcome.num_drafted for outcome in outcomes) / num_rounds,
+        num_texts=len(timings),
+        texts_unlike_plain=sum(not timing.is_equal for timing in timings),
+    )
+
+
+def _interval(timings: Sequence[Timing], *, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap over texts (Efron and Tibshirani 1993, chapter 13)."""
+    rng = random.Random(f"bootstrap/{seed}")
+    ratios: list[float] = []
+    for _ in range(_RESAMPLES):
+        drawn = rng.choices(timings, k=len(timings))
+        ratios.append(sum(t.plain_s for t in drawn) / sum(t.drafted_s for t in drawn))
+    ratios.sort()
+    last = len(ratios) - 1
+    return ratios[math.floor(0.025 * last)], ratios[math.ceil(0.975 * last)]
+
+
+# -- together -------------------------------------------------------------------------------------
+
+
+def _at(
+    temperature: float,
+    ran: Sequence[Ran],
+    likeness: Sequence[_Compared],
+    timings: Sequence[Timing],
+    *,
+    cost: CostModel,
+    seed: int,
+) -> AtTemperature:
+    here = [one for one in ran if one.asked.temperature == temperature]
+    alike = [one for one in likeness if one.asked.temperature == temperature]
+    classes = sorted({one.asked.prompt.workload for one in here})
+    seen = hindsight(_drafted(here), cost=cost, max_length=MAX_DRAFT_TOKENS)
+    return AtTemperature(
+        temperature=temperature,
+        acceptance=acceptance_of(here),
+        by_class={
+            name: acceptance_of([one for one in here if one.asked.prompt.workload == name])
+            for name in classes
+        },
+        likeness=_likeness_of(alike),
+        likeness_by_class={
+            name: _likeness_of([one for one in alike if one.asked.prompt.workload == name])
+            for name in classes
+        },
+        prediction=Prediction(
+            best_fixed_length=seen.best_fixed_length,
+            best_fixed=seen.best_fixed_rate / seen.plain_rate,
+            oracle=seen.oracle_rate / seen.plain_rate,
+        ),
+        speed=speed_of(
+            [timing for timing in timings if timing.temperature == temperature],
+            cost=cost,
+            seed=seed,
+        ),
+    )
+
+
+def table(evaluation: Evaluation) -> str:
+    """For people: one line per temperature and class, acceptance by position, and the speed."""
+    lines = [
+        f"exit layer {evaluation.exit_layer}, {evaluation.head_kind} head, "
+        f"{evaluation.num_parameters:,} parameters",
+        "",
+        f"{'T':>4} {'class':14}{'accepted':>9}{'agree':>8}{'1-TV':>8}{'tok/round':>10}"
+        "   accepted by position",
+    ]
+    for at in evaluation.temperatures:
+        rows = [("all", at.acceptance, at.likeness)]
+        if len(at.by_class) > 1:
+            rows += [(name, at.by_class[name], at.likeness_by_class[name]) for name in at.by_class]
+        for name, acceptance, likeness in rows:
+            positions = " ".join(f"{rate:.2f}" for rate in acceptance.by_position)
+            lines.append(
+                f"{at.temperature:>4.1f} {name[:13]:14}{acceptance.rate:>9.3f}"
+                f"{likeness.agreement:>8.3f}{likeness.one_minus_tv:>8.3f}{acceptance.tokens_per_round:>10.2f}"
+                f"   {positions}"
+            )
+    lines += [
+        "",
+        f"{'T':>4} {'plain tok/s':>12}{'tok/s':>8}{'measured':>10}{'95% interval':>17}"
+        f"{'predicted':>11}{'best fixed':>12}{'oracle':>8}{'unlike plain':>14}",
+    ]
+    for at in evaluation.temperatures:
+        fixed = f"{at.prediction.best_fixed:.2f}x @{at.prediction.best_fixed_length}"
+        lines.append(
+            f"{at.temperature:>4.1f} {_speed_cells(at.speed)}{fixed:>12}"
+            f"{at.prediction.oracle:>7.2f}x{at.speed.texts_unlike_plain:>14}"
+        )
+    everything = evaluation.speed
+    lines.append(f" all {_speed_cells(everything)}{'':>20}{everything.texts_unlike_plain:>14}")
+    return "\n".join(lines)
+
+
+def _speed_cells(speed: Speed) -> str:
+    interval = f"{speed.low:.2f} to {speed.high:.2f}"
+    return (
+        f"{speed.plain_tokens_per_s:>12.1f}{speed.tokens_per_s:>8.1f}{speed.over_plain:>9.2f}x"
+        f"{interval:>17}{speed.predicted_over_plain:>10.2f}x"
+    )
+
+
+def _longest(request: EvaluateRequest, num_tokens: int) -> int:
+    return max(len(prompt.tokens) for prompt in request.prompts) + num_tokens
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="eesd distill evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
+    add("--head", type=Path, required=True, help="folder of the exit head")
+    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="the file that was collected from")
+    add("--held-out", type=int, default=NUM_HELD_OUT, help="prompts kept aside then")
+    add("--out", type=Path, help="folder of evaluation.json (the head's)")
+    add("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
+    add("--max-tokens", type=int, default=128)
+    add("--timed-prompts", type=int, default=12)
+    add("--timed-tokens", type=int, default=96)
+    add("--dtype", choices=get_args(DType), default="bfloat16")
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
+    options = parser.parse_args(argv)
+    parts = read_prompts(
+        options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
+    )
+    request = EvaluateRequest(
+        machine=Machine(
+            model=options.model, head=options.head, dtype=options.dtype, threads=options.threads
+        ),
+        prompts=parts.judged,
+        out=options.out,
+        temperatures=tuple(options.temperatures),
+        max_tokens=options.max_tokens,
+        num_timed=options.timed_prompts,
+        timed_tokens=options.timed_tokens,
+        seed=options.seed,
+    )
+    evaluate(request, say=on_stderr)
+    return 0
