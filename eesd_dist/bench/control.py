@@ -52,6 +52,8 @@ TARGETS = {
     "worst_load_over_plain": 0.98,
 }
 """What is promised of `goodput`; printed beside what was measured."""
+_LEAST_REQUESTS = 8
+"""Of every variant at every load, times `Scale.load_blocks`."""
 _PAGE_SIZE = 32
 _MAX_RUNNING = 32
 
@@ -181,7 +183,7 @@ def race_live(
     races = LiveRaces(by_class=by_class, mixed=track.race([[c] for c in crowds], variants))
     say(_class_line("mixed traffic", races.mixed))
     for load in scale.loads:
-        blocks = [_load_block(len(bench.texts), load, rng) for _ in range(scale.load_blocks)]
+        blocks = _load_blocks(len(bench.texts), load, count=scale.load_blocks, rng=rng)
         rates = findings.by_load[load] if findings is not None else None
         races.by_load[load] = track.race(
             blocks, _load_variants(bench.ceiling, rates, contenders_only=scale.contenders_only)
@@ -197,9 +199,11 @@ def _by_class(texts: Sequence[Text]) -> dict[str, list[int]]:
     return groups
 
 
-def _load_block(num_texts: int, load: int, rng: Random) -> list[Crowd]:
-    """Small loads are repeated, so that no block is over in a blink."""
-    return [at_once(num_texts, load, rng=rng) for _ in range(max(1, 8 // load))]
+def _load_blocks(num_texts: int, load: int, *, count: int, rng: Random) -> list[list[Crowd]]:
+    """One crowd a block: the smaller, the more often variants take turns, and the more blocks."""
+    return [
+        [at_once(num_texts, load, rng=rng)] for _ in range(count * max(1, _LEAST_REQUESTS // load))
+    ]
 
 
 def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Variant]:
@@ -226,12 +230,8 @@ def _controllers(*, contenders_only: bool) -> list[Variant]:
 # -- the report ---------------------------------------------------------------------------------
 
 
-def _fixed_labels(race: Race) -> list[str]:
-    return [label for label in race.labels if label == PLAIN.label or label.startswith("fixed")]
-
-
 def _race_row(race: Race) -> dict[str, object]:
-    best = race.best(_fixed_labels(race))
+    best = race.best_fixed
     rows: dict[str, object] = {}
     for label in race.labels:
         passes = [block[label] for block in race.blocks]
@@ -285,7 +285,7 @@ def summary_of(findings: Findings | None, races: LiveRaces | None) -> dict[str, 
 
 def _live_ratios(races: LiveRaces, name: str) -> dict[str, Any]:
     def over_best(race: Race) -> float:
-        return round(race.ratio(name, race.best(_fixed_labels(race))), 3)
+        return round(race.ratio(name, race.best_fixed), 3)
 
     return {
         "over_best_fixed_per_class": {
@@ -317,11 +317,11 @@ def _replayed_ratios(findings: Findings | None, name: str) -> dict[str, Any]:
 
 
 def _class_line(name: str, race: Race) -> str:
-    best = race.best(_fixed_labels(race))
+    best = race.best_fixed
     shares = ", ".join(
         f"{label} {race.ratio(label, best):.3f} [{i.low:.2f} {i.high:.2f}]"
         for label in race.labels
-        if label not in _fixed_labels(race)
+        if label not in race.fixed
         for i in [race.interval(label, best)]
     )
     return f"{name:20} {best} {race.ratio(best, PLAIN.label):.2f}x plain; over it: {shares}"

@@ -16,6 +16,7 @@ from eesd_dist.bench.replay import (
     Arrival,
     Clairvoyant,
     Replayed,
+    Replayer,
     Setting,
     Variant,
     accepted_length,
@@ -329,12 +330,9 @@ class Judge:
 
     def _rate(self, crowds: Sequence[Sequence[Arrival]], variant: Variant) -> float:
         """All crowds after each other; what the first ones teach warms the later ones."""
-        book = self._book()
+        engine = self._engine(variant)
         return _rate(
-            [
-                replay(crowd, variant, self._setting, book=book, tag=f"{self._seed}-{number}")
-                for number, crowd in enumerate(crowds)
-            ]
+            [engine.run(crowd, tag=f"{self._seed}-{number}") for number, crowd in enumerate(crowds)]
         )
 
     def _arrivals(self, crowd: Crowd) -> list[Arrival]:
@@ -343,15 +341,14 @@ class Judge:
             for guest in crowd
         ]
 
-    def _book(self) -> BeliefBook:
-        return BeliefBook()
+    def _engine(self, variant: Variant) -> Replayer:
+        return Replayer(variant, self._setting, book=BeliefBook())
 
     # -- one request at a time --------------------------------------------------------------------
 
-    def alone(self, trace: Trace, variant: Variant, *, book: BeliefBook | None = None) -> Replayed:
-        return replay(
-            [Arrival(trace=trace)], variant, self._setting, book=book, tag=f"{trace.seed}"
-        )
+    def alone(self, trace: Trace, variant: Variant) -> Replayed:
+        """One request on a cold engine."""
+        return replay([Arrival(trace=trace)], variant, self._setting, tag=f"{trace.seed}")
 
     def clairvoyant(self, trace: Trace) -> Clairvoyant:
         return Clairvoyant.of(trace, cost=self._setting.cost, ceiling=self._ceiling)
@@ -405,12 +402,8 @@ class Judge:
         taught, judged = traces[:half] or traces, traces[half:]
         rows: dict[str, dict[str, float]] = {}
         for variant in self.adaptive:
-            book = self._book()
-            for trace in taught:
-                self.alone(trace, variant, book=book)
-            prior = book.snapshot()
             cold = [self.alone(trace, variant) for trace in judged]
-            warm = [self._warmed(trace, variant, prior) for trace in judged]
+            warm = [self._warmed(trace, variant, taught) for trace in judged]
             rows[variant.label] = {
                 "warm_over_cold": round(_rate(warm) / _rate(cold), 3),
                 "warm_over_cold_first_rounds": round(
@@ -419,11 +412,13 @@ class Judge:
             }
         return rows
 
-    def _warmed(self, trace: Trace, variant: Variant, prior: Mapping[str, object]) -> Replayed:
-        """Every text starts from the same prior: what one teaches does not warm the next."""
-        book = self._book()
-        book.restore(prior)
-        return self.alone(trace, variant, book=book)
+    def _warmed(self, trace: Trace, variant: Variant, taught: Sequence[Trace]) -> Replayed:
+        """On an engine that has served these texts and no other: none of the judged ones warms the
+        next."""
+        engine = self._engine(variant)
+        for number, text in enumerate(taught):
+            engine.run([Arrival(trace=text)], tag=f"taught-{number}")
+        return engine.run([Arrival(trace=trace)], tag=f"{trace.seed}")
 
     def reliability(self) -> Reliability:
         """Forecasts of every judged token of every position against what came true."""

@@ -72,9 +72,15 @@ class Race:
         tail = round((1.0 - share) / 2 * (draws - 1))
         return Interval(low=ratios[tail], high=ratios[-1 - tail])
 
-    def best(self, labels: Sequence[str]) -> str:
-        """The fastest of these in hindsight: chosen by the very figures it is then judged by."""
-        return max(labels, key=self.rate)
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Plain decoding is a fixed length too: 0."""
+        return tuple(v for v in self.labels if v == PLAIN.label or v.startswith("fixed"))
+
+    @property
+    def best_fixed(self) -> str:
+        """The fastest in hindsight: chosen by the very figures others are then held against."""
+        return max(self.fixed, key=self.rate)
 
     @property
     def texts_unlike_plain(self) -> int:

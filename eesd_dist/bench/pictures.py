@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge
+from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge, Rates
 from eesd_dist.bench.live import PLAIN, Race
 from eesd_dist.bench.plots import (
     Band,
@@ -23,6 +23,7 @@ from eesd_dist.bench.replay import lengths_by_position
 from eesd_dist.control.belief import Belief
 
 _SHOWN = ("goodput", "calibration", "beta", "threshold", "draft_verify", "ema", "ucb")
+_BEST = "best fixed length of each load"
 _DRAWS = 400
 _RECENT = 12
 """Rounds over which the observed acceptance beside a posterior is taken."""
@@ -140,38 +141,30 @@ def _change(file: Path, change: ChangeOfClass) -> None:
 
 def _loads(file: Path, findings: Findings, live: Mapping[int, Race]) -> None:
     """Live figures where there are some, else replayed ones."""
-    if live:
-        labels = [n for n in _SHOWN if all(n in race.labels for race in live.values())]
-        lines = [
-            Line(
-                label=label,
-                x=[float(load) for load in live],
-                y=[race.ratio(label, PLAIN.label) for race in live.values()],
-            )
-            for label in labels
-        ]
-    else:
-        lines = [
-            Line(
-                label=label,
-                x=[float(load) for load in findings.by_load],
-                y=[
-                    rates.by_label[label] / rates.by_label[PLAIN.label]
-                    for rates in findings.by_load.values()
-                ],
-            )
-            for label in _SHOWN
-            if all(label in rates.by_label for rates in findings.by_load.values())
-        ]
-    lines.append(
-        Line(
-            label="best fixed at each load (replayed)",
-            x=[float(load) for load in findings.by_load],
-            y=[
-                rates.by_label[rates.best_fixed] / rates.by_label[PLAIN.label]
-                for rates in findings.by_load.values()
-            ],
-            is_reference=True,
-        )
+    over_plain: dict[int, dict[str, float]] = (
+        {load: _live_over_plain(race) for load, race in live.items()}
+        if live
+        else {load: _replayed_over_plain(rates) for load, rates in findings.by_load.items()}
     )
+    shown = [name for name in (*_SHOWN, _BEST) if all(name in row for row in over_plain.values())]
+    lines = [
+        Line(
+            label=label,
+            x=[float(load) for load in over_plain],
+            y=[row[label] for row in over_plain.values()],
+            is_reference=label == _BEST,
+        )
+        for label in shown
+    ]
     draw_loads(file, lines, title="live" if live else "replayed")
+
+
+def _live_over_plain(race: Race) -> dict[str, float]:
+    rows = {label: race.ratio(label, PLAIN.label) for label in race.labels}
+    return rows | {_BEST: max(rows[label] for label in race.fixed)}
+
+
+def _replayed_over_plain(rates: Rates) -> dict[str, float]:
+    plain = rates.by_label[PLAIN.label]
+    rows = {label: rate / plain for label, rate in rates.by_label.items()}
+    return rows | {_BEST: rows[rates.best_fixed]}

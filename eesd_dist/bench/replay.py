@@ -100,39 +100,88 @@ def accepted_length(trace: Trace, at: int) -> int:
     return trace.guesses[at].num_accepted
 
 
+class Replayer:
+    """One variant on an engine of its own, which remembers from run to run what it has learnt."""
+
+    def __init__(
+        self, variant: Variant, setting: Setting, *, book: BeliefBook | None = None
+    ) -> None:
+        self._variant = variant
+        self._setting = setting
+        self._speculation = setting.speculation.model_copy(update=dict(variant.settings))
+        self._policy = DraftPolicy(
+            speculation=self._speculation, cost=setting.cost, calibrator=setting.calibrator
+        )
+        self._book = book
+
+    def run(
+        self, arrivals: Sequence[Arrival], *, told: Lengths | None = None, tag: str = "replay"
+    ) -> Replayed:
+        """Every request to its end. `told` decides the lengths instead of the controller; `tag`
+        begins the requests' names, by which their draws are seeded."""
+        waiting = deque(enumerate(arrivals))
+        live: dict[RequestId, _Reader] = {}
+        run = Replayed()
+        while waiting or live:
+            while (
+                waiting
+                and len(live) < self._setting.max_running
+                and (waiting[0][1].after_tokens <= run.tokens or not live)
+            ):
+                reader = self._admit(*waiting.popleft(), tag=tag)
+                live[reader.request_id] = reader
+            levels = _draft(list(live.values()), self._policy, told)
+            run.seconds.append(_seconds(self._setting.cost, list(live.values()), levels))
+            self._commit(live, run)
+        return run
+
+    def _admit(self, index: int, arrival: Arrival, *, tag: str) -> "_Reader":
+        reader = _Reader(
+            RequestId(f"{tag}-{index}"), index, arrival.trace, self._variant, self._speculation
+        )
+        workload = f"{self._variant.label}/{arrival.trace.workload}"
+        belief = Belief()
+        if self._book is not None:
+            belief = self._book.admit(reader.request_id, workload).belief
+        self._policy.admit(reader.request_id, self._variant.controller, belief)
+        return reader
+
+    def _commit(self, live: dict[RequestId, "_Reader"], run: Replayed) -> None:
+        """Reads the verdicts, counts tokens, tells policy and book, drops who is done."""
+        turns = tuple(
+            Turn(
+                request=reader.index,
+                at=reader.at,
+                outcome=reader.trace.outcome(request_id, reader.at, reader.drafted),
+            )
+            for request_id, reader in live.items()
+        )
+        run.rounds.append(turns)
+        learnt = [turn.outcome for turn in turns if live[turn.outcome.request_id].drafts]
+        self._policy.observe(learnt)
+        if self._book is not None:
+            self._book.observe(learnt)
+        for request_id, reader in list(live.items()):
+            after = reader.trace.after(reader.at, reader.drafted)
+            run.tokens += after - reader.at
+            reader.at = after
+            if after == len(reader.trace):
+                del live[request_id]
+                self._policy.forget(request_id)
+                if self._book is not None:
+                    self._book.finish(request_id)
+
+
 def replay(
     arrivals: Sequence[Arrival],
     variant: Variant,
     setting: Setting,
     *,
-    book: BeliefBook | None = None,
     told: Lengths | None = None,
     tag: str = "replay",
 ) -> Replayed:
-    """Every request to its end. `told` decides the lengths instead of the variant's controller."""
-    speculation = setting.speculation.model_copy(update=dict(variant.settings))
-    policy = DraftPolicy(speculation=speculation, cost=setting.cost, calibrator=setting.calibrator)
-    waiting = deque(enumerate(arrivals))
-    live: dict[RequestId, _Reader] = {}
-    run = Replayed()
-    while waiting or live:
-        while (
-            waiting
-            and len(live) < setting.max_running
-            and (waiting[0][1].after_tokens <= run.tokens or not live)
-        ):
-            index, arrival = waiting.popleft()
-            reader = _Reader(
-                RequestId(f"{tag}-{index}"), index, arrival.trace, variant, speculation
-            )
-            live[reader.request_id] = reader
-            workload = f"{variant.label}/{arrival.trace.workload}"
-            plan = book.admit(reader.request_id, workload) if book is not None else None
-            policy.admit(reader.request_id, variant.controller, plan.belief if plan else Belief())
-        levels = _draft(list(live.values()), policy, told)
-        run.seconds.append(_seconds(setting.cost, list(live.values()), levels))
-        _commit(live, policy, book, run)
-    return run
+    """One run on a cold engine."""
+    return Replayer(variant, setting).run(arrivals, told=told, tag=tag)
 
 
 class _Reader:
@@ -161,6 +210,10 @@ class _Reader:
     def room(self) -> int:
         return self.trace.room(self.at, ceiling=self._ceiling)
 
+    @property
+    def num_known(self) -> int:
+        return self.trace.num_known(self.at)
+
     def offer(self) -> Offer:
         return Offer(
             request_id=self.request_id,
@@ -188,7 +241,7 @@ def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None
     policy.begin_round(
         [reader.request_id for reader in active],
         num_requests=len(readers),
-        num_known=len(readers),
+        num_known=sum(reader.num_known for reader in readers),
     )
     while active:
         worth = policy.worth_a_guess([reader.request_id for reader in active])
@@ -216,38 +269,9 @@ def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Leve
         max(0.0, cost.guess_batch(level.offered) - cost.guess_batch(level.taken))
         for level in levels
     )
-    return cost.batch_seconds([reader.drafted for reader in readers]) + wasted
-
-
-def _commit(
-    live: dict[RequestId, _Reader],
-    policy: DraftPolicy,
-    book: BeliefBook | None,
-    run: Replayed,
-) -> None:
-    """Reads the verdicts, counts tokens, tells policy and book, drops who is done."""
-    turns = tuple(
-        Turn(
-            request=reader.index,
-            at=reader.at,
-            outcome=reader.trace.outcome(request_id, reader.at, reader.drafted),
-        )
-        for request_id, reader in live.items()
-    )
-    run.rounds.append(turns)
-    learnt = [turn.outcome for turn in turns if live[turn.outcome.request_id].drafts]
-    policy.observe(learnt)
-    if book is not None:
-        book.observe(learnt)
-    for request_id, reader in list(live.items()):
-        after = reader.trace.after(reader.at, reader.drafted)
-        run.tokens += after - reader.at
-        reader.at = after
-        if after == len(reader.trace):
-            del live[request_id]
-            policy.forget(request_id)
-            if book is not None:
-                book.finish(request_id)
+    lengths = [reader.drafted for reader in readers]
+    known = sum(reader.num_known for reader in readers)
+    return cost.batch_seconds(lengths, num_known=known) + wasted
 
 
 # -- who has read the whole text ----------------------------------------------------------------
@@ -264,10 +288,13 @@ class Clairvoyant:
     @staticmethod
     def of(trace: Trace, *, cost: CostModel, ceiling: int) -> "Clairvoyant":
         """By dynamic programming from the end: a round of k tokens leads to `after`."""
-        price = [cost.batch_seconds([length]) for length in range(ceiling + 1)]
+        lengths = range(ceiling + 1)
+        first = [cost.batch_seconds([k], num_known=trace.num_prompt) for k in lengths]
+        later = [cost.batch_seconds([k]) for k in lengths]
         remaining = [0.0] * (len(trace) + 1)
         best = [0] * len(trace)
         for at in reversed(range(len(trace))):
+            price = later if at else first
             options = [
                 (price[length] + remaining[trace.after(at, length)], length)
                 for length in range(trace.room(at, ceiling=ceiling) + 1)

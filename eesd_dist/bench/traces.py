@@ -71,6 +71,7 @@ class Trace:
     workload: str
     temperature: float
     seed: int
+    num_prompt: int
     max_tokens: int
     tokens: tuple[TokenId, ...]
     guesses: tuple[Guess, ...]
@@ -81,6 +82,10 @@ class Trace:
     def room(self, at: int, *, ceiling: int) -> int:
         """Longest draft from position `at`, as the scheduler allows it."""
         return max(0, min(ceiling, self.max_tokens - at - 1, len(self.guesses[at].evidence)))
+
+    def num_known(self, at: int) -> int:
+        """Known rows of a round from here: the whole prompt at first, then one."""
+        return self.num_prompt if at == 0 else 1
 
     def outcome(self, request_id: RequestId, at: int, length: int) -> Outcome:
         """What a round of this length from this position tells."""
@@ -109,6 +114,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
         workload="+".join(dict.fromkeys(trace.workload for trace in traces)),
         temperature=traces[0].temperature,
         seed=traces[0].seed,
+        num_prompt=traces[0].num_prompt,
         max_tokens=len(tokens),
         tokens=tokens,
         guesses=tuple(guesses),
@@ -214,6 +220,7 @@ class _Recorder:
             workload=self._text.workload,
             temperature=self._text.temperature,
             seed=self._text.seed,
+            num_prompt=len(self._text.prompt),
             max_tokens=self._text.max_tokens,
             tokens=tuple(self._tokens[: self._length_of_text]),
             guesses=tuple(self._guesses[at] for at in range(self._length_of_text)),
@@ -289,6 +296,7 @@ def _trace_to_json(trace: Trace) -> dict[str, object]:
         "workload": trace.workload,
         "temperature": trace.temperature,
         "seed": trace.seed,
+        "num_prompt": trace.num_prompt,
         "max_tokens": trace.max_tokens,
         "tokens": list(trace.tokens),
         "accepted": [guess.num_accepted for guess in trace.guesses],
@@ -304,6 +312,7 @@ def _trace_from_json(data: Mapping[str, Any], measures: Sequence[str]) -> Trace:
         workload=str(data["workload"]),
         temperature=float(data["temperature"]),
         seed=int(data["seed"]),
+        num_prompt=int(data["num_prompt"]),
         max_tokens=int(data["max_tokens"]),
         tokens=tuple(TokenId(int(token)) for token in data["tokens"]),
         guesses=tuple(

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 
+from eesd_dist.bench.judging import adaptive_variants, fixed_variants, other_forms
 from eesd_dist.bench.replay import Arrival, Clairvoyant, Setting, Variant, replay
 from eesd_dist.bench.traces import Text, Trace, TraceSet, chain_length, joined, record
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
@@ -20,9 +21,6 @@ from tests.support.drafters import save_head, save_target
 
 CEILING = 4
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
-BETA = Variant(label="beta", controller="beta")
-CALIBRATION = Variant(label="calibration", controller="calibration")
-THRESHOLD = Variant(label="threshold", controller="threshold")
 
 
 def fixed(length: int) -> Variant:
@@ -125,7 +123,7 @@ def setting(*, max_running: int = 32) -> Setting:
 
 @pytest.mark.parametrize(
     "variant",
-    [*(fixed(length) for length in (1, 2, 3, 4)), THRESHOLD, BETA, CALIBRATION],
+    [*(fixed(length) for length in (1, 2, 3, 4)), *adaptive_variants()],
     ids=lambda variant: variant.label,
 )
 def test_a_replayed_run_has_the_rounds_of_the_live_one(
@@ -213,7 +211,7 @@ def test_recording_without_room_for_a_draft_says_so(model: Path) -> None:
 def test_who_has_read_the_text_is_never_slower_than_anybody(
     recorded: tuple[list[Text], list[Trace]],
 ) -> None:
-    everybody = [*(fixed(length) for length in range(CEILING + 1)), THRESHOLD, BETA, CALIBRATION]
+    everybody = [*fixed_variants(CEILING), *adaptive_variants(), *other_forms()]
     for trace in recorded[1]:
         best = Clairvoyant.of(trace, cost=COST, ceiling=CEILING)
         for variant in everybody:

@@ -1,0 +1,316 @@
+"""`eesd bench control` as people run it: on a tiny model, and on traces alone."""
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from eesd_dist.bench import control
+from eesd_dist.bench.crowds import at_once, mixed, take_per_class
+from eesd_dist.bench.judging import Curve, Judge, fixed_variants
+from eesd_dist.bench.live import PLAIN, Pass, Race
+from eesd_dist.bench.replay import Arrival, Setting, Variant, replay
+from eesd_dist.bench.traces import Guess, Trace, TraceSet
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.errors import ConfigError
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import ControllerName, Evidence, TokenId
+from tests.support.drafters import save_target
+from tests.support.tiny_service import write_tiny_service
+from tests.support.tiny_tokenizer import write_byte_level
+
+COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_tiny_service(tmp_path_factory.mktemp("control") / "tiny")
+
+
+PROMPTS = """
+{"prompt": "the quick", "class": "a"}
+{"prompt": "brown fox", "class": "a"}
+{"prompt": "dog", "class": "b"}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A quick run, and what it left behind."""
+
+    report: dict[str, Any]
+    words: list[str]
+    traces: Path
+    pictures: list[Path]
+    cpu_seconds: float
+
+
+@pytest.fixture(scope="module")
+def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("ran")
+    (folder / "prompts.jsonl").write_text(PROMPTS)
+    words = ["--model", str(model), "--prompts", str(folder / "prompts.jsonl"), "--quick"]
+    words += ["--temperatures", "0", "1.2", "--max-tokens", "8", "--dtype", "float32", "--json"]
+    kept = ["--record", str(folder / "traces.json"), "--plots", str(folder / "plots")]
+    started = time.process_time()
+    report = report_of([*words, *kept])
+    return Ran(
+        report=report,
+        words=words,
+        traces=folder / "traces.json",
+        pictures=sorted((folder / "plots").iterdir()),
+        cpu_seconds=time.process_time() - started,
+    )
+
+
+def report_of(words: Sequence[str]) -> dict[str, Any]:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert control.main(words) == 0
+    report: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
+    return report
+
+
+def test_a_quick_run_reports_all_that_is_promised_of_it(ran: Ran) -> None:
+    summary = ran.report["summary"]
+    classes = {"a/t0", "b/t0", "a/t1.2", "b/t1.2"}
+    assert summary["texts_unlike_plain"] == 0
+    assert summary["basis"] == "live"
+    assert set(summary["goodput_over_best_fixed_per_class"]) == classes
+    assert summary["goodput_over_best_single_fixed_mixed"] > 0
+    assert summary["worst_load_over_plain"] > 0
+    for name in ("beta", "calibration"):
+        assert set(summary[name]["over_best_fixed_per_class"]) == classes
+        assert summary[name]["over_best_single_fixed_mixed"] > 0
+        assert summary[name]["worst_load_over_plain"] > 0
+    assert ran.report["provenance"]["command"]
+    assert ran.cpu_seconds < 20.0
+
+
+def test_live_crowds_are_as_large_as_they_are_called(ran: Ran) -> None:
+    loads = ran.report["live"]["by_load"]
+    assert {load: row["largest_batch"] for load, row in loads.items()} == {
+        str(load): load for load in (1, 2, 4, 8, 16, 32)
+    }
+    assert ran.report["live"]["mixed"]["largest_batch"] >= 16
+
+
+def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
+    names = {name for name in get_args(ControllerName) if name != "fixed"}
+    lengths = {"plain", *(f"fixed {length}" for length in range(1, 9))}
+    replayed = ran.report["replay"]
+    rows = [replayed["mixed"], *replayed["by_load"].values()]
+    rows += [loads["1"] for loads in replayed["by_class"].values()]
+    for row in rows:
+        assert names | lengths <= set(row["variants"])
+        assert row["variants"][row["best_fixed"]]["over_best_fixed"] == 1.0
+        assert row["variants"]["plain"]["over_plain"] == 1.0
+    assert names <= set(replayed["change_of_class"]["variants"])
+    assert names <= set(replayed["priors"]["a/t0"])
+
+
+def test_the_pictures_are_there_and_small(ran: Ran) -> None:
+    assert [picture.name for picture in ran.pictures] == [
+        f"control-{name}.png"
+        for name in ("change", "lengths", "load", "posterior", "regret", "reliability")
+    ]
+    assert all(1_000 < picture.stat().st_size < 80_000 for picture in ran.pictures)
+
+
+def test_kept_traces_give_the_same_figures_again(ran: Ran) -> None:
+    """Recorded rounds and a recorded cost model: nothing is left to the machine."""
+    again = [*ran.words, "--only", "replay", "--traces", str(ran.traces)]
+    first, second = report_of(again), report_of(again)
+    assert first["replay"] == second["replay"]
+    assert first["replay"] == ran.report["replay"]
+    assert first["summary"]["basis"] == "replay"
+    assert first["summary"]["texts_unlike_plain"] is None
+    assert set(first["summary"]["beta"]["over_best_fixed_per_class"]) == {
+        "a/t0",
+        "b/t0",
+        "a/t1.2",
+        "b/t1.2",
+    }
+
+
+def test_a_pinned_cost_model_is_the_replays_clock(ran: Ran, tmp_path: Path) -> None:
+    COST.save(tmp_path / "cost.json")
+    words = [*ran.words, "--only", "replay", "--traces", str(ran.traces)]
+    report = report_of([*words, "--cost", str(tmp_path / "cost.json")])
+    plain = report["replay"]["by_class"]["a/t0"]["1"]["variants"]["plain"]
+    texts = [text for text in TraceSet.load(ran.traces).traces if text.workload == "a/t0"]
+    seconds = sum(
+        COST.batch_seconds([0], num_known=text.num_prompt) + (len(text) - 1) * COST.seconds(0)
+        for text in texts
+    )
+    assert plain["tokens_per_s"] == pytest.approx(sum(map(len, texts)) / seconds, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--traces", "a", "--record", "b"], "give one of them"),
+        (["--max-tokens", "5000"], "lower --max-tokens"),
+    ],
+)
+def test_what_cannot_be_run_is_said_at_once(ran: Ran, words: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        control.main([*ran.words, *words])
+
+
+def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    save_target(tmp_path, vocab_size=320)
+    with pytest.raises(ConfigError, match="found no exit head"):
+        control.main(["--model", str(tmp_path)])
+
+
+# -- figures that are known beforehand ----------------------------------------------------------
+
+
+def trace(accepted: Sequence[int], *, ceiling: int = 4, workload: str = "a") -> Trace:
+    """A text whose drafts survive as given, with no evidence worth reading."""
+    seen = tuple(
+        Evidence(depth=depth, top1_prob=0.5, top2_margin=0.0, entropy=1.0)
+        for depth in range(ceiling)
+    )
+    return Trace(
+        workload=workload,
+        temperature=0.0,
+        seed=len(accepted),
+        num_prompt=1,
+        max_tokens=len(accepted),
+        tokens=tuple(TokenId(0) for _ in accepted),
+        guesses=tuple(Guess(num_accepted=count, evidence=seen) for count in accepted),
+    )
+
+
+def judge(*traces: Trace) -> Judge:
+    kept = TraceSet(max_draft_tokens=4, cost=COST, traces=traces)
+    return Judge(kept, setting(), seed=0)
+
+
+def setting() -> Setting:
+    return Setting(
+        speculation=SpeculationConfig(max_draft_tokens=4, fixed_length=4),
+        cost=COST,
+        calibrator=None,
+    )
+
+
+def test_the_best_fixed_length_is_none_where_nothing_and_all_where_everything_is_accepted() -> None:
+    never, always = trace([0] * 40), trace([4] * 40)
+    assert judge(never).class_rates([never], 1).best_fixed == "plain"
+    assert judge(always).class_rates([always], 1).best_fixed == "fixed 4"
+
+
+def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
+    """Two requests of which one ends sooner: seconds by hand."""
+    (two,) = [v for v in fixed_variants(4) if v.label == "fixed 2"]
+    run = replay([Arrival(trace=trace([2] * 6)), Arrival(trace=trace([0] * 2))], two, setting())
+    assert [len(turns) for turns in run.rounds] == [2, 2]
+    assert run.tokens == 8
+    # The shorter text has room for one drafted token at first and then for none.
+    assert run.seconds == pytest.approx([COST.batch_seconds([2, 1]), COST.batch_seconds([2, 0])])
+
+
+def test_a_guess_that_is_refused_is_paid_for() -> None:
+    dear = replace(COST, guess_s=0.08)
+    refused = Variant(label="threshold", controller="threshold")  # 0.5 is below its 0.6
+    run = replay([Arrival(trace=trace([4] * 3))], refused, replace(setting(), cost=dear))
+    guessed = dear.seconds(0) + dear.guess_s
+    assert run.seconds == pytest.approx([guessed, guessed, dear.seconds(0)])
+
+
+def test_nobody_arrives_before_the_mark_unless_the_engine_is_idle() -> None:
+    text = trace([0] * 4)
+    crowd = [
+        Arrival(trace=text),
+        Arrival(trace=text, after_tokens=2),
+        Arrival(trace=text, after_tokens=99),
+    ]
+    run = replay(crowd, PLAIN, setting())
+    assert [len(turns) for turns in run.rounds] == [1, 1, 2, 2, 1, 1, 1, 1, 1, 1]
+
+
+def test_the_mean_curve_keeps_what_an_ended_text_has_lost() -> None:
+    mean = Curve.mean_of([Curve(lost_s=(1.0, 3.0)), Curve(lost_s=(2.0,))])
+    assert mean.lost_s == (1.5, 2.5)
+
+
+def test_the_change_of_class_goes_from_the_easiest_to_the_hardest_and_back() -> None:
+    easy, hard = trace([4] * 20, workload="easy"), trace([0] * 20, workload="hard")
+    change = judge(hard, trace([1] * 20, workload="middling"), easy).change_of_class()
+    assert change.classes == ("easy", "hard", "easy")
+    assert change.seams == (20, 40)
+    lost = change.as_json()["variants"]
+    assert isinstance(lost, dict)
+    # Drafting all of it is right in the easy parts and wrong in the hard one; plain the reverse.
+    full, plain = (lost[name]["lost_ms_per_round"] for name in ("fixed 4", "plain"))
+    assert full[0]["first"] == pytest.approx(0.0, abs=1e-6)
+    assert full[1]["later"] > 0
+    assert plain[1]["later"] == pytest.approx(0.0, abs=1e-6)
+    assert plain[2]["later"] > 0
+
+
+# -- races --------------------------------------------------------------------------------------
+
+
+def passes(**seconds: float) -> dict[str, Pass]:
+    text = [(TokenId(1), TokenId(2))]
+    return {
+        label: Pass(seconds=took, tokens=2, texts=list(text), rounds=1)
+        for label, took in seconds.items()
+    }
+
+
+def test_a_race_is_judged_by_sums_over_its_blocks() -> None:
+    race = Race(blocks=(passes(plain=2.0, fast=1.0), passes(plain=4.0, fast=2.0)))
+    assert race.ratio("fast", "plain") == pytest.approx(2.0)
+    interval = race.interval("fast", "plain")
+    assert interval.low == interval.high == pytest.approx(2.0)
+
+
+def test_an_interval_spans_the_blocks_that_disagree() -> None:
+    race = Race(
+        blocks=tuple(passes(plain=2.0, other=took) for took in (1.0, 2.0, 2.0, 4.0) for _ in "ab")
+    )
+    interval = race.interval("other", "plain")
+    assert interval.low < race.ratio("other", "plain") < interval.high
+
+
+def test_a_changed_token_is_counted() -> None:
+    block = passes(plain=1.0, wrong=1.0)
+    block["wrong"].texts[0] = (TokenId(1), TokenId(3))
+    assert Race(blocks=(block, passes(plain=1.0, wrong=1.0))).texts_unlike_plain == 1
+
+
+# -- crowds -------------------------------------------------------------------------------------
+
+
+def test_mixed_traffic_comes_in_bursts_and_repeats_no_text_before_all_were_drawn() -> None:
+    crowd = mixed(10, max_tokens=20, rng=Random(0), bursts=(1, 4, 5))
+    assert sorted(guest.text for guest in crowd) == list(range(10))
+    assert [guest.after_tokens for guest in crowd] == [0, *[16] * 4, *[80] * 5]
+    assert len(at_once(3, 7, rng=Random(0))) == 7
+
+
+def test_each_class_gives_its_first_prompts() -> None:
+    prompts = [Prompt(workload=name, tokens=(TokenId(i),)) for i, name in enumerate("aabab")]
+    taken = take_per_class(prompts, 2)
+    assert [(prompt.workload, prompt.tokens[0]) for prompt in taken] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 2),
+        ("b", 4),
+    ]
