@@ -110,6 +110,7 @@ class Run:
         self._folder = folder
         self._learner = learner
         self._is_writer = is_writer
+        self._recipe = collect_provenance(seed=request.seed).as_json() if is_writer else {}
         self._reader = BatchReader(
             setting.store,
             exit_layer=request.exit_layer,
@@ -294,7 +295,7 @@ class Run:
     def _provenance(self) -> dict[str, object]:
         progress = self._progress
         return {
-            **collect_provenance(seed=self._request.seed).as_json(),
+            **self._recipe,
             "training": {
                 **self._request.job(),
                 "step": progress.step,

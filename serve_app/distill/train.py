@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -69,7 +70,19 @@ def _train_with_ray(request: TrainRequest, address: str | None) -> None:
     # Ray reads the environment when it is imported.
     from serve_app.distill._train_job import run_job
 
-    run_job(request, address=address, threads=num_threads(request))
+    run_job(_from_anywhere(request), address=address, threads=num_threads(request))
+
+
+def _from_anywhere(request: TrainRequest) -> TrainRequest:
+    """The same with paths that do not depend on where a process stands."""
+    return replace(
+        request,
+        model=request.model.resolve(),
+        features=request.features.resolve(),
+        out=request.out.resolve(),
+        checkpoints=request.checkpoints.resolve(),
+        start=None if request.start is None else request.start.resolve(),
+    )
 
 
 # -- words ----------------------------------------------------------------------------------------
