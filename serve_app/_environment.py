@@ -6,6 +6,7 @@ this is called first, by the command line, and by nothing else.
 
 import os
 import secrets
+from functools import cache
 
 
 def prepare_for_local_ray() -> None:
@@ -14,7 +15,7 @@ def prepare_for_local_ray() -> None:
     os.environ.update(
         {
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_AUTH_TOKEN": _token(),
             "RAY_USAGE_STATS_ENABLED": "0",
             # A service whose actors are known from the start has no use for idle workers in store.
             "RAY_enable_worker_prestart": "0",
@@ -30,3 +31,9 @@ def prepare_for_local_ray() -> None:
 def prepare_for_cluster() -> None:
     """Without a word about authentication, nodes and drivers guess differently."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+@cache
+def _token() -> str:
+    """One for all that this process ever starts: Ray keeps the first it has read."""
+    return secrets.token_hex(32)

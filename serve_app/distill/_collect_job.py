@@ -6,9 +6,11 @@ is imported here: the environment has to be prepared before this module is.
 
 import json
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,24 +54,36 @@ class Job:
     threads: int
 
 
-class ChunkWorker:
-    """One process with the target in it; Ray Data hands it a chunk at a time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A shard, and how long its worker had been working then."""
 
-    def __init__(self, job: Job, until_unix_s: float | None) -> None:
+    entry: ShardEntry
+    spent_s: float
+
+
+class ChunkWorker:
+    """One process with the target in it; Ray Data hands it a chunk at a time.
+
+    Its time counts from when it is ready, so that a slow start does not eat up a short time.
+    """
+
+    def __init__(self, job: Job, allowed_s: float) -> None:
         torch.set_num_threads(job.threads)
         self._job = job
-        self._until_unix_s = until_unix_s
+        self._allowed_s = allowed_s
         self._collector = collector_of(job)
+        self._ready = time.monotonic()
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        return {"entry": [self._entry(str(text)) for text in rows["chunk"]]}
+        return {"made": [self._made(str(text)) for text in rows["chunk"]]}
 
-    def _entry(self, chunk: str) -> str:
+    def _made(self, chunk: str) -> str:
         """The shard's entry as JSON; empty when the time is spent."""
-        if self._until_unix_s is not None and time.time() > self._until_unix_s:
+        if time.monotonic() - self._ready > self._allowed_s:
             return ""
         entry = self._collector.collect(self._job.folder, Chunk.from_json(chunk))
-        return json.dumps(asdict(entry))
+        return json.dumps({"entry": asdict(entry), "spent_s": time.monotonic() - self._ready})
 
 
 def collector_of(job: Job) -> Collector:
@@ -97,18 +111,19 @@ def run_job(
     workers: int,
     gpus: float,
     address: str | None,
-    allowed_s: float | None,
-) -> Iterator[ShardEntry]:
-    """Entries as their shards get done, in any order; no chunk is begun after `allowed_s`."""
-    with _ray_at(address, job, workers=workers):
-        until_unix_s = None if allowed_s is None else time.time() + allowed_s
+    allowed_s: float,
+) -> Iterator[Made]:
+    """Shards as they get done, in any order; no worker begins one after `allowed_s`."""
+    with ExitStack() as stack:
+        with _without_chatter():
+            stack.enter_context(_ray_at(address, job, workers=workers))
         _be_quiet()
         rows = ray.data.from_items(
             [{"chunk": chunk.to_json()} for chunk in chunks], override_num_blocks=len(chunks)
         )
         entries = rows.map_batches(
             ChunkWorker,
-            fn_constructor_args=(job, until_unix_s),
+            fn_constructor_args=(job, allowed_s),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=workers),
             # Here CPUs are logical and few; in a cluster they decide who stands where.
@@ -117,8 +132,9 @@ def run_job(
         )
         try:
             for row in entries.iter_rows():
-                if row["entry"]:
-                    yield ShardEntry(**json.loads(row["entry"]))
+                if row["made"]:
+                    made = json.loads(row["made"])
+                    yield Made(entry=ShardEntry(**made["entry"]), spent_s=made["spent_s"])
         except RayError as error:
             raise _ours(error) from error
 
@@ -128,6 +144,21 @@ def _ray_at(address: str | None, job: Job, *, workers: int) -> AbstractContextMa
         return joined_ray(address, shows_logs=False)
     config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=job.model)))
     return local_ray(config, shows_logs=False, min_cpus=workers)
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Ray's core writes past Python to the terminal while it starts; errors come as exceptions."""
+    sys.stderr.flush()
+    ours = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+        os.close(nowhere)
 
 
 def _be_quiet() -> None:

@@ -149,7 +149,11 @@ def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eesd distill calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="eesd distill calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
     add("--head", type=Path, required=True, help="folder of the exit head")

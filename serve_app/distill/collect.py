@@ -9,9 +9,9 @@ Which prompts are learnt from, and how much time there is, is decided here; what
 """
 
 import argparse
+import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,8 +172,8 @@ def _make(
     request: CollectRequest, recipe: Recipe, chunks: Sequence[Chunk], *, num_done: int
 ) -> list[ShardEntry]:
     """Runs the job, keeping account of the time so that a restart does not get it anew."""
-    spent_s = _spent_s(request.out)
-    allowed_s = None if request.minutes is None else request.minutes * 60 - spent_s
+    before_s = _spent_s(request.out)
+    allowed_s = math.inf if request.minutes is None else request.minutes * 60 - before_s
     if request.address is None:
         prepare_for_local_ray()
     else:
@@ -192,20 +192,17 @@ def _make(
         batch=request.chunk_size,
         threads=request.threads,
     )
-    began = time.monotonic()
     entries: list[ShardEntry] = []
     with tqdm(
         total=num_done + len(chunks), initial=num_done, unit="shard", file=sys.stderr, disable=None
     ) as bar:
-        for entry in run_job(
+        for made in run_job(
             job, chunks, workers=workers, gpus=gpus, address=request.address, allowed_s=allowed_s
         ):
-            entries.append(entry)
+            entries.append(made.entry)
             bar.update()
-            bar.set_postfix(tokens=sum(e.num_tokens for e in entries))
-            write_json(
-                request.out / _PROGRESS_FILE, {"spent_s": spent_s + time.monotonic() - began}
-            )
+            bar.set_postfix(tokens=sum(entry.num_tokens for entry in entries))
+            write_json(request.out / _PROGRESS_FILE, {"spent_s": before_s + made.spent_s})
     return entries
 
 
@@ -279,7 +276,11 @@ def request_of(options: argparse.Namespace, *, out: Path, exits: Sequence[int]) 
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eesd distill collect", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="eesd distill collect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_flags(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of the features")
     parser.add_argument("--exits", type=int, nargs="+", default=[1], help="layers to keep")

@@ -478,7 +478,11 @@ def _longest(request: EvaluateRequest, num_tokens: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eesd distill evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="eesd distill evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
     add("--head", type=Path, required=True, help="folder of the exit head")
