@@ -10,7 +10,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import ray
@@ -19,6 +20,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app._local_ray import joined_ray, local_ray
+from serve_app._passes import pass_for
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig, TelemetryConfig
 
@@ -75,7 +77,7 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
     )
     say(f"starting {config.served_model_name} ...")
     try:
-        with where:
+        with where, _findable(config, is_ours=address is None):
             stopping.listen()
             _serve_until_stopped(
                 config, stopping, began_s=began_s, is_ours=address is None, say=say
@@ -117,6 +119,16 @@ def _check_early(config: ServiceConfig) -> None:
                 f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another "
                 "with --host or --port"
             ) from error
+
+
+@contextmanager
+def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
+    """This user's other commands can join a Ray of our own; a cluster's address is known."""
+    with ExitStack() as found:
+        if is_ours:
+            address = ray.get_runtime_context().gcs_address
+            found.enter_context(pass_for(config.port, address=address))
+        yield
 
 
 def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:

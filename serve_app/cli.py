@@ -30,6 +30,8 @@ _DELEGATED = {
     "bench online": "eesd_dist.bench.online",
     "bench exact": "serve_app.bench_exact",
     "bench control": "eesd_dist.bench.control",
+    "bench router": "serve_app.bench_router",
+    "controllers": "serve_app.controllers",
     "distill": "serve_app.distill.main",
     "plan": "cluster.planner",
     "preflight": "cluster.preflight",
@@ -240,8 +242,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd",
         description="Lossless early-exit speculative decoding. A model that is not named is the "
         "bundled one.",
-        epilog="Also: eesd bench offline|online|exact|control, eesd plan, eesd preflight, "
-        "eesd distill; each explains itself with --help.",
+        epilog="Also: eesd bench offline|online|exact|control|router, eesd controllers, eesd plan, "
+        "eesd preflight, eesd distill; each explains itself with --help.",
     )
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

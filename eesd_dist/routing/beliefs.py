@@ -15,10 +15,12 @@ it. Its own rounds still teach it, and nobody else.
 
 import json
 import os
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 
 from eesd_dist.control.belief import Belief
@@ -26,6 +28,9 @@ from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.types import Outcome, RequestId
 
 _VERSION = 1
+_ENTRIES_AT_A_TIME = 64
+_PAUSE_S = 0.001
+"""Encoding holds the interpreter's lock: after a millisecond of it, others have a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +196,7 @@ class BeliefBook:
             "version": _VERSION,
             "pinned": self._is_pinned,
             "pools": {name: pool.to_json() for name, pool in self._pools.items()},
-            "live": [
-                {
-                    "request_id": request_id,
-                    "workload": live.workload,
-                    "belief": live.belief.to_json(),
-                    "own": live.own.to_json(),
-                }
-                for request_id, live in self._live.items()
-            ],
+            "live": [_live_to_json(*entry) for entry in self._live.items()],
         }
 
     def restore(self, snapshot: Mapping[str, object]) -> None:
@@ -216,11 +213,26 @@ class BeliefBook:
         self._version += 1
 
     def save(self, file: Path) -> None:
-        """Whole or not at all: a reader and a crash see the old file or the new one."""
-        write_snapshot(file, self.snapshot())
+        """Whole or not at all: a reader and a crash see the old file or the new one.
+
+        Meant for a thread, on a copy: it lets the others run again and again on its way.
+        """
+        _write_whole(file, self._pieces())
 
     def load(self, file: Path) -> None:
         self.restore(read_snapshot(file))
+
+    def _pieces(self) -> Iterator[str]:
+        """The snapshot as JSON text, a little at a time."""
+        head = json.dumps(priors_to_json(self.priors()))
+        yield head.removesuffix("}") + ', "live": ['
+        entries = iter(self._live.items())
+        before = ""
+        while some := list(islice(entries, _ENTRIES_AT_A_TIME)):
+            yield before + json.dumps([_live_to_json(*entry) for entry in some])[1:-1]
+            before = ", "
+            time.sleep(_PAUSE_S)
+        yield "]}"
 
     def _all_together(self) -> Belief:
         version = self._version
@@ -270,12 +282,7 @@ def pools_from_json(snapshot: Mapping[str, object]) -> Mapping[str, Belief]:
 
 def write_snapshot(file: Path, snapshot: Mapping[str, object]) -> None:
     """Whole or not at all."""
-    draft = file.with_name(f"{file.name}.{os.getpid()}.new")
-    with draft.open("w") as stream:
-        json.dump(snapshot, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(file)
+    _write_whole(file, [json.dumps(snapshot)])
 
 
 def read_snapshot(file: Path) -> Mapping[str, object]:
@@ -294,6 +301,25 @@ def read_snapshot(file: Path) -> Mapping[str, object]:
             file=file, found=type(snapshot).__name__, expected="a belief snapshot"
         )
     return snapshot
+
+
+def _write_whole(file: Path, pieces: Iterable[str]) -> None:
+    draft = file.with_name(f"{file.name}.{os.getpid()}.new")
+    with draft.open("w") as stream:
+        for piece in pieces:
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(file)
+
+
+def _live_to_json(request_id: RequestId, live: _Live) -> dict[str, object]:
+    return {
+        "request_id": request_id,
+        "workload": live.workload,
+        "belief": live.belief.to_json(),
+        "own": live.own.to_json(),
+    }
 
 
 def _read_pools(data: object) -> OrderedDict[str, Belief]:

@@ -11,6 +11,12 @@ from hypothesis import strategies as st
 from eesd_dist.control import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.routing import BeliefBook
+from eesd_dist.routing.beliefs import (
+    pools_from_json,
+    priors_to_json,
+    read_snapshot,
+    write_snapshot,
+)
 from eesd_dist.types import Outcome, RequestId
 
 
@@ -114,6 +120,80 @@ def test_workload_names_are_bounded() -> None:
     assert set(book.pools()) == {f"class {name}" for name in range(45, 50)}
 
 
+def test_pinned_pools_stay_as_they_are_and_a_requests_own_rounds_still_count() -> None:
+    book = BeliefBook()
+    serve(book, 1, "code", accepted=8)
+    before = book.pools()
+    book.pin()
+    serve(book, 2, "code", accepted=0)
+    serve(book, 3, "never met", accepted=0)
+    assert book.pools() == before
+    first = book.admit(rid(4), "code").belief
+    assert book.observe([outcome(4, 8, 0)])[rid(4)].belief.mean < first.mean
+    book.finish(rid(4))
+    assert book.admit(rid(5), "code").belief == first
+    book.unpin()
+    book.finish(rid(5))
+    serve(book, 6, "code", accepted=0)
+    assert book.prior("code").mean < first.mean
+
+
+def test_pools_that_are_handed_on_warm_requests_elsewhere() -> None:
+    here, there = BeliefBook(), BeliefBook()
+    serve(here, 1, "code", accepted=8)
+    serve(there, 1, "code", accepted=0)
+    under_way = there.admit(rid("under way"), "code")
+    here.pin()
+    there.adopt(here.priors())
+    assert there.prior("code") == here.prior("code")
+    assert there.prior("never met") == here.prior("never met")
+    assert there.is_pinned
+    assert there.admit(rid("under way"), "code") == under_way
+
+
+def test_a_version_is_another_one_exactly_when_priors_may_be_others() -> None:
+    book = BeliefBook()
+    seen = [book.version]
+
+    def is_other() -> bool:
+        seen.append(book.version)
+        return seen[-1] != seen[-2]
+
+    book.admit(rid(1), "code")
+    book.observe([outcome(1, 4, 2)])
+    assert not is_other()
+    book.finish(rid(1))
+    assert is_other()
+    book.pin()
+    assert is_other()
+    serve(book, 2, "code", accepted=1)
+    assert not is_other()
+    book.unpin()
+    assert is_other()
+
+
+def test_live_requests_are_counted_by_class() -> None:
+    book = BeliefBook(max_live=3)
+    for name, workload in enumerate(["code", "code", "poetry", "poetry"]):
+        book.admit(rid(name), workload)
+        book.admit(rid(name), workload)
+    assert book.live_by_workload() == {"code": 1, "poetry": 2}  # the first had to go
+    book.finish(rid(1))
+    assert book.live_by_workload() == {"poetry": 2}
+
+
+def test_a_copy_does_not_follow() -> None:
+    book = BeliefBook()
+    serve(book, 1, "code", accepted=8)
+    book.admit(rid("live"), "code")
+    copy = book.copy()
+    before = copy.snapshot()
+    serve(book, 2, "code", accepted=0)
+    book.observe([outcome("live", 8, 0)])
+    assert copy.snapshot() == before
+    assert copy.prior("code") != book.prior("code")
+
+
 rounds = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 events = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("xy"), rounds, st.booleans()))
 
@@ -133,6 +213,26 @@ def test_a_restored_book_is_the_same_book(
     assert twin.snapshot() == book.snapshot()
     assert twin.admit(rid("new"), "x") == book.admit(rid("new"), "x")
     assert pickle.loads(pickle.dumps(book)).snapshot() == book.snapshot()
+
+
+def test_a_large_book_is_saved_piece_by_piece_as_what_it_knows(tmp_path: Path) -> None:
+    book, file = BeliefBook(), tmp_path / "beliefs.json"
+    for name in range(500):
+        book.admit(rid(name), "code")
+        book.observe([outcome(name, 8, name % 9)])
+    book.pin()
+    book.save(file)
+    assert json.loads(file.read_text()) == book.snapshot()
+
+
+def test_pools_alone_are_saved_and_read_back(tmp_path: Path) -> None:
+    book, file = BeliefBook(), tmp_path / "priors.json"
+    serve(book, 1, "code", accepted=8)
+    book.admit(rid(2), "code")
+    write_snapshot(file, priors_to_json(book.priors()))
+    assert pools_from_json(read_snapshot(file)) == book.pools()
+    with pytest.raises(CheckpointError, match="eesd controllers save"):
+        read_snapshot(tmp_path / "nothing.json")
 
 
 def test_a_checkpoint_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

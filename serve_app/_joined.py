@@ -1,0 +1,99 @@
+"""A service that runs somewhere, entered by its operator: its router and its pipelines over Ray.
+
+Whoever can join a cluster's Ray can do anything there; so these are the service's admin rights, and
+nothing over HTTP changes anything. Ray's exceptions become ours here.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from eesd_dist.actors.contracts import HeadReport
+from eesd_dist.errors import EesdError, EngineError
+from serve_app._local_ray import joined_ray
+from serve_app.config import RouterConfig
+from serve_app.router import find_router
+
+_ANSWER_TIMEOUT_S = 15.0
+_LOAD_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedService:
+    """A service within reach."""
+
+    router: Any
+    app_name: str
+
+    def pin(self) -> None:
+        self._ask("pin")
+
+    def unpin(self) -> None:
+        self._ask("unpin")
+
+    def priors(self) -> Mapping[str, object]:
+        """All pools, in the form that `set_priors` takes."""
+        found: Mapping[str, object] = self._ask("priors")
+        return found
+
+    def set_priors(self, snapshot: Mapping[str, object]) -> int:
+        """How many classes it has; raises ConfigError for a snapshot that is none."""
+        return int(self._ask("set_priors", snapshot))
+
+    def load_head(self, folder: str) -> list[HeadReport]:
+        """Every pipeline drafts with this head from its next round on.
+
+        Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
+        """
+        try:
+            pipelines = serve.get_deployment_handle("Pipeline", self.app_name)
+            answers = pipelines.broadcast("load_head", folder).results(
+                timeout_s=_LOAD_TIMEOUT_S, return_exceptions=True
+            )
+        except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
+            raise EngineError(f"no pipeline of {self.app_name!r} answers: {error}") from error
+        reports = [answer for answer in answers if isinstance(answer, HeadReport)]
+        refusals = [_ours(answer) for answer in answers if isinstance(answer, Exception)]
+        if refusals and reports:
+            raise EngineError(
+                f"{len(reports)} of {len(answers)} pipelines took {folder}, the others did not: "
+                f"{refusals[0]}; promote it again, or the head from before"
+            )
+        if refusals:
+            raise refusals[0]
+        if not reports:
+            raise EngineError(f"no pipeline of {self.app_name!r} is running")
+        return reports
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        try:
+            return ray.get(
+                getattr(self.router, method).remote(*arguments), timeout=_ANSWER_TIMEOUT_S
+            )
+        except ray.exceptions.RayError as error:
+            raise _ours(error) from error
+
+
+@contextmanager
+def joined(address: str, *, router: RouterConfig, app_name: str) -> Iterator[JoinedService]:
+    """A Ray that this process has joined already is used as it is, and not left.
+
+    Raises ConfigError where there is no such cluster, EngineError where no router is in it.
+    """
+    with ExitStack() as entered:
+        if not ray.is_initialized():
+            entered.enter_context(joined_ray(address, shows_logs=False))
+        yield JoinedService(router=find_router(router), app_name=app_name)
+
+
+def _ours(error: Exception) -> EesdError:
+    cause = getattr(error, "cause", None)
+    for candidate in (cause, error):
+        if isinstance(candidate, EesdError):
+            return candidate
+    return EngineError(f"{type(error).__name__}: {error}")
