@@ -1,0 +1,90 @@
+"""A training process that is killed, and the same command again: the curve of one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.tiny_features import write_tiny_features, write_tiny_target
+
+pytestmark = pytest.mark.dist
+
+STEPS = 300
+DEADLINE_S = 60.0
+
+
+def start(folder: Path, name: str) -> "subprocess.Popen[str]":
+    """`eesd distill train`, with a checkpoint at nearly every logged step."""
+    words = {
+        "--model": folder / "target",
+        "--features": folder / "features",
+        "--out": folder / name / "head",
+        "--checkpoints": folder / name / "run",
+        "--head": "own",
+        "--max-steps": STEPS,
+        "--rows": 8,
+        "--length": 24,
+        "--log-every": 2,
+        "--evaluate-every": 50,
+        "--checkpoint-every": 0.02,
+        "--save-dtype": "float32",
+        "--threads": 1,
+    }
+    command = [sys.executable, "-m", "serve_app.distill.train"]
+    command += [str(word) for pair in words.items() for word in pair]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in row if name != "seconds"} for row in rows]
+
+
+def wait_for_steps(run: Path, num_rows: int, process: "subprocess.Popen[str]") -> None:
+    log = run / "log.jsonl"
+    deadline = time.monotonic() + DEADLINE_S
+    while not log.exists() or len(log.read_bytes().splitlines()) < num_rows:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ends_well(process: "subprocess.Popen[str]") -> None:
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    assert "Warning" not in said, said
+
+
+def test_a_run_killed_twice_has_the_curve_and_the_head_of_one_that_was_not(
+    tmp_path: Path,
+) -> None:
+    write_tiny_features(tmp_path / "features", write_tiny_target(tmp_path / "target"))
+    undisturbed = start(tmp_path, "whole")
+    run = tmp_path / "killed" / "run"
+    for num_rows in (15, 70):
+        process = start(tmp_path, "killed")
+        wait_for_steps(run, num_rows, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        # Perhaps killed while it saved; planted here, so that it is certain once.
+        (run / "saving-00000299").mkdir(exist_ok=True)
+        (run / "saving-00000299" / "mp_rank_00_model_states.pt").write_bytes(b"half")
+        steps = [int(path.name.removeprefix("step-")) for path in run.glob("step-*")]
+        assert 0 < max(steps) < STEPS
+    last = start(tmp_path, "killed")
+    ends_well(last)
+    ends_well(undisturbed)
+    found, expected = log_of(run), log_of(tmp_path / "whole" / "run")
+    assert found == expected
+    assert [row["step"] for row in found] == list(range(0, STEPS + 1, 2))
+    head, twin = (
+        load_file(tmp_path / name / "head" / "model.safetensors") for name in ("killed", "whole")
+    )
+    assert all(bool((head[key] == twin[key]).all()) for key in twin)

@@ -1,0 +1,127 @@
+"""Two processes learn what one learns, whatever DeepSpeed partitions."""
+
+import json
+import multiprocessing
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eesd_dist.distill.train import TrainOptions, TrainRequest, alone, train_rank
+from eesd_dist.errors import ConfigError
+from tests.dist.distill.ranks import train_as_rank
+from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
+
+pytestmark = pytest.mark.dist
+
+STEPS = 24
+FIGURES = ("loss", "lr", "agreement", "one_minus_tv")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]:
+    """One process, and two with each stage: the same job otherwise."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_tiny_features(folder / "features", write_tiny_target(folder / "target"))
+
+    def request(name: str, **changed: Any) -> TrainRequest:
+        return TrainRequest(
+            model=folder / "target",
+            features=folder / "features",
+            out=folder / name / "head",
+            checkpoints=folder / name / "run",
+            exit_layer=EXIT_LAYER,
+            max_steps=STEPS,
+            options=TrainOptions(
+                rows=8, length=16, log_every=1, evaluate_every=8, keep="last", save_dtype="float32"
+            ),
+            **{"head": "truncated", "draft_vocab": 60, **changed},
+        )
+
+    one = {"one": request("one"), "one, shared": request("one, shared", head="shared")}
+    two = {
+        f"two, stage {stage}": request(f"two, stage {stage}", workers=2, zero_stage=stage)
+        for stage in range(4)
+    }
+    two["two, shared, stage 3"] = request(
+        "two, shared, stage 3", workers=2, zero_stage=3, head="shared"
+    )
+    processes = [
+        multiprocessing.get_context("spawn").Process(
+            target=train_as_rank, args=(folder / "rendezvous", rank, 2, list(two.values()))
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for each in one.values():
+        with alone(each.options):
+            train_rank(each, rank=0, world_size=1)
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    return {**one, **two}
+
+
+def curve(request: TrainRequest) -> list[dict[str, Any]]:
+    lines = (request.checkpoints / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_processes_have_the_loss_curve_of_one(
+    runs: Mapping[str, TrainRequest], stage: int
+) -> None:
+    expected, found = curve(runs["one"]), curve(runs[f"two, stage {stage}"])
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    for row, twin in zip(found, expected, strict=True):
+        for name in FIGURES if row["step"] else ():
+            assert row[name] == pytest.approx(twin[name], rel=1e-3, abs=1e-3)
+        assert ("held_out" in row) == ("held_out" in twin)
+        for name, figure in row.get("held_out", {}).items():
+            assert figure == pytest.approx(twin["held_out"][name], rel=1e-3, abs=1e-3)
+    losses = [row["loss"] for row in found[1:]]
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("two, stage 3", "two, stage 0"),
+        ("two, stage 3", "one"),
+        ("two, shared, stage 3", "one, shared"),
+    ],
+)
+def test_the_head_saved_at_stage_3_is_the_one_that_stage_0_saves(
+    runs: Mapping[str, TrainRequest], name: str, twin: str
+) -> None:
+    found = load_file(runs[name].out / "model.safetensors")
+    expected = load_file(runs[twin].out / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0.0, atol=1e-4)
+
+
+def test_stage_3_trains_the_head_alone(runs: Mapping[str, TrainRequest]) -> None:
+    """The target's LM head is frozen: it is neither learnt nor in a checkpoint."""
+    request = runs["two, shared, stage 3"]
+    assert "lm_head.weight" not in load_file(request.out / "model.safetensors")
+    states = sorted(request.checkpoints.glob(f"step-{STEPS:08d}/*model_states.pt"))
+    assert len(states) == 2  # one a rank
+    for state in states:
+        names = set(torch.load(state, weights_only=False)["module"])
+        assert "head.norm_D" in names
+        assert "head.lm_head_VD" not in names
+
+
+def test_partitioned_state_is_not_resumed_by_another_number_of_processes(
+    runs: Mapping[str, TrainRequest],
+) -> None:
+    request = replace(runs["two, stage 2"], workers=1)
+    with alone(request.options), pytest.raises(ConfigError, match="workers 2, asked for 1"):
+        train_rank(request, rank=0, world_size=1)
+    with alone(request.options), pytest.raises(ConfigError, match="1 processes for a run of 2"):
+        train_rank(runs["two, stage 2"], rank=0, world_size=1)
