@@ -28,7 +28,7 @@ from eesd_dist.actors.contracts import (
 )
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
-from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.routing.directory import PipelineId, PipelineReport, Promotion
 from eesd_dist.types import (
     Emission,
     Request,
@@ -42,7 +42,7 @@ from serve_app._crew import Crew, Member, Recruiting, placed
 from serve_app._placement import gpus_per_rank, posts_of
 from serve_app._resume import resumed
 from serve_app.config import ServiceConfig
-from serve_app.router import AskRouter, beat, promoted_head, router_handle
+from serve_app.router import AskRouter, beat, promotion_of, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,8 @@ class Pipeline:
         """Why the pipeline is not whole, while it is not."""
         self._interruptions: deque[float] = deque()
         self._num_interruptions = 0
-        self._promoted_head = ""
-        """Folder of the exit head it was told to take; empty: that of the configuration."""
-        self._promoted_unix_s = 0.0
+        self._promotion: Promotion | None = None
+        """The exit head it was told to take; None: that of the configuration."""
         self._crew: asyncio.Future[Crew] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.ensure_future(self._supervise())
         self._heart = asyncio.ensure_future(self._beat())
@@ -175,7 +174,9 @@ class Pipeline:
         await self._until_whole(self._trouble)
         async with asyncio.timeout(self._config.recovery.load_timeout_s):
             report = await crew.load_head(folder)
-        self._promoted_head, self._promoted_unix_s = folder, time.time()
+        self._promotion = Promotion(
+            in_place_of=_head_key(self._config), head=folder, taken_unix_s=time.time()
+        )
         await self._say_hello()
         logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
         return report
@@ -279,9 +280,9 @@ class Pipeline:
                 ask_router=AskRouter(self._router),
             ),
         )
-        self._promoted_head = await promoted_head(self._router, app=self._config.app_name)
-        if self._promoted_head:
-            crew.recruit_with_head(self._promoted_head)
+        self._promotion = await promotion_of(self._router, in_place_of=_head_key(self._config))
+        if self._promotion is not None:
+            crew.recruit_with_head(self._promotion.head)
         return crew
 
     async def _form(self, crew: Crew) -> None:
@@ -297,7 +298,7 @@ class Pipeline:
                 # The promoted head's folder has gone or changed since; there was one before it.
                 logger.error("back to the configured head: pipeline=%s error=%s", self._name, error)
                 crew.recruit_with_head(None)
-                self._promoted_head = ""
+                self._promotion = None
                 await crew.disband()
             except EngineError as error:
                 logger.warning("not formed: pipeline=%s error=%s", self._name, error)
@@ -349,8 +350,7 @@ class Pipeline:
             address=self._name,
             num_running=len(self._live),
             draining=not self._whole.is_set(),
-            promoted_head=self._promoted_head,
-            promoted_unix_s=self._promoted_unix_s,
+            promotion=self._promotion,
         )
         await beat(self._router, report)
 
@@ -442,6 +442,12 @@ class Pipeline:
 
 async def _awaited(reference: Any) -> Any:
     return await reference
+
+
+def _head_key(config: ServiceConfig) -> str:
+    """Names what a promoted head takes the place of: redeployed with another one, that one wins."""
+    model = config.engine.model
+    return f"{config.app_name}:{model.path}:{model.head or ''}"
 
 
 def _gpus_per_rank(engine: EngineConfig) -> float:

@@ -29,7 +29,7 @@ from eesd_dist.routing.beliefs import (
     priors_to_json,
     read_snapshot,
 )
-from eesd_dist.routing.directory import PipelineDirectory, PipelineReport
+from eesd_dist.routing.directory import PipelineDirectory, PipelineReport, Promotion
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
@@ -72,18 +72,12 @@ class Router:
     async def heartbeat(self, report: PipelineReport) -> None:
         self._directory.heartbeat(report)
 
-    async def promoted_head(self, app: str) -> str:
-        """The exit head that this application's pipelines were told to take; empty: none was.
+    async def promotion(self, in_place_of: str) -> Promotion | None:
+        """The exit head that pipelines of this configuration were told to take; None: none was.
 
-        Nothing is kept here: the pipelines say so with every heartbeat, to a restarted router too.
+        Nothing is kept on disk: pipelines say so with every heartbeat, to a restarted router too.
         """
-        heads = [
-            member.report
-            for member in self._directory.members()
-            if member.report.promoted_head and app_of(member.report.pipeline_id) == app
-        ]
-        newest = max(heads, key=lambda report: report.promoted_unix_s, default=None)
-        return "" if newest is None else newest.promoted_head
+        return self._directory.promotion(in_place_of)
 
     async def describe(self) -> dict[str, object]:
         """Plain JSON, for an operator's eyes."""
@@ -207,19 +201,18 @@ def find_router(config: RouterConfig) -> Any:
         ) from error
 
 
-def app_of(pipeline_id: str) -> str:
-    """A pipeline's name is its application's and a few random digits."""
-    return pipeline_id.rpartition("-")[0]
-
-
-async def promoted_head(handle: Any, *, app: str, timeout_s: float = 10.0) -> str:
-    """What a new pipeline is to draft with instead of its configuration's head; mostly empty."""
+async def promotion_of(
+    handle: Any, *, in_place_of: str, timeout_s: float = 10.0
+) -> Promotion | None:
+    """What a new pipeline is to draft with instead of its configuration's head; mostly None."""
     try:
-        folder: str = await asyncio.wait_for(_settled(handle.promoted_head.remote(app)), timeout_s)
+        promotion: Promotion | None = await asyncio.wait_for(
+            _settled(handle.promotion.remote(in_place_of)), timeout_s
+        )
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.warning("router does not say which head: error=%r", error)
-        return ""
-    return folder
+        return None
+    return promotion
 
 
 async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> None:

@@ -1,7 +1,13 @@
 """Decides which pipeline serves a request, and keeps the pooled beliefs."""
 
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
-from eesd_dist.routing.directory import Member, PipelineDirectory, PipelineId, PipelineReport
+from eesd_dist.routing.directory import (
+    Member,
+    PipelineDirectory,
+    PipelineId,
+    PipelineReport,
+    Promotion,
+)
 
 __all__ = [
     "BeliefBook",
@@ -11,4 +17,5 @@ __all__ = [
     "PipelineId",
     "PipelineReport",
     "Priors",
+    "Promotion",
 ]

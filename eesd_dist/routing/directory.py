@@ -18,6 +18,17 @@ PipelineId = NewType("PipelineId", str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """An exit head that pipelines took while they ran."""
+
+    in_place_of: str
+    """What their configuration says; pipelines configured otherwise are not meant."""
+    head: str
+    """Its folder."""
+    taken_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
     """What a pipeline says of itself with every heartbeat."""
 
@@ -28,10 +39,8 @@ class PipelineReport:
     num_waiting: int = 0
     draining: bool = False
     """True takes no new request, and goes on with the old ones."""
-    promoted_head: str = ""
-    """Folder of the exit head it was told to take; empty: that of its configuration."""
-    promoted_unix_s: float = 0.0
-    """When."""
+    promotion: Promotion | None = None
+    """None drafts with the exit head of its configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +74,13 @@ class PipelineDirectory:
         self._expiry_s = expiry_s
         self._choice = choice
         self._members: dict[PipelineId, Member] = {}
+        self._promotions: dict[str, Promotion] = {}
+        """The latest for each configuration; they outlive who reported them."""
 
     def heartbeat(self, report: PipelineReport) -> None:
         """Joins, or says again that it is there and how busy it is."""
+        if report.promotion is not None:
+            self._note(report.promotion)
         self._members[report.pipeline_id] = Member(report=report, heard_s=self._clock())
 
     def leave(self, pipeline_id: PipelineId) -> None:
@@ -84,6 +97,10 @@ class PipelineDirectory:
     def members(self) -> tuple[Member, ...]:
         self.expire()
         return tuple(self._members.values())
+
+    def promotion(self, in_place_of: str) -> Promotion | None:
+        """What a new pipeline of this configuration is to draft with, when it is not that."""
+        return self._promotions.get(in_place_of)
 
     def choose(self, *, excluded: Collection[PipelineId] = ()) -> PipelineReport:
         """The pipeline for one more request; `excluded` are those the caller has seen fail.
@@ -112,6 +129,11 @@ class PipelineDirectory:
             asdict(member.report) | {"load": member.load, "silent_s": now_s - member.heard_s}
             for member in self.members()
         ]
+
+    def _note(self, promotion: Promotion) -> None:
+        known = self._promotions.get(promotion.in_place_of)
+        if known is None or known.taken_unix_s < promotion.taken_unix_s:
+            self._promotions[promotion.in_place_of] = promotion
 
     def _least_loaded(self, candidates: list[Member]) -> Member:
         least = min(member.load for member in candidates)

@@ -1,5 +1,6 @@
 """The pipeline directory: heartbeats, load, and who takes a request."""
 
+import dataclasses
 import json
 from collections import Counter
 from random import Random
@@ -8,7 +9,7 @@ from typing import Literal
 import pytest
 
 from eesd_dist.errors import CapacityError
-from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport
+from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport, Promotion
 
 
 class Clock:
@@ -108,3 +109,17 @@ def test_what_an_operator_sees_is_plain_json() -> None:
     (described,) = json.loads(json.dumps(book.describe()))
     assert described["load"] == 3
     assert described["silent_s"] == 1.0
+
+
+def test_the_latest_promotion_outlives_who_reported_it_and_is_for_its_configuration_alone() -> None:
+    clock = Clock()
+    book = directory(clock)
+    old = Promotion(in_place_of="app:model:", head="/old", taken_unix_s=1.0)
+    new = Promotion(in_place_of="app:model:", head="/new", taken_unix_s=2.0)
+    for name, promotion in (("a", new), ("b", old), ("c", None)):
+        book.heartbeat(dataclasses.replace(report(name), promotion=promotion))
+    clock.now_s += 60.0
+    assert book.members() == ()
+    assert book.promotion("app:model:") == new
+    assert book.promotion("app:model:/other/head") is None
+    assert json.dumps(book.describe()) == "[]"
