@@ -1,0 +1,85 @@
+"""Two training workers under Ray Train, one of which is killed on the way."""
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from eesd_dist.distill.train import TrainOptions, TrainRequest
+from serve_app._processes import descendants
+from serve_app.distill.train import train
+from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
+
+STEPS = 400
+DEADLINE_S = 100.0
+
+
+def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
+    ray_port: int, tmp_path: Path
+) -> None:
+    write_tiny_features(tmp_path / "features", write_tiny_target(tmp_path / "target"))
+    options = TrainOptions(
+        rows=8,
+        length=24,
+        log_every=2,
+        evaluate_every=100,
+        checkpoint_every_s=0.1,
+        threads=1,
+        save_dtype="float32",
+    )
+    alone = TrainRequest(
+        model=tmp_path / "target",
+        features=tmp_path / "features",
+        out=tmp_path / "alone" / "head",
+        checkpoints=tmp_path / "alone" / "run",
+        exit_layer=EXIT_LAYER,
+        head="own",
+        max_steps=STEPS,
+        options=options,
+    )
+    together = replace(
+        alone,
+        out=tmp_path / "together" / "head",
+        checkpoints=tmp_path / "together" / "run",
+        workers=2,
+        zero_stage=2,
+    )
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_a_worker, args=(together.checkpoints, killed))
+    killer.start()
+    train(together)
+    killer.join()
+    train(alone)
+    assert len(killed) == 1
+    found, expected = log_of(together), log_of(alone)
+    assert [row["step"] for row in found] == list(range(0, STEPS + 1, 2))
+    for row, twin in zip(found[1:], expected[1:], strict=True):
+        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-3, abs=1e-3)
+    assert load_file(together.out / "model.safetensors").keys()
+
+
+def kill_a_worker(run: Path, killed: list[int]) -> None:
+    """Once there is a checkpoint, kills one of the workers with SIGKILL."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(run.glob("step-*")):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+    for process in descendants():
+        name = (Path("/proc") / str(process.pid) / "cmdline").read_bytes()
+        if b"RayTrainWorker" in name:
+            os.kill(process.pid, signal.SIGKILL)
+            killed.append(process.pid)
+            return
+
+
+def log_of(request: TrainRequest) -> list[dict[str, Any]]:
+    lines = (request.checkpoints / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
