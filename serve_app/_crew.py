@@ -110,10 +110,16 @@ class Crew:
         """Whether recruits get another exit head than the configuration names."""
         return self._recruiting is not self._as_configured
 
-    def recruit_with_head(self, folder: str | None) -> None:
-        """From now on recruits draft with this exit head; None: with the configuration's."""
-        configured = self._as_configured
-        self._recruiting = configured if folder is None else configured.with_head(folder)
+    def recruit_with_head(self, folder: str) -> None:
+        """From now on recruits draft with this exit head."""
+        self._recruiting = self._as_configured.with_head(folder)
+
+    async def recruit_as_configured(self) -> None:
+        """Everyone who was recruited with another head is sent away."""
+        await self.disband()
+        for member in self.members:
+            self._dismiss(member)
+        self._recruiting = self._as_configured
 
     async def load_head(self, folder: str) -> HeadReport:
         """The drafter takes another exit head, and so will every later one in its place.
@@ -122,7 +128,7 @@ class Crew:
         """
         report: HeadReport = await self._ask(self.drafter, "load_head", "load_head", folder)
         self.recruit_with_head(folder)
-        return report
+        return replace(report, pipeline=self._recruiting.pipeline)
 
     async def form(self, *, timeout_s: float) -> None:
         """Fills empty posts and brings everyone into a new generation."""

@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -163,6 +163,8 @@ class Pipeline:
     async def control(self) -> PipelineControl:
         """What the controllers of this pipeline go by."""
         control: ControlReport = await self._of_drafter("control")
+        if control.head is not None:
+            control = replace(control, head=replace(control.head, pipeline=self._name))
         return PipelineControl(pipeline=self._name, num_live=len(self._live), control=control)
 
     async def load_head(self, folder: str) -> HeadReport:
@@ -297,9 +299,8 @@ class Pipeline:
                     raise
                 # The promoted head's folder has gone or changed since; there was one before it.
                 logger.error("back to the configured head: pipeline=%s error=%s", self._name, error)
-                crew.recruit_with_head(None)
+                await crew.recruit_as_configured()
                 self._promotion = None
-                await crew.disband()
             except EngineError as error:
                 logger.warning("not formed: pipeline=%s error=%s", self._name, error)
                 self._trouble = error

@@ -34,6 +34,9 @@ from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
 
+_SILENT_S = 600.0
+"""A request unheard of for longer ended while its pipeline or this router was away."""
+
 
 class Router:
     """Wrapped as an actor by `router_handle`."""
@@ -46,6 +49,7 @@ class Router:
         )
         self._born = uuid4().hex[:8]
         """So that a version number of an earlier router is never taken for one of this."""
+        self._turned_s = time.monotonic()
         self._saved_s = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
         """The latest checkpoint under way; None before the first."""
@@ -71,6 +75,9 @@ class Router:
 
     async def heartbeat(self, report: PipelineReport) -> None:
         self._directory.heartbeat(report)
+        if time.monotonic() - self._turned_s >= _SILENT_S:
+            self._turned_s = time.monotonic()
+            self._book.turn_page()
 
     async def promotion(self, in_place_of: str) -> Promotion | None:
         """The exit head that pipelines of this configuration were told to take; None: none was.

@@ -96,12 +96,13 @@ class RouterAdvice:
 class HeadReport:
     """The exit head that a pipeline drafts with."""
 
-    pipeline: str
     folder: str
     sha256: str
     """Over its config, weights and calibration."""
     exit_layer: int
     kind: str
+    pipeline: str = ""
+    """Empty inside the pipeline itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -240,13 +240,7 @@ class DraftActor:
         """What the controllers go by, and how the latest drafts fared."""
         report = await asyncio.to_thread(self._stages.control)
         drafted, accepted = self._watch.acceptance()
-        head = report.head
-        return replace(
-            report,
-            head=None if head is None else replace(head, pipeline=self._name),
-            drafted_by_position=drafted,
-            accepted_by_position=accepted,
-        )
+        return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
 
     def _drop(self, request_id: RequestId) -> None:
         if self._membership is None:

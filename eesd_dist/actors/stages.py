@@ -305,7 +305,6 @@ def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
     version = json.loads(file.read_text()).get("version") if file.exists() else None
     return _ServingHead(
         report=HeadReport(
-            pipeline="",
             folder=str(folder),
             sha256=_digest(folder),
             exit_layer=head.exit_layer,

@@ -58,6 +58,8 @@ class _Live:
     """Prior and own rounds together: what the controller uses."""
     own: Belief
     """Own rounds alone: what the pool gets, so that no prior is ever counted twice."""
+    page: int
+    """On which page of the book it was last heard of."""
 
 
 class BeliefBook:
@@ -81,6 +83,7 @@ class BeliefBook:
         self._live: OrderedDict[RequestId, _Live] = OrderedDict()
         self._num_live_of: Counter[str] = Counter()
         self._pools: OrderedDict[str, Belief] = OrderedDict()
+        self._page = 0
         self._is_pinned = False
         self._version = 0
         self._of_all: tuple[int, Belief] | None = None
@@ -89,8 +92,11 @@ class BeliefBook:
     def admit(self, request_id: RequestId, workload: str = "default") -> DraftPlan:
         """The first plan of a request. Admitted again (resumed elsewhere) it keeps its belief."""
         live = self._live.get(request_id)
-        if live is None:
-            live = _Live(workload=workload, belief=self.prior(workload), own=Belief())
+        if live is not None:
+            live = replace(live, page=self._page)
+        else:
+            prior = self.prior(workload)
+            live = _Live(workload=workload, belief=prior, own=Belief(), page=self._page)
             self._num_live_of[workload] += 1
         self._keep(request_id, live)
         return DraftPlan(request_id=request_id, belief=live.belief)
@@ -108,6 +114,7 @@ class BeliefBook:
                 workload=old.workload,
                 belief=old.belief.after(outcome, discount=self._discount),
                 own=old.own.after(outcome, discount=self._discount),
+                page=self._page,
             )
             self._live[request_id] = live
             self._live.move_to_end(request_id)
@@ -122,6 +129,19 @@ class BeliefBook:
         live = self._live.pop(request_id, None)
         if live is not None:
             self._leave(live)
+
+    def turn_page(self) -> int:
+        """Requests not heard of since the page before was begun have ended where nobody could say
+        so; what they taught is folded. Returns how many there were."""
+        self._page += 1
+        count = 0
+        while self._live:
+            request_id, oldest = next(iter(self._live.items()))
+            if oldest.page >= self._page - 1:
+                break
+            self.finish(request_id)
+            count += 1
+        return count
 
     def prior(self, workload: str) -> Belief:
         """What a new request of this class starts with."""
@@ -186,6 +206,7 @@ class BeliefBook:
         twin._live = self._live.copy()
         twin._num_live_of = self._num_live_of.copy()
         twin._pools = self._pools.copy()
+        twin._page = self._page
         twin._is_pinned = self._is_pinned
         twin._version = self._version
         return twin
@@ -206,7 +227,8 @@ class BeliefBook:
                 f"belief snapshot: found version {snapshot.get('version')!r}, expected "
                 f"{_VERSION}: delete the file to start with no beliefs"
             )
-        pools, live = _read_pools(snapshot.get("pools")), _read_live(snapshot.get("live", []))
+        pools = _read_pools(snapshot.get("pools"))
+        live = _read_live(snapshot.get("live", []), page=self._page)
         self._pools, self._live = pools, live
         self._num_live_of = Counter(one.workload for one in live.values())
         self._is_pinned = snapshot.get("pinned") is True
@@ -326,18 +348,21 @@ def _read_pools(data: object) -> OrderedDict[str, Belief]:
     return OrderedDict((name, Belief.from_json(_mapping(x))) for name, x in _mapping(data).items())
 
 
-def _read_live(data: object) -> OrderedDict[RequestId, _Live]:
+def _read_live(data: object, *, page: int) -> OrderedDict[RequestId, _Live]:
     if not isinstance(data, list):
         raise ConfigError(f"belief snapshot: found {type(data).__name__}, expected a list")
     entries = [_mapping(entry) for entry in data]
-    return OrderedDict((RequestId(str(entry.get("request_id"))), _one(entry)) for entry in entries)
+    return OrderedDict(
+        (RequestId(str(entry.get("request_id"))), _one(entry, page=page)) for entry in entries
+    )
 
 
-def _one(entry: Mapping[str, object]) -> _Live:
+def _one(entry: Mapping[str, object], *, page: int) -> _Live:
     return _Live(
         workload=str(entry.get("workload")),
         belief=Belief.from_json(_mapping(entry.get("belief"))),
         own=Belief.from_json(_mapping(entry.get("own"))),
+        page=page,
     )
 
 

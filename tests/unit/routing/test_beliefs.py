@@ -182,6 +182,20 @@ def test_live_requests_are_counted_by_class() -> None:
     assert book.live_by_workload() == {"poetry": 2}
 
 
+def test_requests_whose_end_nobody_could_tell_are_ended_after_a_page_of_silence() -> None:
+    book = BeliefBook()
+    for name in ("lost", "admitted again", "heard of"):
+        book.admit(rid(name), "code")
+        book.observe([outcome(name, 8, 8)])
+    assert book.turn_page() == 0
+    book.observe([outcome("heard of", 8, 8)])
+    book.admit(rid("admitted again"), "code")
+    assert book.turn_page() == 1
+    assert book.num_live == 2
+    assert book.pools()["code"].num_accepted == 8.0
+    assert book.turn_page() == 2
+
+
 def test_a_copy_does_not_follow() -> None:
     book = BeliefBook()
     serve(book, 1, "code", accepted=8)
