@@ -32,7 +32,7 @@ from eesd_dist.control.calibrator import (
 )
 from eesd_dist.control.regret import hindsight
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.types import ControllerName, RequestId
+from eesd_dist.types import ControllerName, RequestId, TreeShape
 
 _FIRST_ROUNDS = 8
 """A cold start and a change of class are judged by so many rounds."""
@@ -70,6 +70,21 @@ def other_forms() -> list[Variant]:
             controller="calibration",
             settings=(("stop_rule", "steady"),),
         ),
+    ]
+
+
+def tree_variants() -> list[Variant]:
+    """The same controllers drawing chains and trees; live only."""
+    shapes: dict[TreeShape, str] = {
+        "none": "",
+        "static": ", static tree",
+        "dynamic": ", dynamic tree",
+    }
+    names: tuple[ControllerName, ...] = ("goodput", "calibration")
+    return [
+        Variant(label=f"{name}{suffix}", controller=name, tree=shape)
+        for name in names
+        for shape, suffix in shapes.items()
     ]
 
 

@@ -99,9 +99,16 @@ def _rate(passes: Sequence[Pass]) -> float:
 class Track:
     """An engine and the texts that are run on it."""
 
-    def __init__(self, engine: EngineCore, texts: Sequence[Text]) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        texts: Sequence[Text],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._engine = engine
         self._texts = texts
+        self._clock = clock
         self._count = 0
 
     def warm_up(self, variants: Sequence[Variant]) -> None:
@@ -145,7 +152,7 @@ class Track:
         waiting = deque((guest, self._request(guest, variant, max_tokens)) for guest in crowd)
         written: dict[RequestId, list[TokenId]] = {request.request_id: [] for _, request in waiting}
         emitted = 0
-        started = time.perf_counter()
+        started = self._clock()
         while waiting or engine.has_work:
             while waiting and (waiting[0][0].after_tokens <= emitted or not engine.has_work):
                 engine.add(waiting.popleft()[1])
@@ -155,7 +162,7 @@ class Track:
             for emission in result.emissions:
                 written[emission.request_id].extend(emission.tokens)
                 emitted += len(emission.tokens)
-        into.seconds += time.perf_counter() - started
+        into.seconds += self._clock() - started
         into.tokens += emitted
         into.texts.extend(tuple(tokens) for tokens in written.values())
 

@@ -16,7 +16,7 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy, Offer
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.types import ControllerName, Outcome, RequestId, SpeculationParams
+from eesd_dist.types import ControllerName, Outcome, RequestId, SpeculationParams, TreeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class Variant:
     max_draft_tokens: int | None = None
     settings: tuple[tuple[str, object], ...] = ()
     """Keys of the speculation section that differ from the service's own; replay only."""
+    tree: TreeShape = "none"
+    """Live only: a trace knows chains."""
 
     @property
     def params(self) -> SpeculationParams:

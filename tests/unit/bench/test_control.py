@@ -105,6 +105,19 @@ def test_live_crowds_are_as_large_as_they_are_called(ran: Ran) -> None:
     assert ran.report["live"]["mixed"]["largest_batch"] >= 16
 
 
+def test_trees_are_raced_against_the_chains_of_the_same_controller(ran: Ran) -> None:
+    ratios = ran.report["summary"]["tree_over_chain"]
+    trees = {f"{n}, {s} tree" for n in ("goodput", "calibration") for s in ("static", "dynamic")}
+    assert ratios
+    for name, row in ratios.items():
+        assert set(row) == trees
+        race = ran.report["live"]["trees"][name]
+        assert {"plain", "goodput", "calibration"} | trees == set(race["variants"])
+        # More is drafted for what leaves: a tree that was never drawn would draft as its chain.
+        drafted = {label: v["drafted_per_token"] for label, v in race["variants"].items()}
+        assert drafted["calibration, static tree"] > drafted["calibration"]
+
+
 def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
     names = {name for name in get_args(ControllerName) if name != "fixed"}
     lengths = {"plain", *(f"fixed {length}" for length in range(1, 9))}
