@@ -6,7 +6,7 @@ opinion on them.
 
 from dataclasses import dataclass
 
-from eesd_dist.types import Evidence, RequestId
+from eesd_dist.types import Evidence, RequestId, TreeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,4 +20,7 @@ class Offer:
     """Which drafted token of this request it follows, counted in the order they were taken; -1
     follows the last known token."""
     rank: int = 0
-    """0: the exit head's first choice after its parent; r: its r-th alternative."""
+    """0: the exit head's first choice after its parent; r: its r-th alternative. There is room for
+    all that are offered; those taken are numbered in the order they were offered."""
+    shape: TreeShape = "none"
+    """What its request's drafts look like."""

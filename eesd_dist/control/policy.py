@@ -15,9 +15,13 @@ from eesd_dist.control.controllers import Controller, make_controller
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput import Goodput, GoodputController
 from eesd_dist.control.offers import Offer
-from eesd_dist.types import ControllerName, Outcome, RequestId
+from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
 
 __all__ = ["DraftPolicy", "Offer"]
+
+
+_UNSEEN = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
 
 
 class DraftPolicy:
@@ -38,6 +42,9 @@ class DraftPolicy:
         self._advice: dict[RequestId, Belief] = {}
         self._batch = Goodput(cost=cost, calibrator=calibrator, speculation=speculation)
         """All requests under `goodput`, which are decided together."""
+        self._growth = TreeGrowth(calibrator=calibrator, discount=speculation.discount)
+        self._answers: dict[RequestId, bool] = {}
+        """To questions of this level that could be answered before the exit head's guess."""
 
     def admit(self, request_id: RequestId, name: ControllerName | None, belief: Belief) -> None:
         """A request begins, warmed with `belief`; `name` None takes the service's default.
@@ -57,6 +64,7 @@ class DraftPolicy:
         """Another exit head has come with a calibration of its own; beliefs stay what they are."""
         self._calibrator = calibrator
         self._batch.recalibrate(calibrator)
+        self._growth.recalibrate(calibrator)
         for request_id, controller in list(self._controllers.items()):
             name = self._names[request_id]
             if name != "goodput":
@@ -92,6 +100,8 @@ class DraftPolicy:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
+        self._answers = {}
+        self._growth.begin_round()
         for request_id in self._alone(request_ids):
             self._controllers[request_id].begin_round()
         self._batch.begin_round(
@@ -104,7 +114,7 @@ class DraftPolicy:
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Whose next guess is worth the exit head's work; the others' drafts end here."""
         worth = self._batch.worth_a_guess(self._together(request_ids))
-        return worth.union(self._alone(request_ids))
+        return worth.union(i for i in self._alone(request_ids) if self._may_go_on(i))
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
         """Which of one level's offers to draft. Who is refused is not offered again this round.
@@ -124,15 +134,31 @@ class DraftPolicy:
         """Nothing is learnt where `speculation.learn` is off."""
         if not self._speculation.learn:
             return
+        outcomes = list(outcomes)
+        self._growth.observe(outcomes)
         for outcome in outcomes:
             controller = self._controllers.get(outcome.request_id)
             if controller is not None:
                 controller.observe(outcome)
 
+    def _may_go_on(self, request_id: RequestId) -> bool:
+        """Who does not look at evidence has its answer before the guess; it is kept until the
+        offer comes."""
+        controller = self._controllers[request_id]
+        if controller.needs_evidence:
+            return True
+        if request_id not in self._answers:
+            self._answers[request_id] = controller.keep_drafting(_UNSEEN)
+        return self._answers[request_id]
+
     def _choose_alone(self, offers: Sequence[Offer]) -> list[bool]:
-        return [
-            self._controllers[offer.request_id].keep_drafting(offer.evidence) for offer in offers
-        ]
+        """Each controller has one answer a level, asked about the likeliest next token."""
+        answers, self._answers = self._answers, {}
+        for offer in offers:
+            if offer.request_id not in answers:
+                controller = self._controllers[offer.request_id]
+                answers[offer.request_id] = controller.keep_drafting(offer.evidence)
+        return self._growth.choose(offers, answers)
 
     def _alone(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
         return [request_id for request_id in request_ids if self._names[request_id] != "goodput"]

@@ -116,6 +116,7 @@ def build_draft_stage(config: EngineConfig, layout: Layout, group: TensorGroup) 
         numerics=model.numerics,
         rejection=config.speculation.acceptance == "rejection",
         log_evidence=config.speculation.log_evidence,
+        tree=config.speculation.tree,
     )
 
 
@@ -189,6 +190,7 @@ def build_draft_engine(
         max_draft_tokens=config.speculation.max_draft_tokens if draft.head is not None else 0,
         vocab_size=layout.spec.vocab_size,
         clock=clock,
+        tree=config.speculation.tree,
     )
     return EngineCore(
         draft=draft,

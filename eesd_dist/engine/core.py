@@ -17,13 +17,15 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
 from eesd_dist.engine.spool import SpoolSink, SpoolTap
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel, VerifyReply
+from eesd_dist.trees import ROOT
 from eesd_dist.types import (
+    Branch,
     Emission,
     Outcome,
     Request,
@@ -101,6 +103,9 @@ class EngineCore:
         self._arrived = threading.Event()
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._in_flight: dict[int, _InFlight] = {}
+        self._kv_moves: list[tuple[int, int]] = []
+        """Slots of accepted branches that the verify stage has yet to move: the next header says
+        so, before anything is read or written there, whoever's round that is."""
         self._next_cohort = 0
         self._round_id = 0
 
@@ -118,6 +123,7 @@ class EngineCore:
 
         Raises RequestError when it can never be served and CapacityError when the queue is full.
         """
+        self._refuse_odd_tree(request)
         with self._lock:
             self._scheduler.add(request)
             if plan is None and self._book is not None:
@@ -192,6 +198,7 @@ class EngineCore:
         """Goes on with a new verify stage: nothing of its cache is known, so all is recomputed."""
         with self._lock:
             self._in_flight.clear()
+            self._kv_moves.clear()
             self._scheduler.reset_computed()
             self._draft.forget_all()
             for request_id in self._policy.live():
@@ -261,6 +268,8 @@ class EngineCore:
             if len(runs) != 1:
                 break
             (run,) = runs
+            if run.is_tree:  # its verdict may fall on any branch
+                break
             if len(run.state.ahead) > run.item.max_draft:
                 break
             with_evidence = self._policy.needs_evidence([run.request_id])
@@ -305,50 +314,53 @@ class EngineCore:
     def _judge(
         self, waiting: _InFlight, reply: VerifyReply
     ) -> tuple[dict[RequestId, Committed], list[Outcome]]:
-        """Holds each draft against the verifier's tokens: the longest agreeing prefix survives."""
+        """Holds each draft against the verifier's tokens: the longest agreeing branch survives."""
         assert reply.round_id == waiting.round_id
         results: dict[RequestId, Committed] = {}
         outcomes: list[Outcome] = []
-        tokens = reply.tokens.tolist()
+        moves: list[tuple[int, int]] = []
+        tokens: list[int] = reply.tokens.tolist()
         at = 0
         for run in waiting.drafted.runs:
             item = run.item
             request_id = item.live.request.request_id
             if not item.is_final:
-                self._draft.settle(run, num_accepted=0, next_token=-1)
+                self._draft.settle(run, path=(), next_token=-1)
                 continue
             k = len(run.tokens)
             chosen = tokens[at : at + k + 1]
-            if reply.accepted.size:
-                flags = reply.accepted[at : at + k].tolist()
-                num_accepted = flags.index(0) if 0 in flags else k
-            else:
-                num_accepted = next((i for i in range(k) if run.tokens[i] != chosen[i]), k)
-            self._draft.settle(run, num_accepted=num_accepted, next_token=chosen[num_accepted])
+            path = _accepted(run, chosen, reply.accepted[at : at + k].tolist())
+            rows = [0, *(1 + node for node in path)]
+            moves += self._draft.settle(run, path=path, next_token=chosen[rows[-1]])
             if self._tap is not None:
-                self._tap.stage(run, reply, first=at, path=range(num_accepted))
+                self._tap.stage(run, reply, first=at, path=path)
             results[request_id] = Committed(
-                tokens=tuple(TokenId(t) for t in chosen[: num_accepted + 1]),
+                tokens=tuple(TokenId(chosen[row]) for row in rows),
                 num_drafted=k,
-                num_accepted=num_accepted,
-                logprobs=_logprobs(item, reply, at, num_accepted + 1),
+                num_accepted=len(path),
+                logprobs=_logprobs(item, reply, [at + row for row in rows]),
             )
             if item.live.request.speculation.mode == "auto":
-                outcomes.append(
-                    Outcome(
-                        request_id=request_id,
-                        num_drafted=k,
-                        num_accepted=num_accepted,
-                        evidence=tuple(run.evidence),
-                    )
-                )
+                outcomes.append(_outcome(run, path))
             at += k + 1
+        self._draft.move(moves)
+        self._kv_moves += moves
         return results, outcomes
 
     # -- pieces ---------------------------------------------------------------------------------
 
+    def _refuse_odd_tree(self, request: Request) -> None:
+        shape = self._speculation.tree.shape_of(request.speculation.tree)
+        if shape != "none" and self._speculation.acceptance == "rejection":
+            raise RequestError(
+                f"speculation.tree is {shape} and this service accepts by rejection sampling, "
+                "which judges chains: leave it out, or ask for none",
+                param="speculation.tree",
+            )
+
     def _header(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
         self._round_id += 1
+        moves, self._kv_moves = tuple(self._kv_moves), []
         span = self._round_span([item.live.request.traceparent for item in plan.items])
         return RoundHeader(
             generation=self._generation,
@@ -360,6 +372,7 @@ class EngineCore:
             trace_id=span.trace_id,
             span_id=span.span_id,
             wants_rejection=self._speculation.acceptance == "rejection",
+            kv_moves=moves,
         )
 
     def _spool_k(self, run: DraftRun) -> int:
@@ -385,7 +398,12 @@ class EngineCore:
         commit_s: float,
     ) -> RoundStats:
         items = waiting.plan.items
-        longest = max((o.num_drafted for o in outcomes), default=0)
+        depths = [
+            max(run.depths, default=0)
+            for run in waiting.drafted.runs
+            if run.item.is_final and run.item.live.request.speculation.mode == "auto"
+        ]
+        longest = max(depths, default=0)
         return RoundStats(
             round_id=waiting.round_id,
             cohort=waiting.plan.cohort,
@@ -406,9 +424,7 @@ class EngineCore:
             traceparents=tuple(i.live.request.traceparent for i in items),
             trace_id=waiting.span.trace_id,
             span_id=waiting.span.span_id,
-            drafted_by_position=tuple(
-                sum(o.num_drafted > j for o in outcomes) for j in range(longest)
-            ),
+            drafted_by_position=tuple(sum(depth > j for depth in depths) for j in range(longest)),
             accepted_by_position=tuple(
                 sum(o.num_accepted > j for o in outcomes) for j in range(longest)
             ),
@@ -423,6 +439,7 @@ def _segment(run: DraftRun, page_size: int, *, spool_k: int = 0) -> Segment:
     return Segment(
         start=item.start,
         num_rows=num_rows,
+        parents=run.branching,
         num_sampled=1 + len(run.tokens) if item.is_final else 0,
         pages=tuple(item.pages[: -(-end // page_size)]),
         tokens=(*live.tokens[item.start : item.start + item.num_known], *run.tokens),
@@ -444,7 +461,48 @@ def _segment(run: DraftRun, page_size: int, *, spool_k: int = 0) -> Segment:
     )
 
 
-def _logprobs(item: PlanItem, reply: VerifyReply, at: int, count: int) -> tuple[TokenLogprobs, ...]:
+def _accepted(run: DraftRun, chosen: list[int], flags: list[int]) -> list[int]:
+    """The drafted tokens that survive, from the root on. `chosen` are the verifier's own tokens
+    after the last known row and after each drafted one; `flags`: rejection sampling has judged."""
+    if flags:
+        return list(range(flags.index(0) if 0 in flags else len(flags)))
+    path: list[int] = []
+    last = ROOT
+    for node, parent in enumerate(run.parents):
+        if parent == last and run.tokens[node] == chosen[1 + last]:
+            path.append(node)
+            last = node
+    return path
+
+
+def _outcome(run: DraftRun, path: list[int]) -> Outcome:
+    return Outcome(
+        request_id=run.request_id,
+        num_drafted=len(run.tokens),
+        num_accepted=len(path),
+        evidence=() if run.is_tree else tuple(run.evidence),
+        branches=_branches(run, path) if run.is_tree else (),
+    )
+
+
+def _branches(run: DraftRun, path: list[int]) -> tuple[Branch, ...]:
+    """The points of a tree that its verdict came to, where there was something to judge."""
+    found: list[Branch] = []
+    for depth, point in enumerate((ROOT, *path)):
+        children = [node for node, parent in enumerate(run.parents) if parent == point]
+        if children:
+            found.append(
+                Branch(
+                    depth=depth,
+                    num_offered=len(children),
+                    chosen_rank=run.ranks[path[depth]] if depth < len(path) else -1,
+                    evidence=run.evidence[children[0]],
+                )
+            )
+    return tuple(found)
+
+
+def _logprobs(item: PlanItem, reply: VerifyReply, rows: Sequence[int]) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of the tokens that leave; nothing when the request asked for none."""
     wanted = item.live.request.sampling.top_logprobs
     if wanted is None:
@@ -459,5 +517,5 @@ def _logprobs(item: PlanItem, reply: VerifyReply, at: int, count: int) -> tuple[
                 )
             ),
         )
-        for row in range(at, at + count)
+        for row in rows
     )

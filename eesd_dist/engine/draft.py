@@ -1,21 +1,26 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
 Every token of every request passes through here, drafted or known; what comes out are the hidden
-states that the verify stage goes on from. It asks a controller before each drafted token and knows
-nothing of queues, of the verifier's answers or of how rounds travel.
+states that the verify stage goes on from. Drafts grow level by level: the exit head's best next
+tokens are offered to the policy, of every request at once, and those it takes are computed
+together. Of a tree alternatives are offered too, each with its own ancestors for history and noise.
+Knows nothing of queues, of the verifier's answers or of how rounds travel.
 """
 
-# Shapes: T rows, A runs that go on drafting, D hidden size, V vocabulary (or the draft vocabulary).
+# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
+# of a row, B alternatives, V vocabulary (or the draft vocabulary).
 
 from collections import deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eesd_dist.config import Numerics
+from eesd_dist.config import Numerics, TreeConfig
 from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
@@ -26,60 +31,10 @@ from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.types import Evidence, RequestId
 
+__all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
+
 _CATCH_UP_ROWS = 16
 """Rounds without drafts leave the exit head behind; it catches up this many rows at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """The exit head's next guess, not yet drafted."""
-
-    token: int
-    evidence: Evidence
-    probs_V: Tensor | None
-    """The distribution it was drawn from; only rejection sampling asks for it."""
-    hidden_D: Tensor | None = None
-    """Its row after layer N, when it was computed ahead of time."""
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftState:
-    """What the draft stage remembers of a request between rounds: a cache, never needed."""
-
-    exit_len: int = 0
-    """Positions whose exit-head keys and values are valid."""
-    lagging_TD: list[Tensor] = field(default_factory=list)
-    """Rows after layer N from position exit_len on, which the exit head has not seen yet."""
-    ahead_from: int = 0
-    ahead_pages: tuple[int, ...] = ()
-    """The page table that work was done in; under another one it is worth nothing."""
-    ahead: deque[Candidate] = field(default_factory=deque)
-    """Work done while the last verdict was under way: the token at position `ahead_from` and
-    further candidates, each with its row already computed except perhaps the last."""
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftRun:
-    """One request's part of a round: known rows, then drafted rows."""
-
-    item: PlanItem
-    state: DraftState
-    rows_TD: list[Tensor] = field(default_factory=list)
-    """Pieces [n, D] in order of position, from item.start."""
-    tokens: list[int] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-    probs_V: list[Tensor] = field(default_factory=list)
-    prefetched: deque[Candidate] = field(default_factory=deque)
-    exit_row_D: Tensor | None = None
-    """The exit head's output at the newest row, when it has seen it."""
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.item.live.request.request_id
-
-    @property
-    def next_position(self) -> int:
-        return self.item.start + self.item.num_known + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +42,24 @@ class DraftedRound:
     runs: tuple[DraftRun, ...]
     hidden_TD: Tensor
     draft_probs_KV: Tensor | None
+
+
+class _Guess(NamedTuple):
+    """A candidate, and where in its run's draft it would stand."""
+
+    run: DraftRun
+    parent: int
+    rank: int
+    candidate: Candidate
+
+
+class _Guesses(NamedTuple):
+    """The exit head's best tokens at A places, before they are anybody's candidates."""
+
+    tokens_AB: list[list[int]]
+    scores_AB: list[list[float]]
+    gaps_A: list[float]
+    probs_AV: Tensor | None
 
 
 class DraftStage:
@@ -102,7 +75,9 @@ class DraftStage:
         numerics: Numerics,
         rejection: bool = False,
         log_evidence: bool = False,
+        tree: TreeConfig | None = None,
     ) -> None:
+        """`tree`: how many alternatives those requests are offered that draft trees."""
         self.span = span
         self.head = head
         self.page_size = page_size
@@ -110,6 +85,7 @@ class DraftStage:
         self._numerics: Numerics = numerics
         self._rejection = rejection
         self._log_evidence = log_evidence
+        self._tree = tree or TreeConfig()
         self._states: dict[RequestId, DraftState] = {}
         self._ahead_of: set[RequestId] = set()
         self._segments: list[RowSegment] = []
@@ -172,7 +148,7 @@ class DraftStage:
         if state.ahead and state.ahead_from == item.start and item.num_known == 1 and same_pages:
             run.prefetched = state.ahead
         else:  # preempted, resumed from a shorter cached prefix, or nothing was done ahead
-            _roll_back(state, item.start)
+            roll_back(state, item.start)
         state.ahead = deque()
         return run
 
@@ -192,75 +168,65 @@ class DraftStage:
         for run in fresh:
             item = run.item
             tokens.extend(item.live.tokens[item.start : item.start + item.num_known])
-        hidden_TD = self._forward(
-            tokens, [(run.item.start, run.item.num_known, run.item.pages) for run in fresh]
+        hidden_TD, input_TE = self._forward(
+            tokens,
+            [RowSegment(run.item.start, run.item.num_known, run.item.pages) for run in fresh],
         )
         at = 0
         for run in fresh:
-            run.rows_TD.append(hidden_TD[at : at + run.item.num_known])
-            at += run.item.num_known
+            end = at + run.item.num_known
+            run.rows_TD.append(hidden_TD[at:end])
             if run.item.live.request.speculation.mode == "auto":
-                self._note_lagging(run)
+                self._note_lagging(run, input_TE[at:end])
+            at = end
 
-    def _note_lagging(self, run: DraftRun) -> None:
+    def _note_lagging(self, run: DraftRun, input_TE: Tensor) -> None:
         state, item = run.state, run.item
         if self.head is None:
             return
-        if not state.lagging_TD and state.exit_len < item.start:
+        if not state.lagging_TE and state.exit_len < item.start:
             state.exit_len = item.start  # prefix taken from the page cache, exit rows included
-        state.lagging_TD.append(run.rows_TD[-1])
-        if sum(piece.shape[0] for piece in state.lagging_TD) >= _CATCH_UP_ROWS and not (
-            item.is_final and item.max_draft > 0
-        ):
+        state.lagging_TE.append(input_TE)
+        if state.num_lagging >= _CATCH_UP_ROWS and not (item.is_final and item.max_draft > 0):
             self._catch_up([run])
 
     def _catch_up(self, runs: list[DraftRun]) -> None:
-        """Shows the exit head the rows it has not seen; leaves its output at each newest row."""
+        """Shows the exit head the rows it has not seen; leaves its output where guesses follow."""
         assert self.head is not None
         pieces: list[Tensor] = []
         segments: list[RowSegment] = []
         for run in runs:
-            state = run.state
-            num_rows = sum(piece.shape[0] for piece in state.lagging_TD)
-            pieces.extend(state.lagging_TD)
-            segments.append(
-                RowSegment(start=state.exit_len, num_rows=num_rows, pages=run.item.pages)
-            )
-        hidden_TD = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        out_TD = self.head.forward(hidden_TD, self._plan(segments))
+            unseen, segment = run.unseen()
+            pieces.extend(unseen)
+            segments.append(segment)
+        input_TE = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        out_TD = self.head.forward(input_TE, self._plan(segments))
         end = 0
         for run, segment in zip(runs, segments, strict=True):
             end += segment.num_rows
-            run.exit_row_D = out_TD[end - 1]
-            run.state.exit_len += segment.num_rows
-            run.state.lagging_TD.clear()
+            run.note_seen(out_TD[end - segment.num_rows : end])
 
     def _draft_on(self, runs: list[DraftRun], policy: DraftPolicy) -> None:
         active = self._worth_guessing(runs, policy)
         while active:
-            with_evidence = self._log_evidence or policy.needs_evidence(
-                [run.request_id for run in active]
+            with_evidence = (
+                self._log_evidence
+                or any(run.item.live.tree == "dynamic" for run in active)
+                or policy.needs_evidence([run.request_id for run in active])
             )
-            candidates = self._candidates(active, with_evidence=with_evidence)
-            offers = [
-                Offer(
-                    request_id=run.request_id,
-                    evidence=candidate.evidence,
-                    parent=len(run.tokens) - 1,
-                )
-                for run, candidate in zip(active, candidates, strict=True)
-            ]
-            going_on: list[tuple[DraftRun, Candidate]] = []
-            for run, candidate, is_taken in zip(
-                active, candidates, policy.choose(offers), strict=True
+            guesses = self._guesses(active, with_evidence=with_evidence)
+            taken: list[_Guess] = []
+            for guess, is_taken in zip(
+                guesses, policy.choose([_offer(guess) for guess in guesses]), strict=True
             ):
                 if is_taken:
-                    going_on.append((run, candidate))
-                else:
-                    run.prefetched.appendleft(candidate)  # still the best guess, should we go ahead
-            self._take(going_on)
+                    taken.append(guess)
+                elif not guess.run.is_tree:  # still the best guess, should we go ahead
+                    guess.run.prefetched.appendleft(guess.candidate)
+            self._take(taken)
+            going_on = {id(guess.run) for guess in taken}
             active = self._worth_guessing(
-                [run for run, _ in going_on if len(run.tokens) < run.item.max_draft], policy
+                [run for run in active if id(run) in going_on and run.may_grow], policy
             )
 
     def _worth_guessing(self, runs: list[DraftRun], policy: DraftPolicy) -> list[DraftRun]:
@@ -268,97 +234,122 @@ class DraftStage:
         wanted = policy.worth_a_guess([run.request_id for run in runs])
         going_on = [run for run in runs if run.request_id in wanted or run.prefetched]
         for run in runs:
-            lag = sum(piece.shape[0] for piece in run.state.lagging_TD)
-            if lag >= _CATCH_UP_ROWS and run.request_id not in wanted and not run.prefetched:
+            lags = run.state.num_lagging >= _CATCH_UP_ROWS
+            if lags and run.request_id not in wanted and not run.prefetched:
                 self._catch_up([run])
         return going_on
 
-    def _take(self, chosen: list[tuple[DraftRun, Candidate]]) -> None:
-        """Drafts the chosen candidates: one row each through layers [0, N)."""
-        fresh = [(run, c) for run, c in chosen if c.hidden_D is None]
-        if fresh:
-            hidden_AD = self._forward(
-                [candidate.token for _, candidate in fresh],
-                [(run.next_position, 1, run.item.pages) for run, _ in fresh],
-            )
-            for (run, _), row_D in zip(fresh, hidden_AD, strict=True):
-                run.rows_TD.append(row_D.unsqueeze(0))
-                run.state.lagging_TD.append(row_D.unsqueeze(0))
-                run.exit_row_D = None
-        for run, candidate in chosen:
-            if candidate.hidden_D is not None:
+    def _take(self, taken: list[_Guess]) -> None:
+        """Drafts the taken candidates: one row each through layers [0, N), a run's side by side."""
+        fresh: dict[int, tuple[DraftRun, list[int]]] = {}
+        for run, parent, rank, candidate in taken:
+            if candidate.hidden_D is None:
+                fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
+            else:
                 run.rows_TD.append(candidate.hidden_D.unsqueeze(0))
-            run.tokens.append(candidate.token)
-            run.evidence.append(candidate.evidence)
-            if candidate.probs_V is not None:
-                run.probs_V.append(candidate.probs_V)
+            run.append(candidate, parent=parent, rank=rank)
+        if not fresh:
+            return
+        levels = list(fresh.values())
+        hidden_AD, input_AE = self._forward(
+            [token for _, tokens in levels for token in tokens],
+            [run.last_rows(len(tokens)) for run, tokens in levels],
+        )
+        at = 0
+        for run, tokens in levels:
+            end = at + len(tokens)
+            run.note_level(hidden_AD[at:end], input_AE[at:end])
+            at = end
 
-    def _candidates(self, runs: list[DraftRun], *, with_evidence: bool) -> list[Candidate]:
-        found: dict[int, Candidate] = {}
-        missing: list[DraftRun] = []
+    def _guesses(self, runs: list[DraftRun], *, with_evidence: bool) -> list[_Guess]:
+        """What may follow each run's newest tokens, run by run: of a chain one guess, of a tree the
+        best ones of each token, first choices first and no more than the tree has room for."""
+        missing = [run for run in runs if not run.prefetched]
+        fresh = self._guess(missing, with_evidence=with_evidence) if missing else []
+        found = {id(run): guesses for run, guesses in zip(missing, fresh, strict=True)}
         for run in runs:
             if run.prefetched:
-                found[id(run)] = run.prefetched.popleft()
-            else:
-                missing.append(run)
-        if missing:
-            for run, candidate in zip(
-                missing, self._guess(missing, with_evidence=with_evidence), strict=True
-            ):
-                found[id(run)] = candidate
-        return [found[id(run)] for run in runs]
+                (tip,) = run.tips
+                found[id(run)] = [_Guess(run, tip, 0, run.prefetched.popleft())]
+        return [guess for run in runs for guess in found[id(run)]]
 
-    def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[Candidate]:
-        """The exit head's next token for each run, drawn with the noise the verifier will use."""
+    def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[list[_Guess]]:
+        """The exit head's next tokens for each run, drawn with the noise the verifier will use."""
         assert self.head is not None
-        behind = [run for run in runs if run.state.lagging_TD]
+        behind = [run for run in runs if run.is_unseen]
         if behind:
             self._catch_up(behind)
-        exit_rows = [run.exit_row_D for run in runs]
-        assert all(row is not None for row in exit_rows)
-        exit_AD = torch.stack([row for row in exit_rows if row is not None])
+        exit_rows = [run.exit_AD for run in runs if run.exit_AD is not None]
+        assert len(exit_rows) == len(runs)
+        exit_AD = exit_rows[0] if len(exit_rows) == 1 else torch.cat(exit_rows)
         logits_AV = self.head.logits(exit_AD)
-        rules = [self._rule(run) for run in runs]
-        probs_AV: Tensor | None = None
+        widths = [
+            self._tree.width_at(run.depth_of(run.tips[0]), run.item.live.tree) for run in runs
+        ]
+        rules = [self._rule(run, tip) for run in runs for tip in run.tips]
+        depths = [run.depth_of(tip) for run in runs for tip in run.tips]
+        drawn = self._draw(logits_AV, rules, depths, width=max(widths))
+        measures: Sequence[tuple[float, float, float]] = (
+            evidence_of(logits_AV) if with_evidence else [(1.0, 1.0, 0.0)] * len(rules)
+        )
+        evidence = [
+            Evidence(
+                depth=depths[at],
+                top1_prob=measures[at][0],
+                top2_margin=measures[at][1],
+                entropy=measures[at][2],
+                gap=drawn.gaps_A[at],
+            )
+            for at in range(len(rules))
+        ]
+        guesses: list[list[_Guess]] = []
+        first = 0
+        for run, width in zip(runs, widths, strict=True):
+            ours = [
+                _Guess(
+                    run,
+                    tip,
+                    rank,
+                    Candidate(
+                        token=drawn.tokens_AB[at][rank],
+                        evidence=evidence[at],
+                        probs_V=None if drawn.probs_AV is None else drawn.probs_AV[at],
+                    ),
+                )
+                for rank in range(min(width, len(drawn.tokens_AB[first])))
+                for at, tip in enumerate(run.tips, start=first)
+                if rank == 0 or drawn.scores_AB[at][rank] > -torch.inf
+            ]
+            guesses.append(ours[: run.room] if run.is_tree else ours)
+            first += len(run.tips)
+        return guesses
+
+    def _draw(
+        self, logits_AV: Tensor, rules: list[RowRule], depths: list[int], *, width: int
+    ) -> _Guesses:
+        assert self.head is not None
         if self._rejection:
             sample = draft_sample(
                 logits_AV,
                 rules,
-                [len(run.tokens) for run in runs],
+                depths,
                 vocab_ids=self.head.vocab_ids,
                 vocab_size=self.span.spec.vocab_size,
             )
-            tokens, probs_AV = sample.tokens.tolist(), sample.probs
-            gaps = [0.0] * len(runs)
-        else:
-            choice = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids)
-            tokens, gaps = choice.tokens[:, 0].tolist(), choice.gaps.tolist()
-        measures: Sequence[tuple[float, float, float]] = (
-            evidence_of(logits_AV) if with_evidence else [(1.0, 1.0, 0.0)] * len(runs)
-        )
-        return [
-            Candidate(
-                token=tokens[i],
-                evidence=Evidence(
-                    depth=len(run.tokens),
-                    top1_prob=measures[i][0],
-                    top2_margin=measures[i][1],
-                    entropy=measures[i][2],
-                    gap=gaps[i],
-                ),
-                probs_V=None if probs_AV is None else probs_AV[i],
-            )
-            for i, run in enumerate(runs)
-        ]
+            tokens_AB = [[token] for token in sample.tokens.tolist()]
+            return _Guesses(tokens_AB, [[0.0]] * len(rules), [0.0] * len(rules), sample.probs)
+        width = min(width, logits_AV.shape[-1])
+        choice = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids, width=width)
+        return _Guesses(choice.tokens.tolist(), choice.scores.tolist(), choice.gaps.tolist(), None)
 
-    def _rule(self, run: DraftRun) -> RowRule:
+    def _rule(self, run: DraftRun, tip: int) -> RowRule:
         live = run.item.live
         sampling = live.request.sampling
         return RowRule.of(
             sampling,
-            position=run.next_position,
+            position=run.first_position + run.depth_of(tip),
             num_prompt=live.num_prompt,
-            history=(*live.tokens, *run.tokens) if sampling.needs_history else (),
+            history=(*live.tokens, *run.tokens_to(tip)) if sampling.needs_history else (),
         )
 
     @torch.inference_mode()
@@ -378,68 +369,85 @@ class DraftStage:
             for run in runs
             if run.item.max_draft > 0
             and run.item.is_final
-            and run.next_position + len(run.state.ahead) < len(run.item.pages) * self.page_size
+            and run.next_place + len(run.state.ahead) < len(run.item.pages) * self.page_size
         ]
 
     @torch.inference_mode()
     def go_ahead(self, run: DraftRun, *, with_evidence: bool) -> None:
         """One more token past the draft, in the hope that the verifier agrees with all of it."""
+        assert not run.is_tree, "there is no telling which branch to go on from"
         ahead = run.state.ahead
         if not ahead:
-            run.state.ahead_from = run.next_position
+            run.state.ahead_from = run.next_place
             run.state.ahead_pages = run.item.pages
             self._ahead_of.add(run.item.live.request.request_id)
-        shadow = DraftRun(item=run.item, state=run.state, exit_row_D=run.exit_row_D)
-        shadow.tokens = [*run.tokens, *(c.token for c in ahead)]
+        shadow = DraftRun(item=run.item, state=run.state, exit_AD=run.exit_AD)
+        for at, token in enumerate([*run.tokens, *(c.token for c in ahead)]):
+            shadow.append_token(token, parent=at - 1)
+        shadow.tips = [len(shadow.tokens) - 1]
         if run.prefetched:
             guess = run.prefetched.popleft()
         else:
-            (guess,) = self._guess([shadow], with_evidence=with_evidence or self._log_evidence)
+            (((_, _, _, guess),),) = self._guess(
+                [shadow], with_evidence=with_evidence or self._log_evidence
+            )
         if guess.hidden_D is None:
-            (hidden_D,) = self._forward([guess.token], [(shadow.next_position, 1, run.item.pages)])
-            run.state.lagging_TD.append(hidden_D.unsqueeze(0))
-            run.exit_row_D = None
+            hidden_1D, input_1E = self._forward(
+                [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
+            )
+            run.state.lagging_TE.append(input_1E)
+            run.exit_AD = None
             guess = Candidate(
-                token=guess.token, evidence=guess.evidence, probs_V=guess.probs_V, hidden_D=hidden_D
+                token=guess.token,
+                evidence=guess.evidence,
+                probs_V=guess.probs_V,
+                hidden_D=hidden_1D[0],
             )
         else:
-            run.exit_row_D = shadow.exit_row_D
+            run.exit_AD = shadow.exit_AD
         ahead.append(guess)
 
-    def settle(self, run: DraftRun, *, num_accepted: int, next_token: int) -> None:
-        """Rolls this request's exit-head state back to what the verdict left of the draft."""
+    def settle(
+        self, run: DraftRun, *, path: Sequence[int], next_token: int
+    ) -> list[tuple[int, int]]:
+        """Rolls this request's exit-head state back to what the verdict left of the draft.
+
+        `path` are the accepted drafted tokens. Returns the slots, (from, to), whose content has to
+        move so that an accepted branch lies in its places in the text; `move` does it here.
+        """
         state, item = run.state, run.item
-        keep = item.start + item.num_known + num_accepted
+        if run.is_tree:
+            run.keep_branch(path, drafts=self.head is not None)
+            return run.moves(path, page_size=self.page_size)
+        keep = item.start + item.num_known + len(path)
         ahead = state.ahead
         # What an earlier round left over is computed already: it goes on with the rest, or falls.
         while ahead and run.prefetched and run.prefetched[0].hidden_D is not None:
             ahead.append(run.prefetched.popleft())
-        if ahead and num_accepted == len(run.tokens) and ahead[0].token == next_token:
+        if ahead and len(path) == len(run.tokens) and ahead[0].token == next_token:
             for depth, candidate in enumerate(list(ahead)[1:]):
-                ahead[depth + 1] = Candidate(
-                    token=candidate.token,
-                    evidence=Evidence(
-                        depth=depth,
-                        top1_prob=candidate.evidence.top1_prob,
-                        top2_margin=candidate.evidence.top2_margin,
-                        entropy=candidate.evidence.entropy,
-                        gap=candidate.evidence.gap,
-                    ),
-                    probs_V=candidate.probs_V,
-                    hidden_D=candidate.hidden_D,
-                )
-            return
+                ahead[depth + 1] = candidate.at_depth(depth)
+            return []
         state.ahead = deque()
-        if self.head is None or item.live.request.speculation.mode == "off":
-            return
-        _roll_back(state, keep)
+        if self.head is not None and item.live.request.speculation.mode == "auto":
+            roll_back(state, keep)
+        return []
 
-    def _forward(self, tokens: list[int], segments: list[tuple[int, int, Sequence[int]]]) -> Tensor:
+    @torch.inference_mode()
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Puts accepted branches into their places, in the pages of the layers and of the head."""
+        self.span.move(moves)
+        if self.head is not None:
+            self.head.move(moves)
+
+    def _forward(self, tokens: list[int], segments: list[RowSegment]) -> tuple[Tensor, Tensor]:
+        """Rows after layer N, and what the exit head reads of them."""
         tokens_T = torch.tensor(tokens, device=self.device)
-        plan = self._plan(
-            [RowSegment(start=start, num_rows=n, pages=pages) for start, n, pages in segments]
-        )
-        return self.span.forward(self.span.embed(tokens_T), plan)
+        embedding_TD = self.span.embed(tokens_T)
+        hidden_TD = self.span.forward(embedding_TD, self._plan(segments))
+        if self.head is None:
+            return hidden_TD, hidden_TD
+        return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
 
     def _plan(self, segments: list[RowSegment]) -> RowPlan:
         """Made once for span and exit head when both run the same rows, as they mostly do."""
@@ -451,15 +459,12 @@ class DraftStage:
         return self._rows
 
 
-def _roll_back(state: DraftState, keep: int) -> None:
-    """Forgets what the exit head has seen, or was about to see, from position `keep` on."""
-    if state.exit_len >= keep:
-        state.exit_len = keep
-        state.lagging_TD.clear()
-        return
-    surplus = state.exit_len + sum(piece.shape[0] for piece in state.lagging_TD) - keep
-    while surplus > 0:
-        last_TD = state.lagging_TD.pop()
-        if last_TD.shape[0] > surplus:
-            state.lagging_TD.append(last_TD[: last_TD.shape[0] - surplus])
-        surplus -= last_TD.shape[0]
+def _offer(guess: _Guess) -> Offer:
+    run, parent, rank, candidate = guess
+    return Offer(
+        request_id=run.request_id,
+        evidence=candidate.evidence,
+        parent=parent,
+        rank=rank,
+        shape=run.item.live.tree,
+    )

@@ -58,9 +58,10 @@ class VerifyStage:
     ) -> VerifyReply:
         """The target's token after each sampled row. Every rank of the group returns the same."""
         started = time.perf_counter()
+        self.span.move(header.kv_moves)
         rows = RowPlan.build(
             [
-                RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages)
+                RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
                 for s in header.segments
             ],
             page_size=self._page_size,

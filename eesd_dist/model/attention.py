@@ -190,7 +190,7 @@ def grouping_is_exact(
     block = QUERY_BLOCK // queries_per_kv
     return all(
         torch.equal(mixed(at, count), together_TD[at : at + count])
-        for at in (0, page_size - 2, total - 2 * page_size - 3)
+        for at in (0, max(0, page_size - 2), total - 2 * page_size - 3)
         for count in (2, 3, 5, 8, block + 1, page_size + 2)
         if at + count <= total
     )

@@ -1,0 +1,63 @@
+"""Which tokens of a level to draft for requests whose controllers decide alone.
+
+The controller says whether its request's draft goes one level deeper. A chain then has its one next
+token and a static tree all that were offered; a dynamic tree those whose chance to survive is above
+a floor, by the calibrated probability of first choices and by what earlier verdicts say of
+alternatives (the trees of EAGLE-2, arXiv 2406.16858, grow by the same product of confidences; here
+they are calibrated first). Refuses to know costs: `goodput` weighs tokens against seconds instead.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
+from eesd_dist.types import Outcome, RequestId
+
+FLOOR = 0.12
+"""A token that survives in fewer than an eighth of all rounds is seldom worth its row."""
+
+
+class TreeGrowth:
+    """The trees of one round, as far as they have been drafted."""
+
+    def __init__(
+        self, *, calibrator: Calibrator | None, discount: float, floor: float = FLOOR
+    ) -> None:
+        self._calibrator = calibrator or Calibrator()
+        self._shares = RankShares(discount=discount)
+        self._floor = floor
+        self._nodes: dict[RequestId, list[Node]] = {}
+
+    def recalibrate(self, calibrator: Calibrator) -> None:
+        self._calibrator = calibrator
+
+    def begin_round(self) -> None:
+        self._nodes = {}
+
+    def choose(self, offers: Sequence[Offer], goes_on: Mapping[RequestId, bool]) -> list[bool]:
+        """One answer per offer; siblings are offered in order of rank."""
+        siblings: dict[tuple[RequestId, int], Siblings] = {}
+        return [
+            goes_on[offer.request_id]
+            and (offer.shape != "dynamic" or self._is_likely(offer, siblings))
+            for offer in offers
+        ]
+
+    def observe(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            self._shares.observe(outcome)
+
+    def _is_likely(self, offer: Offer, siblings: dict[tuple[RequestId, int], Siblings]) -> bool:
+        nodes = self._nodes.setdefault(offer.request_id, [])
+        family = siblings.get((offer.request_id, offer.parent))
+        if family is None:
+            m = self._calibrator.probability(offer.evidence)
+            parent = ROOT if offer.parent < 0 else nodes[offer.parent]
+            family = Siblings(parent=parent, drawn=m, expected=m)
+            siblings[offer.request_id, offer.parent] = family
+        node = family.next_node(self._shares.of(offer.rank))
+        if node.expected < self._floor:
+            return False
+        nodes.append(node)
+        return True

@@ -1,0 +1,217 @@
+"""One request's draft of one round, and what the draft stage remembers of it between rounds.
+
+Bookkeeping alone: which token follows which, where its row lies, which rows the exit head has seen.
+Refuses to know models, policies and rules.
+"""
+
+# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
+# of a row, V vocabulary.
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from eesd_dist.model.rows import RowSegment
+from eesd_dist.schedule.scheduler import PlanItem
+from eesd_dist.trees import ROOT, is_chain, path_to
+from eesd_dist.types import Evidence, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The exit head's next guess, not yet drafted."""
+
+    token: int
+    evidence: Evidence
+    probs_V: Tensor | None
+    """The distribution it was drawn from; only rejection sampling asks for it."""
+    hidden_D: Tensor | None = None
+    """Its row after layer N, when it was computed ahead of time."""
+
+    def at_depth(self, depth: int) -> "Candidate":
+        """The same guess with another number of drafted tokens before it."""
+        return replace(self, evidence=replace(self.evidence, depth=depth))
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftState:
+    """What the draft stage remembers of a request between rounds: a cache, never needed."""
+
+    exit_len: int = 0
+    """Positions whose exit-head keys and values are valid."""
+    lagging_TE: list[Tensor] = field(default_factory=list)
+    """What the exit head has yet to read, from position exit_len on."""
+    ahead_from: int = 0
+    ahead_pages: tuple[int, ...] = ()
+    """The page table that work was done in; under another one it is worth nothing."""
+    ahead: deque[Candidate] = field(default_factory=deque)
+    """Work done while the last verdict was under way: the token at position `ahead_from` and
+    further candidates, each with its row already computed except perhaps the last."""
+
+    @property
+    def num_lagging(self) -> int:
+        return sum(piece.shape[0] for piece in self.lagging_TE)
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftRun:
+    """One request's part of a round: known rows, then drafted rows in the order they were taken."""
+
+    item: PlanItem
+    state: DraftState
+    rows_TD: list[Tensor] = field(default_factory=list)
+    """Pieces [n, D]: the known rows, then the drafted ones."""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """Which drafted token each follows; -1: the last known one."""
+    ranks: list[int] = field(default_factory=list)
+    """0: the exit head's first choice after its parent; r: its r-th alternative."""
+    depths: list[int] = field(default_factory=list)
+    """How many drafted tokens lie on the way to each, itself included."""
+    evidence: list[Evidence] = field(default_factory=list)
+    probs_V: list[Tensor] = field(default_factory=list)
+    prefetched: deque[Candidate] = field(default_factory=deque)
+    tips: list[int] = field(default_factory=lambda: [ROOT])
+    """The newest tokens: what is guessed next follows one of them."""
+    exit_AD: Tensor | None = None
+    """The exit head's output at the tips, when it has seen them."""
+    level_TE: list[Tensor] = field(default_factory=list)
+    """Of a tree: what the exit head reads of its tokens, level by level."""
+    num_seen: int = 0
+    """Of a tree: how many of its tokens the exit head has seen."""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.item.live.request.request_id
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether alternatives may be drafted. A draft without any is still a chain of rows."""
+        return self.item.live.tree != "none"
+
+    @property
+    def first_position(self) -> int:
+        """Where the first drafted token would stand."""
+        return self.item.start + self.item.num_known
+
+    @property
+    def next_place(self) -> int:
+        """Where the next row goes in the page table; of a chain its position too."""
+        return self.first_position + len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be drafted."""
+        item = self.item
+        return (item.max_nodes if self.is_tree else item.max_draft) - len(self.tokens)
+
+    @property
+    def may_grow(self) -> bool:
+        return self.room > 0 and self.depth_of(self.tips[0]) < self.item.max_draft
+
+    @property
+    def branching(self) -> tuple[int, ...]:
+        """The tree's parents; empty while every token follows the one before it."""
+        return () if is_chain(self.parents) else tuple(self.parents)
+
+    def depth_of(self, tip: int) -> int:
+        return 0 if tip == ROOT else self.depths[tip]
+
+    def tokens_to(self, tip: int) -> list[int]:
+        """The drafted tokens up to one of them, itself included."""
+        return [self.tokens[node] for node in path_to(self.parents, tip)]
+
+    def append(self, candidate: Candidate, *, parent: int, rank: int) -> None:
+        """Takes a candidate, all of one level before any of the next."""
+        node = len(self.tokens)
+        self.append_token(candidate.token, parent=parent, rank=rank)
+        self.evidence.append(candidate.evidence)
+        if candidate.probs_V is not None:
+            self.probs_V.append(candidate.probs_V)
+        is_first = self.depth_of(self.tips[0]) < self.depths[node]
+        self.tips = [node] if is_first else [*self.tips, node]
+
+    def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.ranks.append(rank)
+        self.depths.append(self.depth_of(parent) + 1)
+
+    # -- rows and the exit head -----------------------------------------------------------------
+
+    def last_rows(self, count: int) -> RowSegment:
+        """The newest `count` drafted tokens as rows to compute."""
+        return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
+
+    def note_level(self, hidden_AD: Tensor, input_AE: Tensor) -> None:
+        """The newest tokens have been computed."""
+        self.rows_TD.append(hidden_AD)
+        self.exit_AD = None
+        if self.is_tree:
+            self.level_TE.append(input_AE)
+        else:
+            self.state.lagging_TE.append(input_AE)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether there are rows that the exit head has not read."""
+        return bool(self.state.lagging_TE) or self.num_seen < len(self.tokens) * self.is_tree
+
+    def unseen(self) -> tuple[list[Tensor], RowSegment]:
+        """Those rows. A tree's first level is drafted after the known rows were read."""
+        state = self.state
+        if state.lagging_TE:
+            return state.lagging_TE, RowSegment(state.exit_len, state.num_lagging, self.item.pages)
+        return self.level_TE[-1:], self.last_rows(self.level_TE[-1].shape[0])
+
+    def note_seen(self, out_TD: Tensor) -> None:
+        """The exit head has read them."""
+        state = self.state
+        if state.lagging_TE:
+            state.exit_len += out_TD.shape[0]
+            state.lagging_TE.clear()
+            self.exit_AD = out_TD[-1:]
+            return
+        self.num_seen = len(self.tokens)
+        self.exit_AD = out_TD
+
+    # -- the verdict on a tree ------------------------------------------------------------------
+
+    def keep_branch(self, path: Sequence[int], *, drafts: bool) -> None:
+        """The accepted branch becomes known text; what the head has not seen of it lags behind."""
+        state = self.state
+        if not drafts or not path:
+            return
+        num_seen = sum(node < self.num_seen for node in path)
+        state.exit_len += num_seen
+        if num_seen < len(path):
+            input_TE = torch.cat(self.level_TE)
+            state.lagging_TE.append(input_TE[list(path[num_seen:])])
+
+    def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
+        """Slots of the accepted branch, and those of its places in the text, where they differ."""
+        pages, first = self.item.pages, self.first_position
+
+        def slot(place: int) -> int:
+            return pages[place // page_size] * page_size + place % page_size
+
+        return [
+            (slot(first + node), slot(first + to)) for to, node in enumerate(path) if node != to
+        ]
+
+
+def roll_back(state: DraftState, keep: int) -> None:
+    """Forgets what the exit head has seen, or was about to see, from position `keep` on."""
+    if state.exit_len >= keep:
+        state.exit_len = keep
+        state.lagging_TE.clear()
+        return
+    surplus = state.exit_len + state.num_lagging - keep
+    while surplus > 0:
+        last_TE = state.lagging_TE.pop()
+        if last_TE.shape[0] > surplus:
+            state.lagging_TE.append(last_TE[: last_TE.shape[0] - surplus])
+        surplus -= last_TE.shape[0]
