@@ -37,6 +37,7 @@ from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.train import train
+from serve_app.promotion import promote
 
 REPORT_FILE = "refresh.json"
 _LEAST_HELD_OUT = 8
@@ -131,6 +132,23 @@ def refresh(request: RefreshRequest, *, say: Say) -> RefreshReport:
         _publish(request, trained, {"asked": asked, **asdict(report)})
     shutil.rmtree(work)
     return report
+
+
+def promote_if_better(
+    folder: Path, report: RefreshReport, *, address: str | None = None, port: int = 8000
+) -> str:
+    """Loads the head into the running service, without a restart, if it is better; says what came
+    of it and keeps it in refresh.json. Raises what `serve_app.promotion.promote` raises."""
+    if not report.gain.rises:
+        return (
+            f"not promoted: the gain of {report.gain.mean:+.4f} may be chance (its interval begins "
+            f"at {report.gain.low:+.4f})"
+        )
+    promoted = promote(folder, address=address, port=port)
+    file = folder / REPORT_FILE
+    write_json(file, {**read_json(file), "promoted": [asdict(one) for one in promoted]})
+    names = ", ".join(one.pipeline for one in promoted)
+    return f"promoted: {len(promoted)} pipelines draft with it now ({names})"
 
 
 def described(report: RefreshReport) -> str:
@@ -278,6 +296,9 @@ def main(argv: Sequence[str]) -> int:
     add("--workers", type=int, default=1, help="training processes")
     add("--threads", type=int, help="CPU threads of each")
     add("--seed", type=int, default=0)
+    add("--promote", action="store_true", help="load it into the running service if it is better")
+    add("--address", help="the service's Ray cluster; without it, the one `eesd serve` started")
+    add("--port", type=int, default=8000, help="of that service")
     options = parser.parse_args(argv)
     request = RefreshRequest(
         model=options.model,
@@ -294,4 +315,9 @@ def main(argv: Sequence[str]) -> int:
     )
     report = refresh(request, say=on_stderr)
     sys.stdout.write(described(report) + "\n")
+    if options.promote:
+        sys.stdout.write(
+            promote_if_better(options.out, report, address=options.address, port=options.port)
+            + "\n"
+        )
     return 0

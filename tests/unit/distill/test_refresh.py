@@ -22,7 +22,7 @@ from eesd_dist.distill.train import TrainOptions
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
-from serve_app.distill.refresh import RefreshRequest, described, refresh
+from serve_app.distill.refresh import RefreshRequest, described, promote_if_better, refresh
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.tiny_checkpoints import save_tiny_model
 
@@ -147,6 +147,17 @@ def test_a_head_that_learnt_nothing_is_not_called_better(
     assert report.gain.mean == 0.0
     assert not report.gain.rises
     assert "the service keeps its head" in described(report)
+
+
+def test_a_head_that_is_no_better_is_not_offered_to_the_service(
+    target: Path, tmp_path: Path, make_request: MakeRequest
+) -> None:
+    spool = write_spool(tmp_path / "spool", target)
+    report = refresh(make_request(spool, max_steps=1, learning_rate=1e-12), say=quiet)
+    # There is no service here: had it been asked, this would raise.
+    said = promote_if_better(tmp_path / "new", report, address="127.0.0.1:1")
+    assert said.startswith("not promoted")
+    assert "promoted" not in json.loads((tmp_path / "new" / "refresh.json").read_text())
 
 
 def test_shards_with_more_and_with_fewer_best_tokens_make_one_store(

@@ -1,0 +1,52 @@
+"""A sweep tries what it was asked to, each head in a process of its own, and nothing twice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.spec import ModelSpec
+from serve_app.distill.sweep import Combination, recommendation, sweep
+from tests.support.tiny_features import write_tiny_features, write_tiny_target
+from tests.support.tiny_sweep import sweep_request
+
+pytestmark = pytest.mark.dist
+
+
+def say_nothing(text: str) -> None:
+    assert text
+
+
+def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    write_tiny_features(tmp_path / "features", target)
+    out = tmp_path / "out"
+    plain = Combination(exit_layer=1, head="own", reads_embedding=False)
+    reading = Combination(exit_layer=1, head="truncated", reads_embedding=True)
+    asked = sweep_request(target, tmp_path / "features", out, plain)
+    sweep(asked, say=say_nothing)
+    first = (out / plain.name / "evaluation.json").read_text()
+
+    report = sweep(replace(asked, combinations=(plain, reading)), say=say_nothing)
+
+    assert (out / plain.name / "evaluation.json").read_text() == first
+    assert {row.name for row in report.rows} == {"exit_1_own", "exit_1_truncated_embedding"}
+    spec = ModelSpec.from_folder(target)
+    config = HeadConfig.read(out / reading.name, target=spec, target_path=target)
+    assert config.reads_embedding
+    assert (config.exit_layer, config.kind, config.draft_vocab_size) == (1, "truncated", 48)
+    for row in report.rows:
+        assert row.texts_unlike_plain == 0
+        assert row.tokens_per_s > 0
+        assert row.draft_step_ms > 0
+        assert (out / row.name / "calibration.json").exists()
+    written = json.loads((out / "sweep.json").read_text())
+    assert [row["name"] for row in written["rows"]] == [row.name for row in report.rows]
+    assert written["reason"] == recommendation(report)
+    assert "torch" in json.dumps(written["provenance"])
+
+    with pytest.raises(ConfigError, match="was begun with draft_vocab 48, now asked for 32"):
+        sweep(replace(asked, draft_vocab=32), say=say_nothing)

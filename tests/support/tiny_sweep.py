@@ -1,0 +1,38 @@
+"""A sweep over a tiny target that takes seconds: a few steps, a few prompts, short texts."""
+
+import random
+from pathlib import Path
+
+from eesd_dist.distill.train import TrainOptions
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import TokenId
+from serve_app.distill._rounds import Machine
+from serve_app.distill.sweep import Combination, SweepRequest
+
+VOCAB = 96
+
+
+def prompts(count: int, *, seed: int) -> tuple[Prompt, ...]:
+    rng = random.Random(seed)
+    return tuple(
+        Prompt(workload="test", tokens=tuple(TokenId(rng.randrange(3, VOCAB)) for _ in range(8)))
+        for _ in range(count)
+    )
+
+
+def sweep_request(target: Path, features: Path, out: Path, *tried: Combination) -> SweepRequest:
+    return SweepRequest(
+        machine=Machine(model=target, head=out, dtype="float32"),
+        features=features,
+        out=out,
+        combinations=tried,
+        calibrated=prompts(6, seed=1),
+        judged=prompts(4, seed=2),
+        minutes_each=None,
+        max_steps=4,
+        draft_vocab=48,
+        max_tokens=12,
+        num_timed=2,
+        timed_tokens=12,
+        options=TrainOptions(rows=8, length=32, threads=1),
+    )

@@ -1,0 +1,93 @@
+"""What a sweep tries, and what it says of the figures: measured time decides, not acceptance."""
+
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.errors import ConfigError
+from serve_app.distill.sweep import (
+    Combination,
+    Row,
+    SweepReport,
+    combinations,
+    recommendation,
+    sweep,
+    table,
+)
+from tests.support.tiny_features import write_tiny_features, write_tiny_target
+from tests.support.tiny_sweep import sweep_request
+
+
+def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    write_tiny_features(tmp_path / "features", target)
+    deep = Combination(exit_layer=2, head="own", reads_embedding=False)
+    asked = sweep_request(target, tmp_path / "features", tmp_path / "out", deep)
+    with pytest.raises(ConfigError, match=r"layers \[1\], none after \[2\].*--exits 2"):
+        sweep(asked, say=lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_combinations_are_each_exit_with_each_head_once() -> None:
+    tried = combinations([4, 1, 1], ["shared", "own"], "both")
+    assert [one.name for one in tried] == [
+        "exit_1_shared",
+        "exit_1_shared_embedding",
+        "exit_1_own",
+        "exit_1_own_embedding",
+        "exit_4_shared",
+        "exit_4_shared_embedding",
+        "exit_4_own",
+        "exit_4_own_embedding",
+    ]
+    assert all(one.reads_embedding for one in combinations([2], ["own"], "with"))
+
+
+def row(name: str, *, acceptance: float, over_plain: float, step_ms: float = 1.0) -> Row:
+    return Row(
+        name=name,
+        exit_layer=1,
+        head="own",
+        reads_embedding=False,
+        num_parameters=1000,
+        agreement=acceptance,
+        one_minus_tv=acceptance,
+        acceptance=acceptance,
+        draft_step_ms=step_ms,
+        tokens_per_round=2.0,
+        tokens_per_s=100.0 * over_plain,
+        plain_tokens_per_s=100.0,
+        over_plain=over_plain,
+        low=over_plain - 0.05,
+        high=over_plain + 0.05,
+        texts_unlike_plain=0,
+    )
+
+
+def test_the_fastest_is_taken_and_the_likelier_one_is_said_to_lose() -> None:
+    fast = row("exit_1", acceptance=0.62, over_plain=1.8, step_ms=0.9)
+    deep = row("exit_4", acceptance=0.74, over_plain=1.3, step_ms=2.4)
+    report = SweepReport(rows=(fast, deep))
+    assert report.best is fast
+    said = recommendation(report)
+    assert said.startswith("Take exit_1: 180.0 tokens/s where plain decoding gives 100.0, 1.80x")
+    assert "exit_4 is accepted more often (0.740 against 0.620) and loses" in said
+    assert "2.40 ms against 0.90" in said
+    assert "Not told apart" not in said
+    assert said in table(report)
+
+
+def test_rivals_within_the_noise_are_named() -> None:
+    first = row("exit_1", acceptance=0.7, over_plain=1.50)
+    close = row("exit_2", acceptance=0.6, over_plain=1.45)
+    assert "Not told apart by so few texts: exit_2" in recommendation(
+        SweepReport(rows=(first, close))
+    )
+
+
+def test_nothing_is_recommended_when_plain_decoding_is_faster() -> None:
+    report = SweepReport(rows=(row("exit_4", acceptance=0.9, over_plain=0.8),))
+    assert report.best is None
+    assert recommendation(report).startswith("Take none")
