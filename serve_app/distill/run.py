@@ -50,6 +50,8 @@ class RunRequest:
     """Its folder and minutes are the run's to set, and its one exit layer is the head's."""
     out: Path
     minutes: float = DEFAULT_MINUTES
+    max_steps: int | None = None
+    """Training ends after so many, if its minutes allow more."""
     head: HeadKind = "truncated"
     draft_vocab: int = 2048
     reads_embedding: bool = False
@@ -85,6 +87,7 @@ class RunRequest:
             draft_vocab=self.draft_vocab,
             reads_embedding=self.reads_embedding,
             minutes=self.minutes * _TRAIN_SHARE,
+            max_steps=self.max_steps,
             workers=self.train_workers,
             zero_stage=self.zero_stage,
             start=self.start,
@@ -241,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, required=True, help="folder of everything")
     add("--exit", type=int, default=1, help="the head reads the state after so many layers")
     add("--minutes", type=float, default=DEFAULT_MINUTES, help="for all four steps, about")
+    add("--max-steps", type=int, help="train no longer than this")
     add("--head", choices=get_args(HeadKind), default="truncated", help="whose LM head")
     add("--draft-vocab", type=int, default=2048, help="tokens of a truncated head")
     add("--reads-embedding", action="store_true", help="the head also sees each token's embedding")
@@ -257,6 +261,7 @@ def main(argv: Sequence[str]) -> int:
         collect=collecting.request_of(words, out=words.out, exits=[words.exit]),
         out=words.out,
         minutes=words.minutes,
+        max_steps=words.max_steps,
         head=words.head,
         draft_vocab=words.draft_vocab,
         reads_embedding=words.reads_embedding,
