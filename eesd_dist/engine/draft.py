@@ -352,16 +352,6 @@ class DraftStage:
             history=(*live.tokens, *run.tokens_to(tip)) if sampling.needs_history else (),
         )
 
-    @torch.inference_mode()
-    def rehearse(self, *, position: int, pages: tuple[int, ...], drafts: bool) -> None:
-        """One known or drafted token's work on pages that nobody owns yet, for the profile."""
-        rows = self._plan([RowSegment(start=position, num_rows=1, pages=pages)])
-        hidden_TD = self.span.forward(
-            self.span.embed(torch.zeros(1, dtype=torch.int64, device=self.device)), rows
-        )
-        if drafts and self.head is not None:
-            evidence_of(self.head.logits(self.head.forward(hidden_TD, rows)))
-
     def ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
         """Runs that may go on past their draft while its verdict is under way."""
         return [
