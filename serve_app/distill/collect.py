@@ -85,7 +85,7 @@ def collect(request: CollectRequest, *, say: Say) -> FeatureManifest:
     Raises CheckpointError when the folder holds features made otherwise.
     """
     recipe = recipe_of(request)
-    chunks = _planned(request, recipe)
+    chunks = planned(request, recipe)
     with only_one(request.out):
         if (request.out / MANIFEST_FILE).exists():
             return _finished(request.out, plan_sha256(chunks, recipe), say=say)
@@ -137,7 +137,8 @@ def described(manifest: FeatureManifest) -> str:
     )
 
 
-def _planned(request: CollectRequest, recipe: Recipe) -> list[Chunk]:
+def planned(request: CollectRequest, recipe: Recipe) -> list[Chunk]:
+    """All chunks of a finished store, if time allows; reads the prompts."""
     prompts: list[tuple[str, Sequence[int]]] = []
     if request.prompts is not None:
         parts = read_prompts(

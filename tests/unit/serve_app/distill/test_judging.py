@@ -1,0 +1,157 @@
+"""Calibration and evaluation of drafters whose worth is known: always, sometimes, never right."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
+from eesd_dist.control.cost import CostModel
+from eesd_dist.errors import ConfigError
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome, RequestId, TokenId
+from serve_app.distill._rounds import MAX_DRAFT_TOKENS, Asked, Machine, Ran
+from serve_app.distill.calibrate import CalibrateRequest, calibrate
+from serve_app.distill.evaluate import (
+    EvaluateRequest,
+    Timing,
+    acceptance_of,
+    evaluate,
+    speed_of,
+    table,
+)
+from tests.support.drafters import Agreement, save_head, save_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+def _machine(target: Path, folder: Path, agreement: Agreement) -> Machine:
+    head = save_head(target, folder / agreement, agreement)
+    return Machine(model=target, head=head, dtype="float32")
+
+
+def _prompts(count: int) -> tuple[Prompt, ...]:
+    rng = random.Random(1)
+    return tuple(
+        Prompt(
+            workload="even" if n % 2 else "odd",
+            tokens=tuple(TokenId(rng.randrange(3, 96)) for _ in range(6)),
+        )
+        for n in range(count)
+    )
+
+
+def test_calibration_is_judged_on_prompts_it_was_not_fitted_on_and_comes_nearer_the_truth(
+    target: Path, tmp_path: Path
+) -> None:
+    machine = _machine(target, tmp_path, "sometimes")
+    said: list[str] = []
+    request = CalibrateRequest(machine=machine, prompts=_prompts(16), max_tokens=48)
+    report = calibrate(request, say=said.append)
+    assert report.num_fitted > 500
+    assert report.num_judged > 500
+    assert 0.1 < report.acceptance < 0.9
+    assert report.after.ece < report.before.ece
+    assert sum(one.num_judged for one in report.after.bins) == report.num_judged
+    written = json.loads((machine.head / "reliability.json").read_text())
+    assert written["after"]["ece"] == report.after.ece
+    assert written["provenance"]["seed"] == 0
+    assert Calibrator.load(machine.head).num_judged == report.num_fitted
+    assert (machine.head / "reliability.png").read_bytes()[:4] == b"\x89PNG"
+    assert "expected calibration error" in said[0]
+    assert sorted(file.name for file in machine.head.iterdir() if file.name[0] == ".") == []
+
+
+def test_calibration_may_be_written_elsewhere(target: Path, tmp_path: Path) -> None:
+    machine = _machine(target, tmp_path, "sometimes")
+    request = CalibrateRequest(
+        machine=machine, prompts=_prompts(4), max_tokens=12, out=tmp_path / "elsewhere"
+    )
+    calibrate(request, say=lambda _: None)
+    assert (tmp_path / "elsewhere" / CALIBRATION_FILE).exists()
+    assert not (machine.head / CALIBRATION_FILE).exists()
+
+
+def test_one_prompt_is_too_few_to_fit_and_to_judge(target: Path, tmp_path: Path) -> None:
+    machine = _machine(target, tmp_path, "sometimes")
+    request = CalibrateRequest(machine=machine, prompts=_prompts(1), max_tokens=12)
+    with pytest.raises(ConfigError, match="hold more prompts out"):
+        calibrate(request, say=lambda _: None)
+
+
+@pytest.mark.parametrize(("agreement", "rate"), [("always", 1.0), ("never", 0.0)])
+def test_an_evaluation_says_what_was_built_into_the_head(
+    target: Path, tmp_path: Path, agreement: Agreement, rate: float
+) -> None:
+    machine = _machine(target, tmp_path, agreement)
+    request = EvaluateRequest(
+        machine=machine,
+        prompts=_prompts(4),
+        temperatures=(0.0, 1.0),
+        max_tokens=24,
+        num_timed=2,
+        timed_tokens=12,
+    )
+    said: list[str] = []
+    evaluation = evaluate(request, say=said.append)
+    greedy, sampled = evaluation.temperatures
+    assert greedy.acceptance.rate == greedy.likeness.agreement == rate
+    assert set(greedy.by_class) == {"even", "odd"}
+    assert evaluation.speed.num_texts == 4
+    assert evaluation.speed.texts_unlike_plain == 0
+    if rate:
+        assert greedy.acceptance.by_position == (1.0,) * MAX_DRAFT_TOKENS
+        assert greedy.acceptance.tokens_per_round > 5.0
+        assert sampled.likeness.one_minus_tv == pytest.approx(1.0, abs=1e-3)
+        assert sampled.acceptance.rate == pytest.approx(1.0, abs=0.02)
+    else:
+        assert greedy.acceptance.tokens_per_round == 1.0
+        assert greedy.prediction.best_fixed_length == 0
+        assert greedy.prediction.best_fixed == greedy.prediction.oracle == 1.0
+    written = json.loads((machine.head / "evaluation.json").read_text())
+    assert written["exit_layer"] == 2
+    assert written["temperatures"][0]["acceptance"]["rate"] == rate
+    assert CostModel.from_json(written["cost_model"]) == evaluation.cost_model
+    assert written["provenance"]["versions"]["torch"]
+    assert said == [table(evaluation)]
+
+
+def _outcome(num_drafted: int, num_accepted: int) -> Outcome:
+    return Outcome(request_id=RequestId("r"), num_drafted=num_drafted, num_accepted=num_accepted)
+
+
+def test_acceptance_counts_judged_tokens_alone() -> None:
+    asked = Asked(prompt=_prompts(1)[0], temperature=0.0, seed=0)
+    rounds = [_outcome(8, 3), _outcome(8, 0), _outcome(2, 2), _outcome(0, 0)]
+    found = acceptance_of([Ran(asked=asked, outcomes=rounds)])
+    # 4 judged of the first, 1 of the second, 2 of the third; a round without a draft says nothing.
+    assert (found.num_rounds, found.num_judged) == (3, 7)
+    assert found.rate == pytest.approx(5 / 7)
+    assert found.tokens_per_round == pytest.approx(1 + 5 / 3)
+    assert found.by_position[:4] == (2 / 3, 1.0, 1.0, 0.0)
+
+
+def test_speed_is_a_ratio_of_sums_and_its_interval_holds_it() -> None:
+    timing = Timing(
+        temperature=0.0,
+        plain_s=2.0,
+        drafted_s=1.0,
+        num_tokens=10,
+        is_equal=True,
+        outcomes=(_outcome(2, 2), _outcome(2, 0)),
+    )
+    slow = replace(timing, plain_s=1.0, drafted_s=1.0, is_equal=False)
+    cost = CostModel(draft_step_s=0.5, verify_s=(1.0,) * 9)
+    speed = speed_of([timing, slow], cost=cost, seed=0)
+    assert speed.over_plain == pytest.approx(1.5)
+    assert speed.low < 1.5 < speed.high
+    assert (speed.plain_tokens_per_s, speed.tokens_per_s) == (pytest.approx(20 / 3), 10.0)
+    assert (speed.num_texts, speed.texts_unlike_plain) == (2, 1)
+    assert speed.tokens_per_round == 2.0
+    # Two tokens a round of two seconds, against one a second.
+    assert speed.predicted_over_plain == pytest.approx(1.0)

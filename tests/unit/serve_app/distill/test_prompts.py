@@ -1,0 +1,64 @@
+"""Which prompts are learnt from, and which are kept aside: always the same, never both."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.bench.offline import SHIPPED_PROMPTS as BENCH_PROMPTS
+from eesd_dist.errors import ConfigError
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import TokenId
+from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._prompts import SHIPPED_PROMPTS, read_prompts, read_texts, split_prompts
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(workload="w", tokens=(TokenId(n), TokenId(7))) for n in range(count)]
+
+
+def test_the_three_parts_are_a_partition_and_always_the_same() -> None:
+    parts = split_prompts(_prompts(50), num_held_out=10, seed=3)
+    assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (5, 5, 40)
+    together = [*parts.calibrated, *parts.judged, *parts.learnt]
+    assert sorted(p.tokens for p in together) == [p.tokens for p in _prompts(50)]
+    assert split_prompts(_prompts(50), num_held_out=10, seed=3) == parts
+    assert split_prompts(_prompts(50), num_held_out=10, seed=4) != parts
+
+
+def test_a_prompt_that_occurs_twice_is_not_on_both_sides() -> None:
+    parts = split_prompts([*_prompts(20), *_prompts(20)], num_held_out=10, seed=0)
+    held = {*parts.calibrated, *parts.judged}
+    assert len(held) == 10
+    assert held.isdisjoint(parts.learnt)
+    assert len(parts.learnt) == 10
+
+
+def test_a_small_file_keeps_half_of_its_prompts_to_learn_from() -> None:
+    parts = split_prompts(_prompts(8), num_held_out=64, seed=0)
+    assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (2, 2, 4)
+    with pytest.raises(ConfigError, match="found 3 different prompts, expected at least 4"):
+        split_prompts(_prompts(3), num_held_out=64, seed=0)
+
+
+def test_what_ships_can_be_read_and_shares_nothing_with_the_benchmarks() -> None:
+    parts = read_prompts(BUNDLED_MODEL, SHIPPED_PROMPTS, num_held_out=64, seed=0)
+    assert len(parts.learnt) > 400
+    assert {p.workload for p in parts.learnt} == {"arithmetic", "code"}
+    ours, theirs = (
+        {json.dumps(json.loads(line), sort_keys=True) for line in file.read_text().splitlines()}
+        for file in (SHIPPED_PROMPTS, BENCH_PROMPTS)
+    )
+    assert ours.isdisjoint(theirs)
+
+
+def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "one two"}\n\n{"text": "three"}\n')
+    texts = read_texts(BUNDLED_MODEL, file)
+    assert len(texts) == 2
+    file.write_text('{"text": "one"}\n{"txt": "two"}\n')
+    with pytest.raises(ConfigError, match=r"text\.jsonl:2: found no `text`"):
+        read_texts(BUNDLED_MODEL, file)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_texts(BUNDLED_MODEL, tmp_path / "other.jsonl")
