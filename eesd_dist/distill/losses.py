@@ -81,11 +81,6 @@ class KeptTargets:
             lse_N=logits_NW.float().logsumexp(dim=-1),
         )
 
-    @property
-    def best(self) -> Tensor:
-        at_N1 = self.logits_NK.argmax(dim=-1, keepdim=True)
-        return self.ids_NK.gather(-1, at_N1).squeeze(-1)
-
 
 class DraftVocabulary:
     """Which tokens the head has, and where."""
@@ -113,16 +108,17 @@ class Comparison:
 
     def __init__(self, logits_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary) -> None:
         self._guess_NV = logits_NV.float()
-        self._best_N, self._knows_best_N = vocabulary.find(kept.best)
         index_NK, shared_NK = vocabulary.find(kept.ids_NK)
-        lse_N1 = self._guess_NV.logsumexp(dim=-1, keepdim=True)
-        log_q_NK = (self._guess_NV.gather(-1, index_NK) - lse_N1).masked_fill(~shared_NK, _NOTHING)
+        # One gather of all that is looked at: its gradient is as large as the logits.
+        log_q_NK = self._guess_NV.log_softmax(dim=-1).gather(-1, index_NK)
+        log_q_NK = log_q_NK.masked_fill(~shared_NK, _NOTHING)
         log_p_NK = kept.logits_NK.float() - kept.lse_N.float().unsqueeze(-1)
         tail_p_N1 = _rest(log_p_NK)
+        best_at_N1 = log_p_NK.argmax(dim=-1, keepdim=True)
         log_p_NK = log_p_NK.masked_fill(~shared_NK, _NOTHING)
-        self._log_best_q_N = (
-            self._guess_NV.gather(-1, self._best_N.unsqueeze(-1)) - lse_N1
-        ).squeeze(-1)
+        self._best_N = index_NK.gather(-1, best_at_N1).squeeze(-1)
+        self._knows_best_N = shared_NK.gather(-1, best_at_N1).squeeze(-1)
+        self._log_best_q_N = log_q_NK.gather(-1, best_at_N1).squeeze(-1)
         self._log_p_NK, self._log_q_NK = log_p_NK, log_q_NK
         self._log_p_NB, self._log_q_NB = log_p_NK, log_q_NK
         if kept.ids_NK.shape[-1] < vocabulary.vocab_size:
