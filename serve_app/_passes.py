@@ -10,7 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +37,8 @@ def pass_for(port: int, *, address: str) -> Iterator[None]:
         yield
     finally:
         file.unlink(missing_ok=True)
+        with suppress(OSError):  # another service's pass may lie there still
+            file.parent.rmdir()
 
 
 def prepare_to_join(address: str | None, *, port: int) -> str:

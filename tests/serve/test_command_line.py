@@ -72,6 +72,7 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_ser
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200
+        _operate(port, tiny_service / "exit_head")
         family = descendants(process.pid)
         assert len(family) > 5  # Ray, Serve and the actors
         process.send_signal(signal.SIGINT)
@@ -80,6 +81,25 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_ser
     assert _sessions() <= before
     assert "stopped: no process is left" in "".join(lines)
     assert "Traceback" not in "".join(lines)
+
+
+def _operate(port: int, head: Path) -> None:
+    """What the same user may do from another process, and nobody over HTTP."""
+    at = ("--port", str(port))
+    pinned = _run("controllers", "pin", *at)
+    assert pinned.returncode == 0, pinned.stderr
+    shown = _run("controllers", *at)
+    assert "pools       pinned" in shown.stdout, shown.stderr
+    promoted = _run("controllers", "promote", str(head), *at, "--json")
+    assert promoted.returncode == 0, promoted.stderr
+    sha = json.loads(promoted.stdout)[0]["sha256"]
+    assert sha[:12] in _run("controllers", *at).stdout
+    refused = _run("controllers", "promote", str(head.parent), *at)
+    assert refused.returncode == 2
+    assert "speculators_model_type" in refused.stderr
+    nobody = _run("controllers", "pin", "--port", str(free_port()))
+    assert nobody.returncode == 2
+    assert "no service of yours on port" in nobody.stderr
 
 
 def test_a_signal_while_it_starts_leaves_nothing_behind_either(tiny_service: Path) -> None:

@@ -203,7 +203,7 @@ def test_the_router_has_learnt_from_the_rounds(client: openai.OpenAI, service: R
     )
     router = ray.get_actor(service.config.router.name, namespace=service.config.router.namespace)
     known = until(lambda: _learnt(router))
-    assert known["workloads"]["completion"]["num_rounds"] > 0
+    assert known["workloads"]["completion/t1"]["num_rounds"] > 0
     assert len(known["pipelines"]) == 1
 
 
@@ -287,4 +287,5 @@ def test_a_batch_over_the_service_is_the_batch_in_one_process(
 
 def _learnt(router: Any) -> Any:
     known = ray.get(router.describe.remote(), timeout=10)
-    return known if "completion" in known["workloads"] else None
+    workload = known["workloads"].get("completion/t1")
+    return known if workload and workload["num_rounds"] else None
