@@ -112,5 +112,6 @@ def _body(request: Request, *, model: str) -> dict[str, object]:
             "mode": speculation.mode,
             "controller": speculation.controller,
             "max_draft_tokens": speculation.max_draft_tokens,
+            "tree": speculation.tree,
         },
     }

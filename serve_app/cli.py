@@ -21,7 +21,7 @@ import yaml
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError, EesdError, RequestError
-from eesd_dist.types import ControllerName, SpeculationParams
+from eesd_dist.types import ControllerName, SpeculationParams, TreeShape
 from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, read_service_config, service_config
 
@@ -184,6 +184,7 @@ _FLAGS = {
     "verify_tp": "engine.parallel.verify_tensor_parallel_size",
     "controller": "engine.speculation.controller",
     "max_draft_tokens": "engine.speculation.max_draft_tokens",
+    "tree": "engine.speculation.tree.shape",
     "name": "model_name",
     "host": "host",
     "port": "port",
@@ -307,6 +308,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
     add("--verify-tp", type=int, metavar="N", help="ranks of the verify stage (1)")
     add("--controller", choices=get_args(ControllerName), help="who ends a draft")
+    add("--tree", choices=get_args(TreeShape), help="alternatives beside first choices (none)")
     add("--max-draft-tokens", type=int, metavar="K", help="ceiling on a draft; 0 drafts nothing")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other key")
 

@@ -2,10 +2,12 @@
 
     eesd bench exact [--tokens N] [--json]
 
-Every controller, temperatures 0, 0.7 and 1.0 with top_p, penalties and logit_bias, batches of 1, 4
-and 16, in one process and over actors with one and two verify ranks; float32, and bfloat16 with
-`numerics: invariant`. What bfloat16 gives with `numerics: fast` is printed beside it. The last line
-of the output is one JSON object. Exit status 1 when a promised equality fails.
+Every controller with chains, static and dynamic trees, temperatures 0, 0.7 and 1.0 with top_p,
+penalties and logit_bias, batches of 1, 4 and 16, in one process and over actors with one and two
+verify ranks; float32, and bfloat16 with `numerics: invariant`. Shapes take turns: each controller
+meets each of them under every sampling, in one of the three batches. What bfloat16 gives with
+`numerics: fast` is printed beside it. The last line of the output is one JSON object. Exit status 1
+when a promised equality fails.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from eesd_dist.config import (
     CacheConfig,
@@ -41,10 +43,12 @@ from eesd_dist.types import (
     RequestId,
     SamplingParams,
     SpeculationParams,
+    TreeShape,
 )
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-CONTROLLERS: tuple[ControllerName, ...] = ("fixed", "threshold", "beta", "calibration")
+CONTROLLERS: tuple[ControllerName, ...] = get_args(ControllerName)
+SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
 BATCHES = (1, 4, 16)
 SAMPLING: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0),
@@ -106,6 +110,26 @@ class Tally:
         self.drafted += sum(speculative.drafted)
         self.accepted += sum(speculative.accepted)
 
+    def add_all(self, other: "Tally") -> None:
+        self.tokens += other.tokens
+        self.mismatches += other.mismatches
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All that one runner was asked."""
+
+    by_shape: dict[TreeShape, Tally]
+
+    @property
+    def total(self) -> Tally:
+        total = Tally()
+        for tally in self.by_shape.values():
+            total.add_all(tally)
+        return total
+
 
 def engine_config(model: Path, head: Path | None, case: Case) -> EngineConfig:
     return EngineConfig(
@@ -152,10 +176,11 @@ def compare(
     stop_token_ids: tuple[int, ...],
     report: Callable[[str], None],
     label: str,
-) -> Tally:
-    """All controllers, samplings and batches on one runner."""
-    total = Tally()
-    for (name, sampling), batch in itertools.product(SAMPLING.items(), BATCHES):
+) -> Comparison:
+    """All controllers, samplings and batches on one runner, with shapes in turn."""
+    by_shape = {shape: Tally() for shape in SHAPES}
+    settings = itertools.product(enumerate(SAMPLING.items()), enumerate(BATCHES))
+    for (first, (name, sampling)), (second, batch) in settings:
         per_request = max(4, max_tokens // batch)
         plain = runner.generate(
             _requests(
@@ -168,15 +193,16 @@ def compare(
                 stop_token_ids=stop_token_ids,
             )
         )
-        for controller in CONTROLLERS:
+        for third, controller in enumerate(CONTROLLERS):
+            shape = SHAPES[(first + second + third) % len(SHAPES)]
             speculative = runner.generate(
                 _requests(
                     prompts,
                     sampling,
-                    SpeculationParams(controller=controller),
+                    SpeculationParams(controller=controller, tree=shape),
                     batch=batch,
                     max_tokens=per_request,
-                    tag=f"{controller}-{name}-{batch}",
+                    tag=f"{controller}-{shape}-{name}-{batch}",
                     stop_token_ids=stop_token_ids,
                 )
             )
@@ -184,12 +210,10 @@ def compare(
             for a, b in zip(plain, speculative, strict=True):
                 tally.add(a, b)
             if tally.mismatches:
-                report(f"  {label} {controller} {name} batch {batch}: {tally.mismatches} differ")
-            total.tokens += tally.tokens
-            total.mismatches += tally.mismatches
-            total.drafted += tally.drafted
-            total.accepted += tally.accepted
-    return total
+                what = f"{controller}, tree {shape}, {name}, batch {batch}"
+                report(f"  {label} {what}: {tally.mismatches} differ")
+            by_shape[shape].add_all(tally)
+    return Comparison(by_shape=by_shape)
 
 
 CASES = (
@@ -235,7 +259,7 @@ def main(argv: Sequence[str], *, actors: Actors) -> int:
         config = engine_config(options.model, options.head, case)
         started = time.perf_counter()
         with (actors if case.verify_ranks else _here)(config) as runner:
-            tally = compare(
+            compared_here = compare(
                 runner,
                 prompts,
                 max_tokens=max_tokens,
@@ -243,7 +267,9 @@ def main(argv: Sequence[str], *, actors: Actors) -> int:
                 report=say,
                 label=case.label,
             )
+        tally = compared_here.total
         row = dataclasses.asdict(case) | dataclasses.asdict(tally)
+        row |= dataclasses.asdict(compared_here)
         rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
         say(f"{case.label:42} {tally.tokens:7} tokens, {tally.mismatches} differ")
     promised = [row for case, row in zip(CASES, rows, strict=True) if case.is_promised]

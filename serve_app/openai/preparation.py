@@ -369,5 +369,8 @@ def _response_id(kind: Kind, asked: str | None) -> str:
 def _speculation(fields: GenerationFields) -> SpeculationParams:
     asked = fields.speculation
     return SpeculationParams(
-        mode=asked.mode, controller=asked.controller, max_draft_tokens=asked.max_draft_tokens
+        mode=asked.mode,
+        controller=asked.controller,
+        max_draft_tokens=asked.max_draft_tokens,
+        tree=asked.tree,
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from eesd_dist.types import ControllerName
+from eesd_dist.types import ControllerName, TreeShape
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
@@ -57,6 +57,9 @@ class SpeculationFields(Fields):
     """Ceiling on one draft; the service's own ceiling still holds."""
     workload: Annotated[str, Field(pattern=WORKLOAD_PATTERN)] | None = None
     """Class of similar requests, which warm each other's beliefs; derived when absent."""
+    tree: TreeShape | None = None
+    """Whether alternatives are drafted too: `none`, `static` or `dynamic`; the service's default
+    when absent."""
     detailed: bool = False
     """Whether the statistics list every round."""
 

@@ -8,7 +8,6 @@ import pytest
 
 from eesd_dist.bench import exact, offline
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
-from eesd_dist.config import EngineConfig
 from eesd_dist.engine.llm import LLM, Generation
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -47,8 +46,8 @@ def test_offline_reports_every_variant_and_no_changed_text(
 class Forgetful:
     """A runner with a bug: under speculation every text loses its last token."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._llm = LLM(config)
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         done = self._llm.generate(requests)
@@ -63,17 +62,40 @@ def test_exact_finds_a_single_changed_token(model: Path) -> None:
     config = exact.engine_config(model, None, case)
     prompts = load_prompts(Tokenizer.load(model), exact.SHIPPED_PROMPTS, limit=4)
     said: list[str] = []
+    runner = LLM(config)
     sound = exact.compare(
-        LLM(config), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="sound"
+        runner, prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="sound"
     )
-    assert sound.mismatches == 0
+    assert sound.total.mismatches == 0
     assert not said
-    assert sound.tokens > 200
+    assert sound.total.tokens > 200
+    assert min(tally.tokens for tally in sound.by_shape.values()) > 0.2 * sound.total.tokens
     broken = exact.compare(
-        Forgetful(config), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="b"
+        Forgetful(runner), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="b"
     )
-    assert broken.mismatches >= 60
+    assert min(tally.mismatches for tally in broken.by_shape.values()) >= 60
     assert said
+
+
+def test_exact_meets_every_controller_with_every_shape_under_every_sampling(model: Path) -> None:
+    config = exact.engine_config(model, None, exact.CASES[0])
+    asked: set[tuple[str, str, float]] = set()
+
+    class Listening:
+        def generate(self, requests: Sequence[Request]) -> list[Generation]:
+            for request in requests:
+                speculation = request.speculation
+                if speculation.mode == "auto":
+                    key = (str(speculation.controller), str(speculation.tree))
+                    asked.add((*key, request.sampling.temperature))
+            return [Generation(request_id=request.request_id) for request in requests]
+
+    prompts = load_prompts(Tokenizer.load(config.model.path), exact.SHIPPED_PROMPTS, limit=1)
+    exact.compare(
+        Listening(), prompts, max_tokens=4, stop_token_ids=(), report=lambda _: None, label="l"
+    )
+    temperatures = {sampling.temperature for sampling in exact.SAMPLING.values()}
+    assert len(asked) == len(exact.CONTROLLERS) * len(exact.SHAPES) * len(temperatures)
 
 
 def test_online_figures_are_taken_from_what_clients_saw() -> None:

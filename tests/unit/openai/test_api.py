@@ -298,12 +298,19 @@ class _nothing:  # noqa: N801
 
 
 def test_speculation_wishes_reach_the_engine(api: Api) -> None:
-    wish = {"mode": "auto", "controller": "beta", "max_draft_tokens": 2, "detailed": True}
+    wish = {
+        "mode": "auto",
+        "controller": "beta",
+        "max_draft_tokens": 2,
+        "tree": "dynamic",
+        "detailed": True,
+    }
     answer = api.client.completions.create(
         model=MODEL, prompt="x", max_tokens=9, extra_body={"speculation": wish}
     )
     asked = api.engine.requests[0].speculation
     assert (asked.mode, asked.controller, asked.max_draft_tokens) == ("auto", "beta", 2)
+    assert asked.tree == "dynamic"
     report = answer.model_extra["metrics"]["speculative_decoding"]
     assert report["per_step_drafted"] == [2, 2, 2]
     assert report["num_spec_tokens"] == 2
@@ -382,6 +389,7 @@ def test_the_trace_context_goes_along(api: Api) -> None:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"speculation": {"controler": "beta"}}, "speculation.controler"),
         ({"speculation": {"controller": "magic"}}, "speculation.controller"),
+        ({"speculation": {"tree": "oak"}}, "speculation.tree"),
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
     ],
 )

@@ -42,6 +42,17 @@ def test_any_key_can_be_set_and_is_checked() -> None:
         _config("serve", "--host", "x", "--set", "host.name=y")
 
 
+def test_a_tree_is_named_by_a_flag_and_its_form_by_the_configuration() -> None:
+    words = ("serve", "--tree", "static", "--set", "engine.speculation.tree.widths=[3, 1]")
+    tree = _config(*words).engine.speculation.tree
+    assert (tree.shape, tree.widths) == ("static", (3, 1))
+    assert [tree.width_at(depth, "static") for depth in range(3)] == [3, 1, 1]
+    rejection = ("--set", "engine.speculation.acceptance=rejection")
+    with pytest.raises(ConfigError, match="rejection sampling judges chains"):
+        _config("serve", "--tree", "dynamic", *rejection)
+    assert _config("serve", *rejection).engine.speculation.tree.shape == "none"
+
+
 def test_pipelines_sets_both_bounds() -> None:
     pipelines = _config("serve", "--pipelines", "3").pipelines
     assert (pipelines.min_count, pipelines.max_count) == (3, 3)

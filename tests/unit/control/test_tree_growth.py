@@ -1,0 +1,117 @@
+"""Who grows a tree, and where: the controller says how deep, chances say how wide."""
+
+import pytest
+
+from eesd_dist.config import SpeculationConfig, TreeConfig
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.control.tree_growth import FLOOR
+from eesd_dist.types import (
+    Branch,
+    ControllerName,
+    Evidence,
+    Outcome,
+    RequestId,
+    TreeShape,
+)
+
+WHO = RequestId("a")
+
+
+def sure(probability: float, *, depth: int = 0) -> Evidence:
+    """Without a calibration the exit head's own probability is believed."""
+    return Evidence(depth=depth, top1_prob=probability, top2_margin=0.1, entropy=0.5)
+
+
+def offer(
+    rank: int = 0,
+    *,
+    parent: int = -1,
+    depth: int = 0,
+    probability: float = 0.6,
+    shape: TreeShape = "dynamic",
+    who: RequestId = WHO,
+) -> Offer:
+    evidence = sure(probability, depth=depth)
+    return Offer(request_id=who, evidence=evidence, parent=parent, rank=rank, shape=shape)
+
+
+def policy(*names: ControllerName, **config: object) -> DraftPolicy:
+    made = DraftPolicy(
+        speculation=SpeculationConfig(tree=TreeConfig(), **config),  # type: ignore[arg-type]
+        cost=None,
+        calibrator=None,
+    )
+    ids = [RequestId("abc"[i]) for i in range(len(names))]
+    for request_id, name in zip(ids, names, strict=True):
+        made.admit(request_id, name, Belief())
+    made.begin_round(ids)
+    return made
+
+
+def test_a_static_tree_goes_as_deep_as_a_chain_and_as_wide_as_it_was_offered() -> None:
+    made = policy("fixed", fixed_length=2)
+    for depth, parents in enumerate([(-1,), (0, 1), (2, 3, 4, 5)]):
+        assert made.worth_a_guess([WHO]) == (frozenset() if depth == 2 else {WHO})
+        offers = [
+            offer(rank, parent=parent, depth=depth, shape="static")
+            for rank in (0, 1)
+            for parent in parents
+        ]
+        assert made.choose(offers) == [depth < 2] * len(offers)
+
+
+def test_a_controller_is_asked_once_a_level_and_about_the_likeliest_token() -> None:
+    made = policy("threshold", threshold=0.5)
+    level = [
+        offer(0, probability=0.6, shape="static"),
+        offer(0, parent=1, probability=0.2, shape="static"),
+        offer(1, probability=0.6, shape="static"),
+    ]
+    assert made.choose(level) == [True, True, True]
+    assert made.choose([level[1], level[0]]) == [False, False]
+
+
+def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
+    made = policy("fixed", fixed_length=5)
+    first = made.choose([offer(0, probability=0.6), offer(1, probability=0.6)])
+    assert first == [True, True]  # 0.6, and a third of the 0.4 that it may miss
+    second = made.choose(
+        [
+            offer(0, parent=0, depth=1, probability=0.5),
+            offer(0, parent=1, depth=1, probability=0.5),
+            offer(1, parent=0, depth=1, probability=0.5),
+            offer(1, parent=1, depth=1, probability=0.5),
+        ]
+    )
+    assert second == [True, False, False, False]
+    assert 0.6 * 0.5 > FLOOR > 0.6 * 0.5 / 3 > 0.4 / 3 * 0.5
+    # The third token taken is number 2: its children survive with its chance.
+    third = made.choose([offer(0, parent=2, depth=2, probability=0.45)])
+    assert third == [FLOOR < 0.6 * 0.5 * 0.45]
+    made.begin_round([WHO])
+    assert made.choose([offer(0, probability=0.1)]) == [False]
+
+
+@pytest.mark.parametrize("hits", [True, False])
+def test_what_alternatives_are_worth_is_learnt_from_verdicts(hits: bool) -> None:
+    made = policy("fixed", fixed_length=5)
+    branch = Branch(depth=0, num_offered=2, chosen_rank=1 if hits else -1, evidence=sure(0.8))
+    outcome = Outcome(request_id=WHO, num_drafted=2, num_accepted=int(hits), branches=(branch,))
+    for _ in range(40):
+        made.observe([outcome])
+    made.begin_round([WHO])
+    assert made.choose([offer(0, probability=0.8), offer(1, probability=0.8)]) == [True, hits]
+
+
+def test_requests_of_all_shapes_are_decided_together_and_apart() -> None:
+    made = policy("fixed", "fixed", "fixed", fixed_length=1)
+    a, b, c = (RequestId(name) for name in "abc")
+    offers = [
+        offer(shape="none", who=a, probability=0.01),
+        offer(0, shape="dynamic", who=b, probability=0.01),
+        offer(0, shape="static", who=c, probability=0.01),
+        offer(1, shape="static", who=c, probability=0.01),
+    ]
+    assert made.choose(offers) == [True, False, True, True]
+    assert made.choose(offers) == [False] * 4
