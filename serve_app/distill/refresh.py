@@ -33,7 +33,7 @@ from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
-from serve_app.config import BUNDLED_MODEL
+from serve_app.config import BUNDLED_MODEL, RouterConfig
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.train import train
@@ -134,9 +134,18 @@ def refresh(request: RefreshRequest, *, say: Say) -> RefreshReport:
     return report
 
 
-def promote_if_better(
-    folder: Path, report: RefreshReport, *, address: str | None = None, port: int = 8000
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Which running service may take the new head."""
+
+    address: str | None = None
+    """Its Ray cluster; None: the one that this user's `eesd serve` has started on `port`."""
+    port: int = 8000
+    app_name: str = "eesd"
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+def promote_if_better(folder: Path, report: RefreshReport, service: Service) -> str:
     """Loads the head into the running service, without a restart, if it is better; says what came
     of it and keeps it in refresh.json. Raises what `serve_app.promotion.promote` raises."""
     if not report.gain.rises:
@@ -144,7 +153,13 @@ def promote_if_better(
             f"not promoted: the gain of {report.gain.mean:+.4f} may be chance (its interval begins "
             f"at {report.gain.low:+.4f})"
         )
-    promoted = promote(folder, address=address, port=port)
+    promoted = promote(
+        folder,
+        address=service.address,
+        port=service.port,
+        app_name=service.app_name,
+        router=service.router,
+    )
     file = folder / REPORT_FILE
     write_json(file, {**read_json(file), "promoted": [asdict(one) for one in promoted]})
     names = ", ".join(one.pipeline for one in promoted)
@@ -298,7 +313,10 @@ def main(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=0)
     add("--promote", action="store_true", help="load it into the running service if it is better")
     add("--address", help="the service's Ray cluster; without it, the one `eesd serve` started")
-    add("--port", type=int, default=8000, help="of that service")
+    add("--port", type=int, default=Service().port, help="of that service")
+    add("--app", default=Service().app_name, help="its name in Ray Serve")
+    add("--router", default=RouterConfig().name, help="its router's name")
+    add("--namespace", default=RouterConfig().namespace, help="and the Ray namespace of that")
     options = parser.parse_args(argv)
     request = RefreshRequest(
         model=options.model,
@@ -316,8 +334,11 @@ def main(argv: Sequence[str]) -> int:
     report = refresh(request, say=on_stderr)
     sys.stdout.write(described(report) + "\n")
     if options.promote:
-        sys.stdout.write(
-            promote_if_better(options.out, report, address=options.address, port=options.port)
-            + "\n"
+        service = Service(
+            address=options.address,
+            port=options.port,
+            app_name=options.app,
+            router=RouterConfig(name=options.router, namespace=options.namespace),
         )
+        sys.stdout.write(promote_if_better(options.out, report, service) + "\n")
     return 0

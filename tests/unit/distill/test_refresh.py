@@ -22,7 +22,13 @@ from eesd_dist.distill.train import TrainOptions
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
-from serve_app.distill.refresh import RefreshRequest, described, promote_if_better, refresh
+from serve_app.distill.refresh import (
+    RefreshRequest,
+    Service,
+    described,
+    promote_if_better,
+    refresh,
+)
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.tiny_checkpoints import save_tiny_model
 
@@ -155,7 +161,7 @@ def test_a_head_that_is_no_better_is_not_offered_to_the_service(
     spool = write_spool(tmp_path / "spool", target)
     report = refresh(make_request(spool, max_steps=1, learning_rate=1e-12), say=quiet)
     # There is no service here: had it been asked, this would raise.
-    said = promote_if_better(tmp_path / "new", report, address="127.0.0.1:1")
+    said = promote_if_better(tmp_path / "new", report, Service(address="127.0.0.1:1"))
     assert said.startswith("not promoted")
     assert "promoted" not in json.loads((tmp_path / "new" / "refresh.json").read_text())
 
