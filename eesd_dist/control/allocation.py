@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Entry = tuple[float, int, int, float]
+"""A possible token: less its survival, levels from now, whose it is, less its expected survival.
 
-class Entry(NamedTuple):
-    """A possible token. Sorted, the likeliest comes first and a parent before its child."""
-
-    minus_survival: float
-    level: int
-    """Levels from now; only those of level 0 are decided, the others are looked ahead to."""
-    owner: int
-    """Whose token it is; at equal survival the lower comes first."""
-    minus_expected: float
-    """Survival by the mean of what is believed, where `minus_survival` is by a draw of it."""
+Sorted, the likeliest comes first, a parent before its child, and of equals the lower owner's. Only
+tokens of level 0 are decided, the others are looked ahead to. The last figure is survival by the
+mean of what is believed, where the first is by a draw of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,32 +46,83 @@ class Prices:
 
 
 class Allocation(NamedTuple):
-    """So many first entries of the order, and what they earn above their price, in tokens."""
+    """What is taken, and what it earns above its price, in tokens."""
 
-    size: int
+    owners: frozenset[int]
+    """Whose token of the level that is decided is taken."""
     value: float
     expected_value: float
     """By the mean of what is believed."""
 
 
-def best_prefix(order: Sequence[Entry], prices: Prices) -> Allocation:
-    """The prefix of a sorted order of highest value; the shortest among equals, maybe none."""
+NOTHING = Allocation(frozenset(), 0.0, 0.0)
+_FIRST = frozenset((0,))
+_SURELY = 1e-12
+"""What must be earned at least: of equals the shorter is taken."""
+
+
+def best_chain(
+    survival: float, expected: float, *, theta: float, levels: int, prices: Prices
+) -> Allocation:
+    """One possible token and those it may lead to, each accepted with probability theta: what
+    `best_allocation` says of them, in a quarter of the time."""
+    rate, verify_s, overlapped = prices.rate, prices.verify_s, prices.overlapped
+    drafting, start = prices.drafting_s + prices.first_s[1] - prices.first_s[0], prices.start()
+    step = prices.later_s[1] - prices.later_s[0]
+    best = best_expected = tokens = by_mean = 0.0
+    for size in range(1, levels + 1):
+        verifying = verify_s[size]
+        seconds = max(drafting, verifying) if overlapped else drafting + verifying
+        price = rate * (seconds - start)
+        tokens += survival
+        by_mean += expected
+        if tokens - price > best + _SURELY:
+            best, best_expected = tokens - price, by_mean - price
+        survival *= theta
+        expected *= theta
+        drafting += step
+    return Allocation(_FIRST, best, best_expected) if best else NOTHING
+
+
+def best_allocation(order: Sequence[Entry], prices: Prices) -> Allocation:
+    """What earns most of a sorted order: a prefix of it, of as many levels as pays.
+
+    A level has a price of its own, whoever is on it, so that every number of levels is tried: the
+    first entry of a level that does not pay would keep away all less likely ones before it.
+    """
+    levels = 1 + max((level for _, level, _, _ in order), default=-1)
+    best = _best_prefix(order, prices, levels=levels)
+    for fewer in range(1, levels):
+        some = [entry for entry in order if entry[1] < fewer]
+        found = _best_prefix(some, prices, levels=fewer)
+        if found.value > best.value:
+            best = found
+    return best
+
+
+def _best_prefix(order: Sequence[Entry], prices: Prices, *, levels: int) -> Allocation:
+    """The prefix of highest value; the shortest among equals, maybe none."""
     rate, verify_s, overlapped = prices.rate, prices.verify_s, prices.overlapped
     first_s, later_s = prices.first_s, prices.later_s
     drafting, start = prices.drafting_s, prices.start()
-    counts: dict[int, int] = {}
-    best = Allocation(0, 0.0, 0.0)
+    counts = [0] * levels
+    best_size, best, best_expected = 0, 0.0, 0.0
     tokens = expected = 0.0
     for size, (minus_survival, level, _, minus_expected) in enumerate(order, start=1):
-        count = counts.get(level, 0)
+        count = counts[level]
         counts[level] = count + 1
-        steps = first_s if level == 0 else later_s
+        steps = later_s if level else first_s
         drafting += steps[count + 1] - steps[count]
         verifying = verify_s[size]
-        seconds = max(drafting, verifying) if overlapped else drafting + verifying
+        if overlapped:
+            price = rate * ((drafting if drafting > verifying else verifying) - start)
+        else:
+            price = rate * (drafting + verifying - start)
         tokens -= minus_survival
         expected -= minus_expected
-        price = rate * (seconds - start)
-        if tokens - price > best.value + 1e-12:
-            best = Allocation(size, tokens - price, expected - price)
-    return best
+        if tokens - price > best + _SURELY:
+            best_size, best, best_expected = size, tokens - price, expected - price
+    if not best_size:
+        return NOTHING
+    owners = frozenset(entry[2] for entry in order[:best_size] if not entry[1])
+    return Allocation(owners, best, best_expected)

@@ -15,7 +15,7 @@ at any strength (0.508 at best), since a request's own counts say little beside 
 
 Drafting nothing is chosen freely, and before the exit head has done any work. Whatever the means
 say does not pay, an optimistic draw or a probe that keeps an unlucky belief from lasting for ever,
-is paid from a purse of a hundredth of the tokens, so that hopeless traffic stays as fast as plain
+is paid from a purse of one token in two hundred, so that hopeless traffic stays as fast as plain
 decoding. Refuses to know tensors, tokens and clocks.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control.allocation import Entry, Prices, best_prefix
+from eesd_dist.control.allocation import Allocation, Entry, Prices, best_allocation, best_chain
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, logit
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
@@ -35,7 +35,7 @@ from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
 from eesd_dist.types import Evidence, Outcome, RequestId
 
 _POOL_STD, _POOL_MEMORY = 1.0, 0.995
-_OWN_STD, _OWN_MEMORY = 0.4, 0.98
+_OWN_STD, _OWN_MEMORY = 0.3, 0.98
 _RATE_MEMORY = 0.98
 """Of the long-run rate, per round."""
 _RATE_START_TOKENS = 24.0
@@ -45,9 +45,10 @@ _TYPICAL_MEMORY = 0.95
 """Of what a request's tokens are usually like, per guess."""
 _POOL_TYPICAL_MEMORY = 0.995
 _PRIOR_GUESSES = 4.0
-_PURSE_SHARE = 0.01
+_PURSE_SHARE = 0.005
 """Of all tokens, for finding out."""
-_LOOK_AHEAD = 32
+_LOOK_MEMORY = 0.98
+_LOOK_AHEAD = 16
 """Possible tokens a level may consider, its own and later ones together: a small batch looks over
 the steps of the cost table, in a large one the next rows of the others lead over them."""
 
@@ -96,33 +97,38 @@ class _Costs:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._steps: list[float] = []
-        self._rows: list[float] = []
+        self._steps = [0.0]
+        self._rows = [0.0]
+        self._known: dict[int, float] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
     def known(self, rows: int) -> float:
-        return self._cost.known_batch(rows)
+        if rows not in self._known:
+            self._known[rows] = self._cost.known_batch(rows)
+        return self._known[rows]
 
     def steps(self, most: int) -> list[float]:
         """Seconds of levels of 0, 1, 2, ... and at least `most` tokens."""
-        while len(self._steps) <= most:
-            last = self._steps[-1] if self._steps else 0.0
-            self._steps.append(max(last, self._cost.draft_batch(len(self._steps))))
-        return self._steps
+        steps = self._steps
+        while len(steps) <= most:
+            steps.append(max(steps[-1], self._cost.draft_batch(len(steps))))
+        return steps
 
     def step(self, count: int) -> float:
         return self.steps(count)[count]
 
     def verify(self, rows: int, requests: int) -> float:
-        return self.verify_from(rows, 0, requests)[0]
+        if rows >= len(self._rows):
+            self.verify_from(rows, 0, requests)
+        return self._rows[rows] + self._cost.request_s * max(requests - 1, 0)
 
     def verify_from(self, rows: int, more: int, requests: int) -> list[float]:
         """Seconds of verify passes over `rows` rows, one more, and so on."""
         while len(self._rows) <= rows + more:
-            last = self._rows[-1] if self._rows else 0.0
-            self._rows.append(max(last, self._cost.verify_batch(len(self._rows))))
+            self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
+        found = self._rows[rows : rows + more + 1]
         extra = self._cost.request_s * max(requests - 1, 0)
-        return [seconds + extra for seconds in self._rows[rows : rows + more + 1]]
+        return [seconds + extra for seconds in found] if extra else found
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -143,6 +149,8 @@ class _Round:
     probe_price: float = 0.0
     """In tokens: one token drafted for everybody."""
     is_probe: bool = False
+    look_price: float = 0.0
+    """In tokens: of a guess that is looked at in mere hope."""
 
     def seconds(self, costs: _Costs, *, level: int = 0) -> float:
         """As it stands, or with one more level of so many tokens."""
@@ -195,6 +203,8 @@ class Goodput:
         self._ranks = RankShares(discount=_POOL_MEMORY)
         self._trust = _Trust()
         self._purse = 0.0
+        self._look_profit = 0.0
+        """Tokens a look at a level nobody was sure of has earned, beyond what it cost."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -301,19 +311,33 @@ class Goodput:
                 request.best.expected * min(request.typical.mean + spread, 1.0)
                 for request in requests
             ]
-            wanted |= self._worth(request_ids, hopeful, guess_weight=2.0)
+            looked = self._worth(request_ids, hopeful, guess_weight=2.0)
+            wanted = wanted | looked if wanted else self._looks_that_pay(looked)
         if first and not wanted and self._purse >= turn.probe_price:
             turn.is_probe = True
             return frozenset(request_ids)
         return wanted
 
+    def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
+        """A level that nobody is sure of is looked at where such looks have paid, or from the
+        purse."""
+        if not looked:
+            return looked
+        turn, costs = self._round, self._costs
+        price = turn.rate * costs.guess_share * costs.step(len(looked))
+        if self._look_profit < 0.0:
+            if self._purse < price:
+                return frozenset()
+            self._purse -= price
+        turn.look_price = price
+        return looked
+
     def _worth(
         self, request_ids: Sequence[RequestId], survival: list[float], *, guess_weight: float
     ) -> frozenset[RequestId]:
-        order = self._order(request_ids, survival, survival)
         prices = self._prices(len(request_ids), given=0, guess_weight=guess_weight)
-        size = best_prefix(order, prices).size
-        return frozenset(request_ids[entry.owner] for entry in order[:size] if entry.level == 0)
+        owners = self._best(request_ids, survival, survival, prices).owners
+        return frozenset(request_ids[owner] for owner in owners)
 
     def choose(self, offers: Sequence[Offer], *, given: int = 0) -> list[bool]:
         """Which of one level's offers to draft; `given`: tokens others draft on this level."""
@@ -342,16 +366,17 @@ class Goodput:
         ids = [offer.request_id for offer in offers]
         drawn, expected = [node.drawn for node in nodes], [node.expected for node in nodes]
         prices = self._prices(len(offers), given=given, guess_weight=0.0)
-        order = self._order(ids, drawn, expected)
-        best = best_prefix(order, prices)
+        best = self._best(ids, drawn, expected, prices)
         if best.expected_value < 0.0:
             if -best.expected_value > self._purse:
-                order = self._order(ids, expected, expected)
-                best = best_prefix(order, prices)
+                best = self._best(ids, expected, expected, prices)
             else:
                 self._purse += best.expected_value
-        chosen = {entry.owner for entry in order[: best.size] if entry.level == 0}
-        return [index in chosen for index in range(len(offers))]
+        if turn.look_price:
+            profit = max(best.expected_value, 0.0) - turn.look_price
+            self._look_profit += (1.0 - _LOOK_MEMORY) * (profit - self._look_profit)
+            turn.look_price = 0.0
+        return [index in best.owners for index in range(len(offers))]
 
     def _nodes(self, offers: Sequence[Offer]) -> list[Node]:
         """Survival of each offer. Of siblings, a later one counts when all before it are wrong, and
@@ -378,22 +403,27 @@ class Goodput:
         parent = request.node(offer.parent)
         return Siblings(parent=parent, drawn=drawn, expected=mean)
 
-    def _order(
-        self, request_ids: Sequence[RequestId], drawn: list[float], expected: list[float]
-    ) -> list[Entry]:
-        """This level's tokens, and the later ones they may lead to, likeliest first."""
-        levels = min(max(_LOOK_AHEAD // len(drawn), 1), self._ceiling - self._round.level)
+    def _best(
+        self,
+        request_ids: Sequence[RequestId],
+        drawn: list[float],
+        expected: list[float],
+        prices: Prices,
+    ) -> Allocation:
+        """Over this level's tokens, and the later ones they may lead to."""
+        count = len(drawn)
+        levels = min(max(_LOOK_AHEAD // count, 1), self._ceiling - self._round.level)
+        thetas = [self._requests[request_id].typical.mean for request_id in request_ids]
+        if count == 1:
+            return best_chain(drawn[0], expected[0], theta=thetas[0], levels=levels, prices=prices)
         order: list[Entry] = []
         for index, (survival, by_mean) in enumerate(zip(drawn, expected, strict=True)):
-            order.append(Entry(-survival, 0, index, -by_mean))
-            if levels > 1:
-                theta = self._requests[request_ids[index]].typical.mean
-                for level in range(1, levels):
-                    survival *= theta
-                    by_mean *= theta
-                    order.append(Entry(-survival, level, index, -by_mean))
+            for level in range(max(levels, 1)):
+                order.append((-survival, level, index, -by_mean))
+                survival *= thetas[index]
+                by_mean *= thetas[index]
         order.sort()
-        return order
+        return best_allocation(order, prices)
 
     def _prices(self, count: int, *, given: int, guess_weight: float) -> Prices:
         """`guess_weight`: how much of the exit head's work this level has still to pay."""
@@ -404,7 +434,7 @@ class Goodput:
         most = count * max(_LOOK_AHEAD // count, 1)
         return Prices(
             rate=turn.rate,
-            first_s=[part * seconds for seconds in steps[given:]],
+            first_s=[part * seconds for seconds in steps[given : given + count + 1]],
             later_s=steps,
             verify_s=costs.verify_from(rows, most, turn.num_requests),
             drafting_s=turn.drafting_s,
