@@ -30,18 +30,21 @@ class RunFolder:
         self.best = folder / "best"
         self.log = folder / "log.jsonl"
         self.tensorboard = folder / "tensorboard"
+        self._job = folder / "job.json"
+
+    def require_own(self, job: Mapping[str, object]) -> None:
+        """Raises ConfigError when the folder is another job's; changes nothing."""
+        if self._job.exists():
+            _require_same(self._job, _read_json(self._job), json.loads(json.dumps(job)))
 
     def claim(self, job: Mapping[str, object]) -> None:
-        """Raises ConfigError when the folder is another job's; clears away what a kill left."""
+        """Makes the folder this job's, and clears away what a kill left."""
+        self.require_own(job)
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "job.json"
-        wanted = json.loads(json.dumps(job))
-        if file.exists():
-            _require_same(file, _read_json(file), wanted)
-        else:
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-            partial.replace(file)
+        if not self._job.exists():
+            partial = self._job.with_suffix(".partial")
+            partial.write_text(json.dumps(job, indent=2) + "\n", encoding="utf-8")
+            partial.replace(self._job)
         for left in self.folder.glob("saving-*"):
             shutil.rmtree(left)
 

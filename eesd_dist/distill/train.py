@@ -60,7 +60,7 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> TrainSum
     setting = Setting.of(request)
     folder = RunFolder(request.checkpoints)
     if rank == 0:
-        folder.claim({**request.job(), "features_sha256": setting.features_sha256})
+        folder.claim(setting.job(request))
     with warnings.catch_warnings():
         for message, category in _OTHERS_WARNINGS:
             warnings.filterwarnings("ignore", message=message, category=category)
@@ -74,6 +74,9 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> TrainSum
 def require_fit(request: TrainRequest) -> None:
     """Raises ConfigError for what can be seen to be wrong without training."""
     setting = Setting.of(request)
+    RunFolder(request.checkpoints).require_own(setting.job(request))
+    if request.start is not None:
+        first_head(request, setting)
     _deepspeed(force_cpu=setting.device.type == "cpu")
 
 

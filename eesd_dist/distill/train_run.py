@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from eesd_dist.distill.batches import BatchReader, PlannedBatch, Position, Row, in_order, read_rows
@@ -23,6 +22,9 @@ from eesd_dist.distill.schedule import LearningRate, Pace
 from eesd_dist.distill.train_request import TrainRequest
 from eesd_dist.distill.train_setting import Setting
 from eesd_dist.provenance import collect_provenance
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -310,6 +312,9 @@ class Run:
         if not self._is_writer:
             yield _Hidden()
             return
+        # Not everybody who imports this trains, and serving is installed without it.
+        from torch.utils.tensorboard import SummaryWriter
+
         progress = self._progress
         with (
             closing(SummaryWriter(self._folder.tensorboard, purge_step=progress.step + 1)) as board,
@@ -337,7 +342,7 @@ class _Hidden:
 class _Written:
     """JSON lines, TensorBoard and a bar."""
 
-    def __init__(self, folder: RunFolder, board: SummaryWriter, bar: "tqdm[Any]") -> None:
+    def __init__(self, folder: RunFolder, board: "SummaryWriter", bar: "tqdm[Any]") -> None:
         self._folder = folder
         self._board = board
         self._bar = bar

@@ -53,6 +53,10 @@ class Setting:
             device=device,
         )
 
+    def job(self, request: TrainRequest) -> dict[str, object]:
+        """What may not change while a run goes on."""
+        return {**request.job(), "features_sha256": self.features_sha256}
+
 
 def first_head(request: TrainRequest, setting: Setting) -> TrainableExitHead:
     """A head to train on, or one that begins as the target's last layer."""

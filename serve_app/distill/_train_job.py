@@ -31,6 +31,8 @@ from serve_app.config import ServiceConfig
 
 _MAX_FAILURES = 3
 _LOOK_S = 0.5
+_TIMEOUT_S = 300
+"""How long a worker waits for another one in the middle of a step."""
 
 
 def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None:
@@ -42,7 +44,7 @@ def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None
         trainer = TorchTrainer(
             _work,
             train_loop_config={"request": request, "threads": threads},
-            torch_config=TorchConfig(backend="nccl" if uses_gpu else "gloo"),
+            torch_config=TorchConfig(backend="nccl" if uses_gpu else "gloo", timeout_s=_TIMEOUT_S),
             scaling_config=ScalingConfig(
                 num_workers=request.workers,
                 use_gpu=uses_gpu,
