@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EngineError
 from serve_app._processes import descendants, end, running_after
@@ -50,8 +51,9 @@ def joined_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
     """Within the block this process belongs to a cluster that somebody else runs."""
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+    except (ConnectionError, ValueError, RayError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no Ray cluster at {address}: {reason}") from error
     try:
         yield
     finally:

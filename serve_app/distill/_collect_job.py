@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from eesd_dist.distill.collect import Chunk, Collector, Recipe
 from eesd_dist.distill.features import ShardEntry
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine.llm import LLM
-from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.spec import ModelSpec
 from serve_app._local_ray import joined_ray, local_ray
 from serve_app.config import ServiceConfig
@@ -65,25 +66,38 @@ class Made:
 class ChunkWorker:
     """One process with the target in it; Ray Data hands it a chunk at a time.
 
-    Its time counts from when it is ready, so that a slow start does not eat up a short time.
+    The target is loaded for the first chunk: what goes wrong there is then told as it was. Time
+    counts from after that, so that a slow start does not eat up a short time.
     """
 
     def __init__(self, job: Job, allowed_s: float) -> None:
         torch.set_num_threads(job.threads)
         self._job = job
         self._allowed_s = allowed_s
-        self._collector = collector_of(job)
-        self._ready = time.monotonic()
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        return {"made": [self._made(str(text)) for text in rows["chunk"]]}
+        return {"said": [json.dumps(self._said(str(text))) for text in rows["chunk"]]}
 
-    def _made(self, chunk: str) -> str:
-        """The shard's entry as JSON; empty when the time is spent."""
-        if time.monotonic() - self._ready > self._allowed_s:
-            return ""
-        entry = self._collector.collect(self._job.folder, Chunk.from_json(chunk))
-        return json.dumps({"entry": asdict(entry), "spent_s": time.monotonic() - self._ready})
+    def _said(self, chunk: str) -> dict[str, Any]:
+        """The shard's entry; nothing when the time is spent; an error of ours as a word, since
+        Ray Data keeps no more of an exception than its text."""
+        try:
+            return self._made(chunk)
+        except ConfigError as error:
+            return {"config_error": str(error)}
+        except EesdError as error:
+            return {"error": str(error)}
+
+    def _made(self, chunk: str) -> dict[str, Any]:
+        collector, ready = self._loaded
+        if time.monotonic() - ready > self._allowed_s:
+            return {}
+        entry = collector.collect(self._job.folder, Chunk.from_json(chunk))
+        return {"entry": asdict(entry), "spent_s": time.monotonic() - ready}
+
+    @cached_property
+    def _loaded(self) -> tuple[Collector, float]:
+        return collector_of(self._job), time.monotonic()
 
 
 def collector_of(job: Job) -> Collector:
@@ -132,11 +146,10 @@ def run_job(
         )
         try:
             for row in entries.iter_rows():
-                if row["made"]:
-                    made = json.loads(row["made"])
-                    yield Made(entry=ShardEntry(**made["entry"]), spent_s=made["spent_s"])
-        except RayError as error:
-            raise _ours(error) from error
+                yield from _heard(json.loads(row["said"]))
+        except RayError as error:  # a worker that is gone, time and again
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise EngineError(f"a collecting worker broke: {lines[0]}") from error
 
 
 def _ray_at(address: str | None, job: Job, *, workers: int) -> AbstractContextManager[Any]:
@@ -166,15 +179,13 @@ def _be_quiet() -> None:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
 
 
-def _ours(error: RayError) -> EesdError:
-    """What a worker raised, as it was before Ray wrapped it."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(at, EesdError):
-            return at
-        at = getattr(at, "cause", None) or at.__cause__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return EngineError(f"a collecting worker broke: {lines[-1]}")
+def _heard(said: dict[str, Any]) -> Iterator[Made]:
+    if "config_error" in said:
+        raise ConfigError(said["config_error"])
+    if "error" in said:
+        raise EngineError(said["error"])
+    if said:
+        yield Made(entry=ShardEntry(**said["entry"]), spent_s=said["spent_s"])
