@@ -25,6 +25,10 @@ from eesd_dist.model.rows import (
 # KV head, E channels of a head, S slots, N keys, B sequences, L their length.
 
 
+_TWINS = 5
+"""Tokens of a branch in the self-check."""
+
+
 class LayerPages:
     """The keys and values of one layer, slot by slot, and attention over them.
 
@@ -183,14 +187,29 @@ def grouping_is_exact(
         padded_THE[:num_rows] = heads_THE[start : start + num_rows]
         return pages.attend(rows, rows.groups(kind), padded_THE)[:num_rows]
 
+    def mixed_tree(start: int) -> Tensor:
+        """The rows from `start` on as two equal branches, token by token in turn."""
+        parents = (-1, -1, *range(2 * _TWINS - 2))
+        segment = RowSegment(start, 2 * _TWINS, range(num_pages), parents)
+        rows = RowPlan.build([segment], page_size=page_size, device=device, numerics="invariant")
+        padded_THE = heads_THE.new_zeros(rows.num_padded, num_heads, head_dim)
+        twice_THE = heads_THE[start : start + _TWINS].repeat_interleave(2, dim=0)
+        padded_THE[: 2 * _TWINS] = twice_THE
+        return pages.attend(rows, rows.groups(kind), padded_THE)[: 2 * _TWINS]
+
     together_TD = mixed(0, total)
     checked = sorted({*range(0, total, max(1, math.isqrt(total) - 1)), page_size - 1, page_size})
     if any(not torch.equal(mixed(at, 1)[0], together_TD[at]) for at in checked):
         return False
     block = QUERY_BLOCK // queries_per_kv
-    return all(
+    counted = all(
         torch.equal(mixed(at, count), together_TD[at : at + count])
         for at in (0, max(0, page_size - 2), total - 2 * page_size - 3)
         for count in (2, 3, 5, 8, block + 1, page_size + 2)
         if at + count <= total
+    )
+    return counted and all(
+        torch.equal(twins_TD, together_TD[at : at + _TWINS].repeat_interleave(2, dim=0))
+        for at in (max(1, page_size - 2), page_size)  # last, since it overwrites other slots
+        for twins_TD in [mixed_tree(at)]
     )

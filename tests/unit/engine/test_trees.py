@@ -153,11 +153,11 @@ def test_no_tree_changes_a_token_or_its_probability(name: str, dtype: DType, mak
 @pytest.mark.parametrize("head", ["always", "sometimes", "never"])
 def test_no_drafter_of_trees_changes_a_token(head: str, make: Make) -> None:
     engine = engine_of(make(head))
-    for name in ("greedy", "filtered", "penalised"):
-        wanted_batch = requests(3, SAMPLING[name], PLAIN, f"p-{name}")
+    for name in ("greedy", "penalised"):
+        wanted_batch = requests(2, SAMPLING[name], PLAIN, f"p-{name}")
         wanted = run(engine, wanted_batch).in_order(wanted_batch)
         for shape in SHAPES:
-            batch = requests(3, SAMPLING[name], tree(shape), f"{shape}-{name}")
+            batch = requests(2, SAMPLING[name], tree(shape), f"{shape}-{name}")
             assert run(engine, batch).in_order(batch) == wanted, (name, shape)
 
 
@@ -326,9 +326,9 @@ def test_a_tree_accepts_more_than_a_chain_as_deep(name: str, make: Make) -> None
         max_draft_tokens=3, fixed_length=3, tree=TreeConfig(widths=(2, 2, 2), branch=2)
     )
     engine = engine_of(make("sometimes", speculation=speculation))
-    sampling = dataclasses.replace(SAMPLING[name], max_tokens=40)
+    sampling = dataclasses.replace(SAMPLING[name], max_tokens=32)
     chain, static, dynamic = (
-        run(engine, requests(8, sampling, tree(shape), f"{shape}-{name}"))
+        run(engine, requests(5, sampling, tree(shape), f"{shape}-{name}"))
         for shape in ("none", "static", "dynamic")
     )
     assert accepted_per_round(chain) > 0.2
