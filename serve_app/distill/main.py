@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     command, rest = (argv[0], list(argv[1:])) if argv else ("--help", [])
     if command in ("-h", "--help"):
         sys.stdout.write(__doc__ + "\n")
-        return 0
+        raise SystemExit(0)  # as every other command's --help does
     if command not in COMMANDS:
         raise ConfigError(
             f"eesd distill {command}: expected one of {', '.join(COMMANDS)} (see eesd distill "
