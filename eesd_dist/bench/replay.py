@@ -36,7 +36,9 @@ class Variant:
     def params(self) -> SpeculationParams:
         if self.controller is None:
             return SpeculationParams(mode="off")
-        return SpeculationParams(controller=self.controller, max_draft_tokens=self.max_draft_tokens)
+        return SpeculationParams(
+            controller=self.controller, max_draft_tokens=self.max_draft_tokens, tree=self.tree
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
