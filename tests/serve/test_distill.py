@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,8 +42,13 @@ def _command(target: Path, out: Path, *more: str) -> list[str]:
 
 
 def _killed_at_the_first_shard(command: list[str], features: Path) -> set[Process]:
-    """Which processes it had."""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    """Which processes it had; what Ray cannot clear away any more goes with its own folder."""
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scraps,
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": scraps}
+        ) as process,
+    ):
         deadline = time.monotonic() + 120
         while not list(features.glob("shard-*")):
             assert process.poll() is None, process.communicate()[1]
