@@ -210,6 +210,7 @@ def grouping_is_exact(
     )
     return counted and all(
         torch.equal(twins_TD, together_TD[at : at + _TWINS].repeat_interleave(2, dim=0))
-        for at in (max(1, page_size - 2), page_size)  # last, since it overwrites other slots
+        # Last, and from behind: what lies after the branches' first slot is overwritten.
+        for at in (page_size, max(1, page_size - 2))
         for twins_TD in [mixed_tree(at)]
     )
