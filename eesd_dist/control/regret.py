@@ -8,6 +8,8 @@ fixed length in hindsight are computable from outcomes and a cost model, with no
 Acceptance beyond a censored draft is estimated from the rounds that got that far (the product of
 conditional acceptance rates, Kaplan and Meier 1958); when a controller stops where it expects a
 rejection that estimate leans up, against the controller.
+
+Rounds that drafted a tree are left out: what another length would have cost them is another tree.
 """
 
 from collections.abc import Sequence
@@ -50,7 +52,7 @@ def oracle_length(outcome: Outcome) -> int:
 def position_rates(outcomes: Sequence[Outcome], *, max_length: int) -> tuple[float, ...]:
     """Acceptance of draft position i among the rounds that tested it; 0 where none did."""
     tested, accepted = [0] * max_length, [0] * max_length
-    for outcome in outcomes:
+    for outcome in _chains(outcomes):
         judged = min(outcome.num_drafted, outcome.num_accepted + 1)
         for position in range(min(judged, max_length)):
             tested[position] += 1
@@ -60,6 +62,7 @@ def position_rates(outcomes: Sequence[Outcome], *, max_length: int) -> tuple[flo
 
 def hindsight(outcomes: Sequence[Outcome], *, cost: CostModel, max_length: int) -> Hindsight:
     """Judges a logged row of rounds."""
+    outcomes = _chains(outcomes)
     tokens = sum(1 + outcome.num_accepted for outcome in outcomes)
     spent = sum(cost.seconds(outcome.num_drafted) for outcome in outcomes)
     at_best = sum(cost.seconds(oracle_length(outcome)) for outcome in outcomes)
@@ -75,3 +78,7 @@ def hindsight(outcomes: Sequence[Outcome], *, cost: CostModel, max_length: int) 
         best_fixed_rate=fixed[best],
         fixed_rates=fixed,
     )
+
+
+def _chains(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if not outcome.branches]

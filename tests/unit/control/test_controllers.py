@@ -50,7 +50,16 @@ def test_threshold_stops_below_eta() -> None:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("fixed", False), ("threshold", True), ("beta", False), ("calibration", True)],
+    [
+        ("fixed", False),
+        ("threshold", True),
+        ("beta", False),
+        ("calibration", True),
+        ("goodput", True),
+        ("draft_verify", True),
+        ("ema", False),
+        ("ucb", False),
+    ],
 )
 def test_only_those_that_look_at_evidence_ask_for_it(name: ControllerName, needs: bool) -> None:
     assert controller(name).needs_evidence is needs
@@ -178,3 +187,18 @@ def test_evidence_that_is_not_a_number_costs_speed_alone() -> None:
         one = controller("calibration", cost=CHEAP, calibration_form=form)
         one.begin_round()
         assert isinstance(one.keep_drafting(evidence(math.nan)), bool)
+
+
+def test_goodput_and_ucb_assume_costs_where_nobody_has_measured() -> None:
+    names: tuple[ControllerName, ...] = ("goodput", "ucb")
+    for name in names:
+        easy = decode(controller(name), [(True, 0.9)] * 400, ceiling=8)
+        assert sum(o.num_drafted for o in easy) > 3 * len(easy)
+
+
+def test_goodput_alone_keeps_up_with_the_best_fixed_length() -> None:
+    tokens = text(Random(2), ease=1.0, spread=1.5, num_tokens=1_500)
+    longest = decode(controller("fixed", fixed_length=8), tokens, ceiling=8)
+    best_fixed = hindsight(longest, cost=CHEAP, max_length=8).best_fixed_rate
+    rounds = decode(controller("goodput", cost=CHEAP), tokens, ceiling=8)
+    assert hindsight(rounds, cost=CHEAP, max_length=8).rate > 0.98 * best_fixed

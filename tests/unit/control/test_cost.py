@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -86,6 +87,73 @@ def test_beyond_the_table_the_last_slope_goes_on() -> None:
     cost = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.1, 1.3))
     assert cost.verify(4) == pytest.approx(1.7)
     assert CostModel(draft_step_s=0.1, verify_s=(1.0,)).verify(5) == 1.0
+
+
+BATCH = CostModel(
+    draft_step_s=0.1,
+    verify_s=(1.0, 1.1, 1.3),
+    round_s=0.05,
+    guess_s=0.06,
+    request_s=0.2,
+    verify_rows_s=((6, 1.9), (10, 2.3)),
+    draft_rows_s=((2, 0.12), (4, 0.2)),
+    known_rows_s=((4, 0.08),),
+)
+
+
+def test_a_batch_of_one_costs_what_one_request_costs() -> None:
+    for cost in (BATCH, _linear(0.1, 0.03)):
+        for length in range(6):
+            assert cost.batch_seconds([length]) == pytest.approx(cost.seconds(length))
+
+
+def test_between_measured_batches_seconds_are_interpolated_and_requests_cost_their_own() -> None:
+    assert BATCH.verify_batch(3) == 1.3
+    assert BATCH.verify_batch(4) == pytest.approx(1.5)
+    assert BATCH.verify_batch(8, 3) == pytest.approx(2.1 + 2 * 0.2)
+    assert BATCH.verify_batch(20) == pytest.approx(2.3 + 10 * 0.1)
+    assert BATCH.draft_batch(3) == pytest.approx(0.16)
+    assert BATCH.draft_batch(0) == 0.0
+    assert BATCH.guess_batch(3) == pytest.approx(0.6 * 0.16)
+    assert BATCH.known_batch(1) == 0.05
+    assert BATCH.known_batch(2) == pytest.approx(0.06)
+
+
+def test_a_batch_pays_each_level_once_and_each_row() -> None:
+    levels = BATCH.draft_batch(3) + BATCH.draft_batch(2) + BATCH.draft_batch(1)
+    drafting = BATCH.known_batch(4) + levels
+    verifying = BATCH.verify_batch(4 + 6, 4)
+    assert BATCH.batch_seconds([3, 0, 1, 2]) == pytest.approx(drafting + verifying)
+    overlapped = BATCH.batch_seconds([3, 0, 1, 2], overlapped=True)
+    assert overlapped == pytest.approx(max(drafting, verifying))
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=40), st.integers(0, 39))
+def test_a_longer_draft_never_makes_a_batch_cheaper(lengths: list[int], which: int) -> None:
+    for cost in (BATCH, _linear(0.1, 0.03)):
+        longer = [k + (i == which % len(lengths)) for i, k in enumerate(lengths)]
+        assert cost.batch_seconds(longer) >= cost.batch_seconds(lengths)
+
+
+def test_a_flat_end_of_the_table_does_not_make_further_rows_free() -> None:
+    noisy = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.2, 1.2))
+    assert noisy.verify_batch(5) > 1.3
+
+
+def test_a_pinned_cost_model_survives_its_file(tmp_path: Path) -> None:
+    BATCH.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == BATCH
+    with pytest.raises(ConfigError, match="cost_file"):
+        CostModel.load(tmp_path / "none.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="object"):
+        CostModel.load(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("points", [3, "ab", [[1]], [[2, 0.1], [1, 0.2]], [[0, 0.1]], [[1, "x"]]])
+def test_points_that_are_none_are_refused(points: object) -> None:
+    with pytest.raises(ConfigError, match="cost model"):
+        CostModel.from_json(BATCH.to_json() | {"verify_rows_s": points})
 
 
 def test_costs_survive_json_and_nonsense_is_refused() -> None:

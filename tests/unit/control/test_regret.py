@@ -6,8 +6,8 @@ import pytest
 
 from eesd_dist.control import CostModel
 from eesd_dist.control.regret import hindsight, oracle_length, position_rates
-from eesd_dist.types import Outcome
-from tests.unit.control.worlds import outcome
+from eesd_dist.types import Branch, Outcome
+from tests.unit.control.worlds import ONE, evidence, outcome
 
 COST = CostModel(draft_step_s=0.2, verify_s=tuple(1 + 0.02 * i for i in range(9)))
 
@@ -59,3 +59,12 @@ def test_no_rounds_are_plain_decoding() -> None:
     judged = hindsight([], cost=COST, max_length=4)
     assert judged.rate == judged.plain_rate == judged.best_fixed_rate
     assert judged.best_fixed_length == 0
+
+
+def test_rounds_that_drafted_trees_are_left_out() -> None:
+    branch = Branch(depth=0, num_offered=2, chosen_rank=1, evidence=evidence())
+    tree = Outcome(request_id=ONE, num_drafted=2, num_accepted=1, branches=(branch,))
+    chains = [outcome(3, 1), outcome(2, 2)]
+    mixed = hindsight([*chains, tree], cost=COST, max_length=4)
+    assert mixed == hindsight(chains, cost=COST, max_length=4)
+    assert position_rates([tree], max_length=2) == (0.0, 0.0)

@@ -1,11 +1,15 @@
 """A world in which tokens are accepted by known chances, to try controllers in."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
-from eesd_dist.control import Controller
-from eesd_dist.types import Evidence, Outcome, RequestId
+from eesd_dist.control import Belief, Controller, CostModel
+from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
+
+Text = list[tuple[bool, float]]
 
 ONE = RequestId("one")
 
@@ -31,7 +35,7 @@ def draft_length(controller: Controller, *, ceiling: int, top1_prob: float = 0.5
     return ceiling
 
 
-def text(rng: Random, *, ease: float, spread: float, num_tokens: int) -> list[tuple[bool, float]]:
+def text(rng: Random, *, ease: float, spread: float, num_tokens: int) -> Text:
     """(accepted?, top-1 probability) of a text whose tokens differ in difficulty."""
     tokens = []
     for _ in range(num_tokens):
@@ -40,9 +44,7 @@ def text(rng: Random, *, ease: float, spread: float, num_tokens: int) -> list[tu
     return tokens
 
 
-def decode(
-    controller: Controller, tokens: list[tuple[bool, float]], *, ceiling: int
-) -> list[Outcome]:
+def decode(controller: Controller, tokens: Text, *, ceiling: int) -> list[Outcome]:
     """Every round it takes to get through the text, each observed."""
     outcomes, at = [], 0
     while at + ceiling + 1 < len(tokens):
@@ -64,3 +66,117 @@ def decode(
 
 def _sigmoid(score: float) -> float:
     return 1.0 / (1.0 + math.exp(-score))
+
+
+@dataclass(slots=True)
+class Served:
+    """What came of a row of texts served in batches."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+    """Of every draft, in order of rounds."""
+    num_guesses: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def serve(
+    policy: DraftPolicy,
+    texts: Sequence[Text],
+    *,
+    cost: CostModel,
+    max_running: int,
+    ceiling: int = 8,
+    belief: Belief | None = None,
+    name: ControllerName | None = None,
+) -> Served:
+    """A drafter's questions level by level, a verifier's answers from the texts, and the cost
+    model's clock, which counts guesses that are looked at and not taken."""
+    served, waiting = Served(), list(enumerate(texts))
+    live: dict[RequestId, tuple[Text, int]] = {}
+    share = cost.guess_batch(1) / cost.draft_step_s
+    while waiting or live:
+        while waiting and len(live) < max_running:
+            number, tokens = waiting.pop(0)
+            request_id = RequestId(str(number))
+            live[request_id] = (tokens, 0)
+            policy.admit(request_id, name, belief or Belief())
+        drafts: dict[RequestId, list[Evidence]] = {request_id: [] for request_id in live}
+        served.seconds += cost.known_batch(len(live))
+        policy.begin_round(list(live))
+        active = list(live)
+        while active := _wanted(policy, active, drafts, live, ceiling):
+            offers = [
+                Offer(
+                    request_id=request_id,
+                    evidence=evidence(
+                        live[request_id][0][live[request_id][1] + len(drafts[request_id])][1],
+                        depth=len(drafts[request_id]),
+                    ),
+                    parent=len(drafts[request_id]) - 1,
+                )
+                for request_id in active
+            ]
+            taken = policy.choose(offers)
+            for offer, is_taken in zip(offers, taken, strict=True):
+                if is_taken:
+                    drafts[offer.request_id].append(offer.evidence)
+            served.num_guesses += len(active)
+            served.seconds += share * cost.draft_batch(len(active))
+            served.seconds += (1.0 - share) * cost.draft_batch(sum(taken))
+            active = [o.request_id for o, is_taken in zip(offers, taken, strict=True) if is_taken]
+        rows = len(live) + sum(map(len, drafts.values()))
+        served.seconds += cost.verify_batch(rows, len(live))
+        _judge(policy, drafts, live, served)
+    return served
+
+
+def _wanted(
+    policy: DraftPolicy,
+    active: list[RequestId],
+    drafts: dict[RequestId, list[Evidence]],
+    live: dict[RequestId, tuple[Text, int]],
+    ceiling: int,
+) -> list[RequestId]:
+    room = [
+        request_id
+        for request_id in active
+        if len(drafts[request_id]) < ceiling
+        and live[request_id][1] + len(drafts[request_id]) < len(live[request_id][0])
+    ]
+    wanted = policy.worth_a_guess(room)
+    return [request_id for request_id in room if request_id in wanted]
+
+
+def _judge(
+    policy: DraftPolicy,
+    drafts: dict[RequestId, list[Evidence]],
+    live: dict[RequestId, tuple[Text, int]],
+    served: Served,
+) -> None:
+    outcomes = []
+    for request_id, seen in drafts.items():
+        tokens, at = live[request_id]
+        accepted = 0
+        while accepted < len(seen) and tokens[at + accepted][0]:
+            accepted += 1
+        outcomes.append(
+            Outcome(
+                request_id=request_id,
+                num_drafted=len(seen),
+                num_accepted=accepted,
+                evidence=tuple(seen),
+            )
+        )
+        served.tokens += min(accepted + 1, len(tokens) - at)
+        served.lengths.append(len(seen))
+        live[request_id] = (tokens, at + accepted + 1)
+    policy.observe(outcomes)
+    for request_id in drafts:
+        tokens, at = live[request_id]
+        if at >= len(tokens):
+            del live[request_id]
+            policy.forget(request_id)

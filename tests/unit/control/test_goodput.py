@@ -1,0 +1,287 @@
+"""`goodput` in known worlds, against fixed lengths, plain decoding and its own promises."""
+
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.types import Branch, ControllerName, Outcome, RequestId
+from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
+
+MEASURED = CostModel(
+    draft_step_s=0.97e-3,
+    verify_s=(7.43e-3, 7.43e-3, 7.45e-3, 7.45e-3, 7.48e-3, 8.2e-3, 9.4e-3, 9.4e-3, 9.4e-3),
+    round_s=0.35e-3,
+    guess_s=0.59e-3,
+    request_s=1.1e-3,
+    verify_rows_s=((18, 12.9e-3), (36, 18.9e-3), (144, 59.9e-3), (288, 116.5e-3)),
+    draft_rows_s=((2, 1.1e-3), (4, 1.48e-3), (16, 3.36e-3), (32, 6.3e-3)),
+    known_rows_s=((2, 0.43e-3), (4, 0.51e-3), (16, 1.3e-3), (32, 2.4e-3)),
+)
+"""A profile of the bundled model on two cores."""
+CHEAP = CostModel(
+    draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1, guess_s=0.08
+)
+LINEAR = CostModel(
+    draft_step_s=0.1, verify_s=tuple(1.0 * i for i in range(1, 10)), round_s=0.05, guess_s=0.06
+)
+"""The verifier is busy: every row costs what a whole pass does."""
+
+
+@cache
+def calibrator() -> Calibrator:
+    """Fitted to texts of every kind together, as a real one is."""
+    rng = Random(77)
+    tokens = [
+        pair for ease in (3, 1, -2) for pair in text(rng, ease=ease, spread=1.5, num_tokens=1_500)
+    ]
+    return fit_calibrator([(evidence(p), accepted) for accepted, p in tokens], curved=False)
+
+
+def _texts(ease: float, count: int, *, length: int = 100, seed: int = 5) -> list[Text]:
+    rng = Random(f"{seed}/{ease}")
+    return [text(rng, ease=ease, spread=1.5, num_tokens=length) for _ in range(count)]
+
+
+def _policy(cost: CostModel, controller: ControllerName = "goodput", **config: Any) -> DraftPolicy:
+    speculation = SpeculationConfig(controller=controller, **config)
+    return DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator())
+
+
+def _served(cost: CostModel, texts: list[Text], max_running: int, **config: Any) -> Served:
+    return serve(_policy(cost, **config), texts, cost=cost, max_running=max_running)
+
+
+def _fixed(cost: CostModel, texts: list[Text], max_running: int, length: int) -> float:
+    served = _served(cost, texts, max_running, controller="fixed", fixed_length=length)
+    return served.rate
+
+
+def _best_fixed(cost: CostModel, texts: list[Text], max_running: int) -> float:
+    return max(_fixed(cost, texts, max_running, length) for length in (0, 1, 2, 3, 4, 6, 8))
+
+
+@pytest.mark.parametrize("cost", [MEASURED, CHEAP], ids=["measured", "cheap"])
+@pytest.mark.parametrize(("ease", "max_running"), [(3, 1), (1, 1), (-2, 1), (3, 8), (1, 8)])
+def test_in_a_steady_world_it_keeps_up_with_the_best_fixed_length(
+    cost: CostModel, ease: float, max_running: int
+) -> None:
+    texts = _texts(ease, 8 if max_running == 1 else 32)
+    mine = _served(cost, texts, max_running).rate
+    assert mine > 0.98 * _best_fixed(cost, texts, max_running)
+
+
+@pytest.mark.parametrize("cost", [MEASURED, CHEAP], ids=["measured", "cheap"])
+def test_in_a_mixed_world_it_beats_every_single_length(cost: CostModel) -> None:
+    pairs = zip(_texts(3.5, 8), _texts(-2, 8), strict=True)
+    texts = [one for pair in pairs for one in pair]
+    assert _served(cost, texts, 1).rate > 1.08 * _best_fixed(cost, texts, 1)
+
+
+def test_after_a_change_of_class_in_mid_stream_it_beats_every_single_length() -> None:
+    for before, after in ((-2, 3), (3, -2)):
+        pairs = zip(_texts(before, 4, length=200), _texts(after, 4, length=200), strict=True)
+        texts = [one + other for one, other in pairs]
+        assert _served(MEASURED, texts, 1).rate > 1.05 * _best_fixed(MEASURED, texts, 1)
+
+
+@pytest.mark.parametrize("max_running", [1, 4, 32])
+@pytest.mark.parametrize("world", ["never", "never, and sure of it", "every row costs a pass"])
+def test_where_nothing_is_to_be_gained_it_is_as_fast_as_plain_decoding(
+    world: str, max_running: int
+) -> None:
+    cost = LINEAR if world.startswith("every") else MEASURED
+    claimed = 0.9 if world.endswith("sure of it") else 0.4
+    count, length = max(4, 2 * max_running), 200
+    texts: list[Text] = [[(False, claimed)] * length for _ in range(count)]
+    if cost is LINEAR:
+        texts = _texts(1, count, length=length)
+    mine = _served(cost, texts, max_running).rate
+    assert mine > 0.98 * _fixed(cost, texts, max_running, 0)
+
+
+def test_where_nothing_is_to_be_gained_the_exit_head_is_left_alone() -> None:
+    served = _served(MEASURED, [[(False, 0.3)] * 1_500], 1)
+    assert served.num_guesses < 0.08 * len(served.lengths)
+    assert served.lengths.count(0) > 0.95 * len(served.lengths)
+
+
+def test_after_long_failure_it_finds_out_that_a_text_became_easy() -> None:
+    text_: Text = [(False, 0.9)] * 300 + [(True, 0.9)] * 900
+    served = _served(MEASURED, [text_], 1)
+    assert sum(served.lengths[-40:]) / 40 > 5
+    assert sum(served.lengths[150:290]) / 140 < 0.2
+
+
+def test_a_warm_prior_saves_the_lessons_of_the_first_rounds() -> None:
+    hopeless = Belief(alpha=2.0, beta=200.0, num_tested=200, num_accepted=1)
+    texts: list[Text] = [[(False, 0.6)] * 30]
+    cold = serve(_policy(MEASURED), texts, cost=MEASURED, max_running=1)
+    warm = serve(_policy(MEASURED), texts, cost=MEASURED, max_running=1, belief=hopeless)
+    assert warm.num_guesses < cold.num_guesses
+    assert warm.rate > cold.rate
+
+
+def test_what_one_request_teaches_helps_the_next() -> None:
+    policy = _policy(MEASURED)
+    for _ in range(3):
+        first = serve(policy, [[(False, 0.8)] * 60], cost=MEASURED, max_running=1)
+    fresh = serve(_policy(MEASURED), [[(False, 0.8)] * 60], cost=MEASURED, max_running=1)
+    assert sum(first.lengths) < sum(fresh.lengths)
+
+
+def _decided(
+    policy: DraftPolicy, ids: list[RequestId], offers: list[Offer], **round_: Any
+) -> list[bool]:
+    policy.begin_round(ids, **round_)
+    return policy.choose(offers)
+
+
+def _one_level(policy: DraftPolicy, chances: list[float], **round_: Any) -> list[bool]:
+    ids = [RequestId(f"{i}") for i in range(len(chances))]
+    offers = [Offer(request_id=i, evidence=evidence(p)) for i, p in zip(ids, chances, strict=True)]
+    return _decided(policy, ids, offers, **round_)
+
+
+def _admitted(policy: DraftPolicy, count: int) -> DraftPolicy:
+    for number in range(count):
+        policy.admit(RequestId(f"{number}"), None, Belief())
+    return policy
+
+
+def test_rows_go_to_the_requests_that_are_likeliest_to_use_them() -> None:
+    """A verifier with room for ten rows and none beyond: of eight requests two may draft."""
+    wall = CostModel(draft_step_s=1e-4, verify_s=(1.0,) * 10, verify_rows_s=((11, 9.0), (20, 90.0)))
+    chances = [0.5, 0.99, 0.4, 0.6, 0.98, 0.5, 0.3, 0.6]
+    for seed in range(20):
+        taken = _one_level(_admitted(_policy(wall, seed=seed), 8), chances)
+        assert sum(taken) == 2
+    draws = [_one_level(_admitted(_policy(wall, seed=seed), 8), chances) for seed in range(40)]
+    assert sum(taken[1] + taken[4] for taken in draws) > 0.8 * 80
+
+
+def test_in_a_larger_batch_where_rows_are_dear_less_is_drafted() -> None:
+    dear = CostModel(
+        draft_step_s=0.05, verify_s=(1.0,) * 9, verify_rows_s=((10, 1.2), (40, 9.0)), guess_s=0.02
+    )
+    alone = _served(dear, _texts(1, 6), 1)
+    crowd = _served(dear, _texts(1, 48), 24)
+    assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(alone.lengths) / len(alone.lengths)
+
+
+def test_beside_another_cohorts_verification_more_is_drafted() -> None:
+    """Draft steps that dearly cost alone are hidden behind the verifier's time."""
+    slow = CostModel(draft_step_s=0.5, verify_s=tuple(1.0 + 0.01 * i for i in range(9)))
+    chances = [0.35]
+    alone = sum(
+        _one_level(_admitted(_policy(slow, seed=seed), 1), chances)[0] for seed in range(60)
+    )
+    beside = sum(
+        _one_level(_admitted(_policy(slow, seed=seed), 1), chances, overlapped=True)[0]
+        for seed in range(60)
+    )
+    assert beside > alone + 20
+
+
+def test_rows_of_requests_with_controllers_of_their_own_are_counted_as_given() -> None:
+    """The verifier has three rows for two requests: the one that is left is wanted by both."""
+    wall = CostModel(draft_step_s=1e-4, verify_s=(1.0,) * 3, verify_rows_s=((4, 60.0),))
+    mine, other = RequestId("mine"), RequestId("other")
+    for length, expected in ((0, True), (4, False)):
+        policy = _policy(wall, fixed_length=length)
+        policy.admit(mine, "goodput", Belief())
+        policy.admit(other, "fixed", Belief())
+        offers = [Offer(request_id=i, evidence=evidence(0.95)) for i in (mine, other)]
+        assert _decided(policy, [mine, other], offers) == [expected, not expected]
+
+
+def _siblings(policy: DraftPolicy, top1_prob: float, *, shape: int = 3) -> list[bool]:
+    one = RequestId("0")
+    offers = [Offer(request_id=one, evidence=evidence(top1_prob), rank=r) for r in range(shape)]
+    return _decided(policy, [one], offers)
+
+
+def test_siblings_are_drafted_where_rows_are_free_and_not_where_they_are_dear() -> None:
+    free = CostModel(draft_step_s=0.01, verify_s=tuple(1.0 + 0.001 * i for i in range(9)))
+    dear = CostModel(draft_step_s=0.01, verify_s=tuple(1.0 + 0.45 * i for i in range(9)))
+    assert _siblings(_admitted(_policy(free), 1), 0.6) == [True, True, True]
+    assert _siblings(_admitted(_policy(dear), 1), 0.9) == [True, False, False]
+
+
+def test_siblings_that_were_never_right_are_drafted_no_more() -> None:
+    cost = CostModel(draft_step_s=0.02, verify_s=tuple(1.0 + 0.04 * i for i in range(9)))
+    policy = _admitted(_policy(cost), 1)
+    assert sum(_siblings(policy, 0.6, shape=2)) == 2
+    for number in range(200):
+        _siblings(policy, 0.6, shape=2)
+        chosen = 0 if number % 5 < 3 else -1
+        branch = Branch(depth=0, num_offered=2, chosen_rank=chosen, evidence=evidence(0.6))
+        policy.observe(
+            [
+                Outcome(
+                    request_id=RequestId("0"),
+                    num_drafted=2,
+                    num_accepted=int(chosen >= 0),
+                    branches=(branch,),
+                )
+            ]
+        )
+    assert _siblings(policy, 0.6, shape=2) == [True, False]
+
+
+def test_a_tree_grows_below_the_nodes_that_were_taken() -> None:
+    """The child of an unlikely sibling is less likely than the child of the first choice."""
+    cost = CostModel(draft_step_s=0.01, verify_s=tuple(1.0 + 0.05 * i for i in range(12)))
+    policy, one = _admitted(_policy(cost), 1), RequestId("0")
+    assert _siblings(policy, 0.75, shape=2) == [True, True]
+    offers = [Offer(request_id=one, evidence=evidence(0.75), parent=p) for p in (0, 1)]
+    assert policy.choose(offers) == [True, False]
+
+
+def test_without_learning_nothing_changes_and_the_same_run_drafts_the_same() -> None:
+    texts = _texts(1, 6)
+    runs = []
+    for _ in range(2):
+        policy = _policy(MEASURED, learn=False)
+        runs.append(serve(policy, texts, cost=MEASURED, max_running=3).lengths)
+    assert runs[0] == runs[1]
+    assert sum(runs[0]) > 0
+    pinned = _admitted(_policy(MEASURED, learn=False), 1)
+    pinned.observe([outcome(8, 0)] * 50)
+    assert [_one_level(pinned, [0.9]) for _ in range(20)].count([True]) == 20
+
+
+def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
+    policy = _admitted(_policy(CHEAP), 1)
+    for _ in range(60):
+        policy.begin_round([RequestId("0")])
+        policy.choose([Offer(request_id=RequestId("0"), evidence=evidence(0.8))])
+        policy.observe(
+            [
+                Outcome(
+                    request_id=RequestId("0"),
+                    num_drafted=1,
+                    num_accepted=0,
+                    evidence=(evidence(0.8),),
+                )
+            ]
+        )
+    assert [_one_level(policy, [0.8]) for _ in range(10)].count([True]) <= 2
+    policy.recalibrate(calibrator())
+    assert [_one_level(policy, [0.8]) for _ in range(10)].count([True]) >= 8
+
+
+def test_who_does_not_look_at_evidence_spares_the_exit_head_its_last_guess() -> None:
+    policy, one = _policy(MEASURED, controller="fixed", fixed_length=2), RequestId("0")
+    _admitted(policy, 1).begin_round([one])
+    offer = Offer(request_id=one, evidence=evidence())
+    for _ in range(2):
+        assert policy.worth_a_guess([one]) == {one}
+        assert policy.worth_a_guess([one]) == {one}  # asked again, the answer is the same
+        assert policy.choose([offer]) == [True]
+    assert policy.worth_a_guess([one]) == frozenset()
