@@ -91,10 +91,10 @@ class Scale:
 
 FULL = Scale(
     per_class=8,
-    max_tokens=64,
-    class_repeats=1,
-    mixed_blocks=4,
-    load_blocks=4,
+    max_tokens=48,
+    class_repeats=2,
+    mixed_blocks=3,
+    load_blocks=2,
     loads_of_classes=(1, 2, 4, 8, 16, 32),
 )
 QUICK = Scale(
@@ -208,9 +208,7 @@ def race_live(
     for load in scale.loads:
         blocks = _load_blocks(len(bench.texts), load, count=scale.load_blocks, rng=rng)
         rates = findings.by_load[load] if findings is not None else None
-        races.by_load[load] = track.race(
-            blocks, _load_variants(bench.ceiling, rates, contenders_only=scale.contenders_only)
-        )
+        races.by_load[load] = track.race(blocks, _load_variants(bench.ceiling, rates))
         say(_load_line(f"load {load}", races.by_load[load]))
     for name, blocks in _tree_blocks(bench, rng).items():
         races.trees[name] = track.race(blocks, [PLAIN, *tree_variants()])
@@ -227,7 +225,7 @@ def _tree_blocks(bench: Bench, rng: Random) -> dict[str, list[list[Crowd]]]:
     }
     if scale.trees_by_class:
         for workload, numbers in _by_class(bench.texts).items():
-            blocks[workload] = [[(Guest(text=number),)] for number in numbers]
+            blocks[workload] = [[(Guest(text=number),)] for number in numbers[:3]]
     return blocks
 
 
@@ -255,11 +253,11 @@ def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Vari
     return [PLAIN, *fixed, *_controllers(contenders_only=scale.contenders_only)]
 
 
-def _load_variants(ceiling: int, rates: Rates | None, *, contenders_only: bool) -> list[Variant]:
-    """At a load: plain decoding, the best fixed length by replay, and the controllers."""
+def _load_variants(ceiling: int, rates: Rates | None) -> list[Variant]:
+    """At a load: plain decoding, the best fixed length by replay, and the contenders."""
     best = rates.best_fixed if rates is not None else None
     fixed = [v for v in fixed_variants(ceiling) if v is not PLAIN and v.label == best]
-    return [PLAIN, *fixed, *_controllers(contenders_only=contenders_only)]
+    return [PLAIN, *fixed, *_controllers(contenders_only=True)]
 
 
 def _controllers(*, contenders_only: bool) -> list[Variant]:
