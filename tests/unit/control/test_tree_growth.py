@@ -115,3 +115,22 @@ def test_requests_of_all_shapes_are_decided_together_and_apart() -> None:
     ]
     assert made.choose(offers) == [True, False, True, True]
     assert made.choose(offers) == [False] * 4
+
+
+def test_a_belief_learns_of_first_choices_alone_and_only_where_they_were_judged() -> None:
+    def branch(depth: int, chosen_rank: int) -> Branch:
+        return Branch(depth=depth, num_offered=2, chosen_rank=chosen_rank, evidence=sure(0.5))
+
+    # First choice right, then an alternative, then nothing that was drafted: one right, two wrong.
+    tree = Outcome(
+        request_id=WHO,
+        num_drafted=9,
+        num_accepted=2,
+        branches=(branch(0, 0), branch(1, 1), branch(2, -1)),
+    )
+    belief = Belief().after(tree)
+    assert (belief.num_accepted, belief.num_tested) == (1, 3)
+    whole = Outcome(request_id=WHO, num_drafted=3, num_accepted=1, branches=(branch(0, 0),))
+    assert Belief().after(whole).num_tested == 1
+    chain = Outcome(request_id=WHO, num_drafted=5, num_accepted=2)
+    assert (chain.num_first_accepted, chain.num_first_rejected) == (2, 1)
