@@ -88,18 +88,11 @@ def _operate(port: int, head: Path) -> None:
     at = ("--port", str(port))
     pinned = _run("controllers", "pin", *at)
     assert pinned.returncode == 0, pinned.stderr
-    shown = _run("controllers", *at)
-    assert "pools       pinned" in shown.stdout, shown.stderr
     promoted = _run("controllers", "promote", str(head), *at, "--json")
     assert promoted.returncode == 0, promoted.stderr
-    sha = json.loads(promoted.stdout)[0]["sha256"]
-    assert sha[:12] in _run("controllers", *at).stdout
-    refused = _run("controllers", "promote", str(head.parent), *at)
-    assert refused.returncode == 2
-    assert "speculators_model_type" in refused.stderr
-    nobody = _run("controllers", "pin", "--port", str(free_port()))
-    assert nobody.returncode == 2
-    assert "no service of yours on port" in nobody.stderr
+    shown = _run("controllers", *at).stdout
+    assert "pools       pinned" in shown
+    assert json.loads(promoted.stdout)[0]["sha256"][:12] in shown
 
 
 def test_a_signal_while_it_starts_leaves_nothing_behind_either(tiny_service: Path) -> None:
