@@ -268,20 +268,31 @@ def recommendation(report: SweepReport) -> str:
         f"{best.plain_tokens_per_s:.1f}, {best.over_plain:.2f}x "
         f"({best.low:.2f} to {best.high:.2f})."
     ]
+    if best.low <= 1.0:
+        words.append("So few texts do not tell it from plain decoding.")
+    rivals = [row for row in report.rows[1:] if row.high >= best.low]
     likeliest = max(report.rows, key=lambda row: row.acceptance)
-    if likeliest is not best:
-        words.append(
-            f"{likeliest.name} is accepted more often ({likeliest.acceptance:.3f} against "
-            f"{best.acceptance:.3f}) and loses: it drafts a token in {likeliest.draft_step_ms:.2f} "
-            f"ms against {best.draft_step_ms:.2f}, and decodes at {likeliest.over_plain:.2f}x."
-        )
-    rivals = [row.name for row in report.rows[1:] if row.high >= best.low]
+    if likeliest is not best and likeliest not in rivals:
+        words.append(_why_it_loses(likeliest, best))
     if rivals:
         words.append(
-            f"Not told apart by so few texts: {', '.join(rivals)}; time more prompts "
+            f"Not told apart from it: {', '.join(row.name for row in rivals)}; time more prompts "
             "(--timed-prompts) before choosing between them."
         )
     return " ".join(words)
+
+
+def _why_it_loses(row: Row, best: Row) -> str:
+    said = (
+        f"{row.name} is accepted more often ({row.acceptance:.3f} against {best.acceptance:.3f}) "
+        f"and loses: it decodes at {row.over_plain:.2f}x"
+    )
+    if row.draft_step_ms <= best.draft_step_ms:
+        return f"{said}."
+    return (
+        f"{said}, since it drafts a token in {row.draft_step_ms:.2f} ms against "
+        f"{best.draft_step_ms:.2f}."
+    )
 
 
 # -- steps ----------------------------------------------------------------------------------------

@@ -79,12 +79,23 @@ def test_the_fastest_is_taken_and_the_likelier_one_is_said_to_lose() -> None:
     assert said in table(report)
 
 
+def test_a_likelier_rival_is_not_said_to_lose() -> None:
+    first = row("exit_1", acceptance=0.6, over_plain=1.50)
+    close = row("exit_2", acceptance=0.7, over_plain=1.45)
+    said = recommendation(SweepReport(rows=(first, close)))
+    assert "loses" not in said
+    assert "Not told apart from it: exit_2" in said
+
+
+def test_a_best_that_may_be_no_faster_than_plain_decoding_says_so() -> None:
+    narrow = row("exit_1", acceptance=0.6, over_plain=1.02)
+    assert "do not tell it from plain decoding" in recommendation(SweepReport(rows=(narrow,)))
+
+
 def test_rivals_within_the_noise_are_named() -> None:
     first = row("exit_1", acceptance=0.7, over_plain=1.50)
     close = row("exit_2", acceptance=0.6, over_plain=1.45)
-    assert "Not told apart by so few texts: exit_2" in recommendation(
-        SweepReport(rows=(first, close))
-    )
+    assert "Not told apart from it: exit_2" in recommendation(SweepReport(rows=(first, close)))
 
 
 def test_nothing_is_recommended_when_plain_decoding_is_faster() -> None:
