@@ -72,8 +72,8 @@ def measure_cost(
         guess_s=min(max(guess_s, 0.0), steps_s[0]),
         request_s=request_s,
         verify_rows_s=tuple(
-            (longest * size, seconds)
-            for size, seconds in zip(sizes, isotonic([verify_s[-1], *batches])[1:], strict=True)
+            (longest * size, max(seconds, verify_s[-1]))
+            for size, seconds in zip(sizes, isotonic(batches), strict=True)
         ),
         draft_rows_s=tuple(zip(sizes, steps_s[1:], strict=True)),
         known_rows_s=tuple(zip(sizes, known_s[1:], strict=True)),

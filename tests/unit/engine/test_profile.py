@@ -1,0 +1,111 @@
+"""What the start-up profile measures, how it is pinned, and what the controllers do with it."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.config import SchedulerConfig, SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.errors import ConfigError
+from eesd_dist.types import ControllerName, SpeculationParams
+from tests.unit.engine.conftest import MakeConfig
+from tests.unit.engine.test_exactness import SAMPLING, requests, texts
+
+PINNED = CostModel(
+    draft_step_s=0.1,
+    verify_s=(1.0, 1.02),
+    round_s=0.05,
+    guess_s=0.06,
+    request_s=0.01,
+    draft_rows_s=((8, 0.2),),
+)
+NEW: tuple[ControllerName, ...] = ("goodput", "draft_verify", "ema", "ucb")
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> Path:
+    PINNED.save(tmp_path / "cost.json")
+    return tmp_path / "cost.json"
+
+
+def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
+    make_config: MakeConfig,
+) -> None:
+    began = time.process_time()
+    llm = LLM(make_config(scheduler=SchedulerConfig(max_running=24)))
+    assert time.process_time() - began < 20.0  # 3 s on a machine that is not shared
+    cost = llm.engine.cost
+    assert cost is not None
+    assert len(cost.verify_s) == 6
+    assert [count for count, _ in cost.verify_rows_s] == [12, 24, 96, 144]
+    assert [count for count, _ in cost.draft_rows_s] == [2, 4, 16, 24]
+    for figures in (
+        cost.verify_s,
+        [cost.verify_s[-1], *(s for _, s in cost.verify_rows_s)],
+        [cost.draft_step_s, *(s for _, s in cost.draft_rows_s)],
+        [cost.round_s, *(s for _, s in cost.known_rows_s)],
+    ):
+        assert all(one <= other for one, other in pairwise(figures))
+    assert 0.0 <= cost.guess_s <= cost.draft_step_s
+    assert cost.verify_batch(144, 24) > cost.verify_batch(6)
+
+
+def test_a_pinned_cost_model_is_taken_instead_of_measuring(
+    make_config: MakeConfig, cost_file: Path
+) -> None:
+    speculation = SpeculationConfig(max_draft_tokens=5, cost_file=cost_file)
+    assert LLM(make_config(speculation=speculation)).engine.cost == PINNED
+    missing = SpeculationConfig(cost_file=cost_file.with_name("none.json"))
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        LLM(make_config(speculation=missing))
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalised"])
+def test_no_new_controller_changes_a_token(
+    name: str, make_config: MakeConfig, cost_file: Path
+) -> None:
+    speculation = SpeculationConfig(max_draft_tokens=5, cost_file=cost_file)
+    llm = LLM(make_config(speculation=speculation))
+    plain = llm.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
+    for controller in NEW:
+        wished = SpeculationParams(controller=controller)
+        done = llm.generate(requests(4, SAMPLING[name], wished, controller))
+        assert texts(done) == texts(plain), controller
+        assert [g.logprobs for g in done] == [g.logprobs for g in plain], controller
+
+
+def test_goodput_drafts_for_a_head_that_agrees_and_not_for_one_that_never_does(
+    make_config: MakeConfig, cost_file: Path
+) -> None:
+    """And a head that was left alone for long is shown what it has missed, a few rows at a time."""
+    drafted = {}
+    for head in ("always", "never"):
+        speculation = SpeculationConfig(
+            max_draft_tokens=5, cost_file=cost_file, controller="goodput"
+        )
+        llm = LLM(make_config(head, speculation=speculation))
+        rounds: list[Generation] = []
+        for turn in range(6):
+            rounds += llm.generate(
+                requests(4, SAMPLING["greedy"], SpeculationParams(), f"{head}-{turn}")
+            )
+        late = rounds[12:]
+        drafted[head] = sum(sum(g.drafted) for g in late) / sum(len(g.drafted) for g in late)
+    assert drafted["always"] > 2.5
+    assert drafted["never"] < 0.3
+
+
+def test_pinned_runs_draft_the_same_lengths(make_config: MakeConfig, cost_file: Path) -> None:
+    speculation = SpeculationConfig(
+        max_draft_tokens=5, cost_file=cost_file, controller="goodput", learn=False
+    )
+    lengths = []
+    for _ in range(2):
+        llm = LLM(make_config(speculation=speculation))
+        done = llm.generate(requests(4, SAMPLING["warm"], SpeculationParams(), "pinned"))
+        lengths.append([generation.drafted for generation in done])
+    assert lengths[0] == lengths[1]
+    assert sum(map(sum, lengths[0])) > 0
