@@ -126,7 +126,10 @@ class SpeculationConfig(Section):
     """How far ahead we dare to guess."""
 
     controller: ControllerName = "calibration"
-    """Who decides when to stop drafting, unless a request says otherwise."""
+    """Who decides when to stop drafting, unless a request says otherwise. `goodput` weighs the
+    whole batch's tokens against the measured seconds; `beta` and `calibration` are Thompson
+    sampling for one request; `fixed`, `threshold`, `draft_verify`, `ema` and `ucb` are there to be
+    compared with."""
 
     max_draft_tokens: NonNegativeInt = 8
     """Ceiling on one draft; the controller usually stops sooner. 0 is plain decoding."""
