@@ -61,7 +61,7 @@ TARGETS = {
 }
 """What is promised of `goodput`; printed beside what was measured."""
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-_LEAST_REQUESTS = 8
+_LEAST_REQUESTS = 4
 """Of every variant at every load, times `Scale.load_blocks`."""
 _PAGE_SIZE = 32
 _MAX_RUNNING = 32
