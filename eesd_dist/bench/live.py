@@ -5,6 +5,7 @@ from block to block, so that a machine that slows down slows them all. Ratios ar
 blocks, with a bootstrap interval over blocks. Decides what is timed; refuses to know controllers.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -60,6 +61,12 @@ class Race:
 
     def ratio(self, label: str, over: str) -> float:
         return self.rate(label) / self.rate(over)
+
+    def median_ratio(self, label: str, over: str) -> float:
+        """Of single blocks: a disturbance in one of them hardly moves it."""
+        return statistics.median(
+            _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
+        )
 
     def interval(self, label: str, over: str, *, share: float = 0.9, draws: int = 1000) -> Interval:
         """Blocks drawn again with replacement (Efron 1979); seeded, so that it can be repeated."""

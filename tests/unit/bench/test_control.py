@@ -298,6 +298,13 @@ def test_a_race_is_judged_by_sums_over_its_blocks() -> None:
     assert interval.low == interval.high == pytest.approx(2.0)
 
 
+def test_the_median_of_the_blocks_is_not_moved_by_one_disturbance() -> None:
+    calm = passes(plain=2.0, fast=1.0)
+    race = Race(blocks=(calm, calm, passes(plain=2.0, fast=50.0)))
+    assert race.median_ratio("fast", "plain") == pytest.approx(2.0)
+    assert race.ratio("fast", "plain") < 1.0
+
+
 def test_an_interval_spans_the_blocks_that_disagree() -> None:
     race = Race(
         blocks=tuple(passes(plain=2.0, other=took) for took in (1.0, 2.0, 2.0, 4.0) for _ in "ab")

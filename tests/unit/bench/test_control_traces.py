@@ -17,7 +17,7 @@ from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.errors import CheckpointError, EngineError
 from eesd_dist.types import Outcome, Request, RequestId, TokenId
-from tests.support.drafters import save_head, save_target
+from tests.support.drafters import Agreement, save_head, save_target
 
 CEILING = 4
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
@@ -180,6 +180,22 @@ def test_resuming_at_every_position_records_the_same_guesses(
             slow.step()
         assert outcome.evidence == trace.guesses[at].evidence
         assert outcome.num_accepted == trace.guesses[at].num_accepted
+
+
+@pytest.mark.parametrize("agreement", ["always", "never"])
+def test_drafters_that_are_always_or_never_right_are_recorded_as_such(
+    tmp_path: Path, agreement: Agreement
+) -> None:
+    """Always right: chains survive whole, and every other position has to be asked for anew."""
+    folder = save_target(tmp_path / "target")
+    save_head(folder, folder / "exit_head", agreement)
+    engine = build_local_engine(
+        config(folder, ceiling=chain_length(CEILING), log_evidence=True), cost=COST
+    )
+    for trace in record(engine, texts()[:2], max_draft_tokens=CEILING):
+        assert len(trace) == 30
+        accepted = {guess.num_accepted for guess in trace.guesses}
+        assert accepted == ({CEILING} if agreement == "always" else {0})
 
 
 def test_traces_survive_their_file_to_the_last_digit(
