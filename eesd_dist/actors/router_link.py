@@ -17,9 +17,11 @@ from typing import TypeVar
 
 from eesd_dist.actors.contracts import RouterAdvice, RouterNews
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.types import Outcome, RequestId
+from eesd_dist.types import Evidence, Outcome, RequestId
 
 logger = logging.getLogger(__name__)
+
+_NO_EVIDENCE = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
 
 T = TypeVar("T")
 Plans = Mapping[RequestId, DraftPlan]
@@ -124,7 +126,8 @@ class RouterLink:
 
 def _counts(outcome: Outcome) -> Outcome:
     """Without the evidence: beliefs are made of counts, and it is most of the message."""
-    return replace(outcome, evidence=()) if outcome.evidence else outcome
+    branches = tuple(replace(branch, evidence=_NO_EVIDENCE) for branch in outcome.branches)
+    return replace(outcome, evidence=(), branches=branches)
 
 
 def _drain(queue: deque[T]) -> tuple[T, ...]:

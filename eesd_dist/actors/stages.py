@@ -147,7 +147,8 @@ class EngineStages:
             layout = layout_of(wished)
             new = _serving_head(wished, layout)
             assert new is not None, "its folder was named"
-            for what in ("exit_layer", "reads_embedding", "layer"):
+            # Kind and draft vocabulary are what its guesses cost, which is measured only once.
+            for what in ("exit_layer", "reads_embedding", "layer", "kind", "draft_vocab_size"):
                 old_value, value = getattr(self._head.config, what), getattr(new.config, what)
                 _require_same(folder, what, found=value, expected=old_value)
             # One page: it goes on with the pages of the head it takes the place of.

@@ -205,7 +205,8 @@ class UcbController:
         self._belief = self._belief.after(outcome, discount=self._discount)
         self._counts = [self._discount * count for count in self._counts]
         self._tokens = [self._discount * tokens for tokens in self._tokens]
-        arm = min(outcome.num_drafted, len(self._counts) - 1)
+        length = self._drafted if outcome.branches else outcome.num_drafted  # a tree's depth
+        arm = min(length, len(self._counts) - 1)
         self._counts[arm] += 1.0
         self._tokens[arm] += 1.0 + outcome.num_accepted
 

@@ -13,7 +13,7 @@ with depth, entropy or the logit, and a bias per depth, gained 0.002 together an
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -118,12 +118,15 @@ def logit(probability: float) -> float:
 
 
 def judged_tokens(outcomes: Iterable[Outcome]) -> list[tuple[Evidence, bool]]:
-    """What the verifier said of each token it judged; tokens after a rejection are left out."""
-    return [
-        (evidence, position < outcome.num_accepted)
-        for outcome in outcomes
-        for position, evidence in enumerate(outcome.evidence[: outcome.num_accepted + 1])
-    ]
+    """What the verifier said of each first choice it came to; later ones are left out."""
+    return [judged for outcome in outcomes for judged in _judged(outcome)]
+
+
+def _judged(outcome: Outcome) -> Iterator[tuple[Evidence, bool]]:
+    for branch in outcome.branches:
+        yield branch.evidence, branch.chosen_rank == 0
+    for position, evidence in enumerate(outcome.evidence[: outcome.num_accepted + 1]):
+        yield evidence, position < outcome.num_accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,6 @@ class Drift:
         self.variance = self._widest = std * std
         self._memory = memory
 
-    @property
-    def std(self) -> float:
-        return math.sqrt(self.variance)
-
     def forget_a_little(self) -> None:
         """Certainty goes, the mean stays: nobody has said otherwise."""
         self.variance = min(self.variance / self._memory, self._widest)

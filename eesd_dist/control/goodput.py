@@ -10,24 +10,25 @@ Dinkelbach's iteration), so that hard rounds stop sooner and easy ones go on lon
 
 m is the calibrated probability of this very token, `pool` and `own` are how far all requests and
 this one are off from it (`drift`): Calibration-TS with its mixing done in log-odds. On recorded
-rounds of the bundled model this forecasts better (log-loss 0.504) than both of its published forms
-at any strength (0.508 at best), since a request's own counts say little beside the evidence.
+rounds of the bundled model this forecasts better (log-loss 0.504) than its beta form at any
+strength (0.508 at best), since a request's own counts say little beside the evidence.
 
 Drafting nothing is chosen freely, and before the exit head has done any work. Whatever the means
 say does not pay, an optimistic draw or a probe that keeps an unlucky belief from lasting for ever,
-is paid from a purse of one token in two hundred, so that hopeless traffic stays as fast as plain
-decoding. Refuses to know tensors, tokens and clocks.
+is paid from two purses, together one token in two hundred: one for looking and one for drafting, so
+that the cheaper way never starves the surer one. Hopeless traffic stays as fast as plain decoding.
+Refuses to know tensors, tokens and clocks.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.allocation import Allocation, Entry, Prices, best_allocation, best_chain
 from eesd_dist.control.belief import Belief
-from eesd_dist.control.calibrator import Calibrator, logit
+from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
 from eesd_dist.control.drift import Drift, sigmoid
 from eesd_dist.control.offers import Offer
@@ -45,8 +46,10 @@ _TYPICAL_MEMORY = 0.95
 """Of what a request's tokens are usually like, per guess."""
 _POOL_TYPICAL_MEMORY = 0.995
 _PRIOR_GUESSES = 4.0
-_PURSE_SHARE = 0.005
-"""Of all tokens, for finding out."""
+_PURSE_SHARE, _LOOK_SHARE = 0.0015, 0.0035
+"""Of all tokens, for the two ways of finding out: drafting, and looking at guesses."""
+_PURSE_MEMORY = 0.99
+"""Of the dearest probe that a purse may be saved for: rounds differ in size."""
 _LOOK_MEMORY = 0.98
 _LOOK_AHEAD = 16
 """Possible tokens a level may consider, its own and later ones together: a small batch looks over
@@ -203,6 +206,9 @@ class Goodput:
         self._ranks = RankShares(discount=_POOL_MEMORY)
         self._trust = _Trust()
         self._purse = 0.0
+        """For probes and optimistic draws, in tokens."""
+        self._look_purse = 0.0
+        self._purse_room = 0.0
         self._look_profit = 0.0
         """Tokens a look at a level nobody was sure of has earned, beyond what it cost."""
 
@@ -288,10 +294,13 @@ class Goodput:
         turn.rate = max(promise * self._trust.factor, plain)
 
     def _fill_purse(self, turn: _Round) -> None:
-        """The purse never holds more than a probe of everybody costs."""
+        """A purse never holds more than the dearest probe of late costs."""
         probe_s = turn.seconds(self._costs, level=turn.num_ours) - turn.seconds(self._costs)
         price = turn.rate * probe_s
-        self._purse = min(self._purse + _PURSE_SHARE * turn.num_requests, max(price, 0.01))
+        self._purse_room = max(price, _PURSE_MEMORY * self._purse_room, 0.01)
+        room, count = self._purse_room, turn.num_requests
+        self._purse = min(self._purse + _PURSE_SHARE * count, room)
+        self._look_purse = min(self._look_purse + _LOOK_SHARE * count, room)
         turn.probe_price = price
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
@@ -319,16 +328,16 @@ class Goodput:
         return wanted
 
     def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
-        """A level that nobody is sure of is looked at where such looks have paid, or from the
+        """A level that nobody is sure of is looked at where such looks have paid, or from their
         purse."""
         if not looked:
             return looked
         turn, costs = self._round, self._costs
         price = turn.rate * costs.guess_share * costs.step(len(looked))
         if self._look_profit < 0.0:
-            if self._purse < price:
+            if self._look_purse < price:
                 return frozenset()
-            self._purse -= price
+            self._look_purse -= price
         turn.look_price = price
         return looked
 
@@ -458,7 +467,7 @@ class Goodput:
             if request is None:
                 continue
             request.belief = request.belief.after(outcome, discount=self._discount)
-            for evidence, accepted in _judged(outcome):
+            for evidence, accepted in judged_tokens([outcome]):
                 self._learn(request, evidence, accepted)
             self._ranks.observe(outcome)
             turn, request.turn = request.turn, None
@@ -475,14 +484,6 @@ class Goodput:
         pool = self._pool.mean
         self._pool.observe(score + request.own.mean, accepted=accepted)
         request.own.observe(score + pool, accepted=accepted)
-
-
-def _judged(outcome: Outcome) -> Iterator[tuple[Evidence, bool]]:
-    """Every first choice that the verdict came to."""
-    for branch in outcome.branches:
-        yield branch.evidence, branch.chosen_rank == 0
-    for position, evidence in enumerate(outcome.evidence[: outcome.num_accepted + 1]):
-        yield evidence, position < outcome.num_accepted
 
 
 class GoodputController:

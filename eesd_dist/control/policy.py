@@ -7,6 +7,7 @@ replaying benchmark asks it the same questions as the engine does.
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from typing import TypeVar
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
@@ -20,6 +21,8 @@ from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
 
 __all__ = ["DraftPolicy", "Offer"]
 
+
+MaybeCalibrator = TypeVar("MaybeCalibrator", Calibrator, Calibrator | None)
 
 _UNSEEN = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
 
@@ -36,7 +39,7 @@ class DraftPolicy:
     ) -> None:
         self._speculation = speculation
         self._cost = cost
-        self._calibrator = calibrator
+        calibrator = self._calibrator = _for_the_rule(calibrator, speculation)
         self._controllers: dict[RequestId, Controller] = {}
         self._names: dict[RequestId, ControllerName] = {}
         self._advice: dict[RequestId, Belief] = {}
@@ -57,12 +60,14 @@ class DraftPolicy:
 
     def advise(self, beliefs: Mapping[RequestId, Belief]) -> None:
         """The router's beliefs, from any thread: they count from each request's next round on."""
+        if not self._speculation.learn:
+            return
         known = self._controllers.keys() & beliefs.keys()
         self._advice.update({request_id: beliefs[request_id] for request_id in known})
 
     def recalibrate(self, calibrator: Calibrator) -> None:
         """Another exit head has come with a calibration of its own; beliefs stay what they are."""
-        self._calibrator = calibrator
+        calibrator = self._calibrator = _for_the_rule(calibrator, self._speculation)
         self._batch.recalibrate(calibrator)
         self._growth.recalibrate(calibrator)
         for request_id, controller in list(self._controllers.items()):
@@ -188,3 +193,11 @@ class DraftPolicy:
             rng=rng,
             cost=self._cost,
         )
+
+
+def _for_the_rule(
+    calibrator: MaybeCalibrator, speculation: SpeculationConfig
+) -> MaybeCalibrator | Calibrator:
+    """Calibrations are fitted on coupled rounds; rejection sampling accepts other tokens and draws
+    without a score gap, so its forecasts are the exit head's own."""
+    return Calibrator() if speculation.acceptance == "rejection" else calibrator

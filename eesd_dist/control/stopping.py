@@ -121,7 +121,11 @@ class SteadyStop:
 
     def observe(self, outcome: Outcome) -> None:
         self._tokens = self._memory * self._tokens + 1 + outcome.num_accepted
-        self._seconds = self._memory * self._seconds + self._cost.seconds(outcome.num_drafted)
+        steps = self._drafted if outcome.branches else outcome.num_drafted
+        spent = self._cost.seconds(steps) + (
+            self._cost.verify(outcome.num_drafted) - self._cost.verify(steps)
+        )
+        self._seconds = self._memory * self._seconds + spent
 
     def _some_longer_draft_pays(self, theta: float) -> bool:
         spent, rate = self._cost.seconds(self._drafted), self.rate

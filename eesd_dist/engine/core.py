@@ -152,10 +152,23 @@ class EngineCore:
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
         """Takes the router's beliefs where they know more than this engine's own."""
-        self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
+        with self._lock:
+            self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
 
     def swap_head(self, head: ExitHead, calibrator: Calibrator) -> None:
-        """Another exit head drafts from the next round on; any thread may ask. No text changes."""
+        """Another exit head drafts from the next round on; any thread may ask. No text changes.
+
+        Raises ConfigError for one that reads other rows than the head it takes the place of.
+        """
+        mine = self._draft.head
+        if mine is None or (mine.exit_layer, mine.reads_embedding) != (
+            head.exit_layer,
+            head.reads_embedding,
+        ):
+            raise ConfigError(
+                f"an exit head after layer {head.exit_layer} (reads_embedding "
+                f"{head.reads_embedding}) cannot take the place of this engine's: build a new one"
+            )
         with self._lock:
             self._next_head = (head, calibrator)
         self._arrived.set()

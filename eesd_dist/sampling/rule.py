@@ -47,6 +47,10 @@ __all__ = [
     "rules_of",
 ]
 
+WIDEST_GAP = 30.0
+"""Where filters leave one token its runner-up is infinitely far below; no more than this is
+reported, since what the noise never bridges is all the same."""
+
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
 
@@ -113,6 +117,7 @@ def draft_choice(
     if vocab_ids is not None:
         tokens_SB = vocab_ids.to(tokens_SB.device).long()[tokens_SB]
     gaps_S = values_SB[:, 0] - values_SB[:, -1 if values_SB.shape[1] < 2 else 1]
+    gaps_S.clamp_(max=WIDEST_GAP)
     return DraftChoice(
         tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S, perturbed=scores_SV
     )

@@ -7,6 +7,7 @@ import pytest
 
 from eesd_dist.control import Belief, Controller, CostModel
 from eesd_dist.control.baselines import DraftVerifyController, EmaController, UcbController
+from eesd_dist.types import Branch, Outcome, RequestId
 from tests.unit.control.worlds import decode, draft_length, evidence, outcome, text
 
 COST = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
@@ -106,3 +107,28 @@ def test_they_keep_a_belief_for_whoever_reads_it(
     decode(one, tokens, ceiling=4)
     share = sum(accepted for accepted, _ in tokens) / len(tokens)
     assert one.belief().mean == pytest.approx(share, abs=0.12)
+
+
+def test_ucb_counts_a_trees_depth_and_not_its_tokens() -> None:
+    cost = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05)
+    ucb = UcbController(cost=cost, max_draft_tokens=5, belief=Belief(), discount=0.98)
+    lengths = []
+    for _ in range(200):
+        ucb.begin_round()
+        depth = 0
+        while depth < 5 and ucb.keep_drafting(evidence(0.9, depth=depth)):
+            depth += 1
+        lengths.append(depth)
+        branches = tuple(
+            Branch(depth=at, num_offered=3, chosen_rank=0, evidence=evidence(0.9, depth=at))
+            for at in range(depth)
+        )
+        ucb.observe(
+            Outcome(
+                request_id=RequestId("tree"),
+                num_drafted=3 * depth,
+                num_accepted=depth,
+                branches=branches,
+            )
+        )
+    assert lengths[100:].count(5) > 50

@@ -20,7 +20,7 @@ from eesd_dist.control.calibrator import (
 )
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.errors import CheckpointError
-from eesd_dist.types import Evidence
+from eesd_dist.types import Branch, Evidence, Outcome, RequestId
 from tests.unit.control.worlds import evidence, outcome
 
 Judged = list[tuple[Evidence, bool]]
@@ -169,3 +169,17 @@ def test_a_curve_that_is_none_is_refused(tmp_path: Path, curve: object) -> None:
     (tmp_path / CALIBRATION_FILE).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="curve"):
         Calibrator.load(tmp_path)
+
+
+def test_verdicts_on_trees_are_judged_tokens_too() -> None:
+    sure, unsure = evidence(0.9), evidence(0.4, depth=1)
+    verdict = Outcome(
+        request_id=RequestId("tree"),
+        num_drafted=5,
+        num_accepted=1,
+        branches=(
+            Branch(depth=0, num_offered=2, chosen_rank=1, evidence=sure),
+            Branch(depth=1, num_offered=2, chosen_rank=0, evidence=unsure),
+        ),
+    )
+    assert judged_tokens([verdict]) == [(sure, False), (unsure, True)]

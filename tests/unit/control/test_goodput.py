@@ -253,6 +253,7 @@ def test_without_learning_nothing_changes_and_the_same_run_drafts_the_same() -> 
     assert sum(runs[0]) > 0
     pinned = _admitted(_policy(MEASURED, learn=False), 1)
     pinned.observe([outcome(8, 0)] * 50)
+    pinned.advise({RequestId("0"): Belief(alpha=1.0, beta=90.0, num_tested=90, num_rounds=50)})
     assert [_one_level(pinned, [0.9]) for _ in range(20)].count([True]) == 20
 
 
@@ -285,3 +286,42 @@ def test_who_does_not_look_at_evidence_spares_the_exit_head_its_last_guess() -> 
         assert policy.worth_a_guess([one]) == {one}  # asked again, the answer is the same
         assert policy.choose([offer]) == [True]
     assert policy.worth_a_guess([one]) == frozenset()
+
+
+def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() -> None:
+    """A text of which the calibration promises nine in ten, where first nothing is accepted."""
+    cheap = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05, guess_s=0.06)
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(controller="goodput"), cost=cheap, calibrator=None
+    )
+    request = RequestId("one")
+    policy.admit(request, None, Belief())
+    sure = evidence(0.9)
+
+    def drafted() -> int:
+        policy.begin_round([request])
+        length = 0
+        while length < 8 and policy.worth_a_guess([request]):
+            if not policy.choose([Offer(request_id=request, evidence=sure, parent=length - 1)])[0]:
+                break
+            length += 1
+        return length
+
+    def rounds(count: int, *, accepts: bool) -> int:
+        total = 0
+        for _ in range(count):
+            length = drafted()
+            accepted = length if accepts else 0
+            judged = Outcome(
+                request_id=request,
+                num_drafted=length,
+                num_accepted=accepted,
+                evidence=(sure,) * length,
+            )
+            policy.observe([judged])
+            total += length
+        return total
+
+    rounds(600, accepts=False)
+    assert rounds(100, accepts=False) <= 5
+    assert rounds(200, accepts=True) > 200

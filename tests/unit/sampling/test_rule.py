@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eesd_dist.sampling.rule import (
+    WIDEST_GAP,
     Choice,
     RowRule,
     choose,
@@ -272,6 +273,12 @@ def test_alternatives_are_the_next_best_under_the_same_noise() -> None:
         assert choice.tokens[row, :possible].tolist() == ranked.indices[:possible].tolist()
         assert torch.equal(choice.scores[row], ranked.values[:3])
     assert choice.scores[-1].isfinite().tolist() == [True, True, False]
+
+
+def test_a_token_without_a_possible_rival_has_the_widest_gap_and_no_endless_one() -> None:
+    rules = [rule(SamplingParams(temperature=1.0, top_k=1))]
+    choice = draft_choice(random_logits(13, 1, V), rules)
+    assert choice.gaps.tolist() == [WIDEST_GAP]
 
 
 def test_evidence_is_that_of_the_softmax() -> None:
