@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EngineError
+from serve_app._passes import is_silent
 from serve_app._processes import descendants, end, running_after
 from serve_app.config import ServiceConfig
 
@@ -49,6 +50,11 @@ def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> 
 @contextmanager
 def joined_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
     """Within the block this process belongs to a cluster that somebody else runs."""
+    if is_silent(address):
+        raise ConfigError(
+            f"no Ray cluster at {address}: nothing takes a connection there: look at --address, "
+            "and whether Ray runs"
+        )
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
     except (ConnectionError, ValueError, RayError) as error:
