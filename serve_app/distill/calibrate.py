@@ -2,10 +2,10 @@
 
     eesd distill calibrate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
 
-Prompts that were kept aside are answered with rounds drafted to the full length; half of them are
-fitted on, the other half say how well the fit holds. Beside calibration.json it writes
-reliability.json and reliability.png: forecasts against what came true, before (the head's own top-1
-probability) and after. The form of the map is `eesd_dist.control.calibrator`'s.
+Prompts that were kept aside are answered with rounds drafted to the full length. The map is fitted
+to all of them; how well it holds is said by fits that have not seen the prompt they judge. Beside
+calibration.json it writes reliability.json and reliability.png: forecasts against what came true,
+before (the head's own top-1 probability) and after. The form of the map is `eesd_dist.control.calibrator`'s.
 """
 
 import argparse
@@ -37,6 +37,9 @@ from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_promp
 from serve_app.distill._rounds import Asked, Machine, Ran, drafting_engine, run_rounds
 from serve_app.distill._words import Say, on_stderr
 
+DEFAULT_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+_FOLDS = 4
+
 RELIABILITY_FILE = "reliability.json"
 PLOT_FILE = "reliability.png"
 
@@ -48,14 +51,14 @@ class CalibrateRequest:
     """Kept aside: the head has learnt from none of them."""
     out: Path | None = None
     """None: the head's own folder, where serving looks for it."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
+    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
     max_tokens: int = 144
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """Of forecasts for the judged half: their errors, and the table behind the diagram."""
+    """Of forecasts: their errors, and the table behind the diagram."""
 
     ece: float
     """Expected calibration error over ten bins of equal width."""
@@ -87,22 +90,20 @@ def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
         stop_token_ids=spec.eos_token_ids,
         title="calibrate",
     )
-    half = len(request.prompts) // 2
-    fitted_on = frozenset(request.prompts[:half])
-    fitted = _judged([one for one in ran if one.asked.prompt in fitted_on])
-    judged = _judged([one for one in ran if one.asked.prompt not in fitted_on])
-    if not fitted or not judged:
+    judged = _judged(ran)
+    forecasts = _forecasts_of_others(request.prompts, ran)
+    if not judged or not forecasts:
         raise ConfigError(
-            f"{machine.head}: {len(fitted)} draft tokens to fit on and {len(judged)} to judge with "
-            f"came of {len(request.prompts)} prompts: hold more prompts out"
+            f"{machine.head}: {len(judged)} draft tokens of {len(request.prompts)} prompts are not "
+            "enough to fit on some and judge by others: hold more prompts out"
         )
-    calibrator = fit_calibrator(fitted)
+    calibrator = fit_calibrator(judged)
     report = CalibrationReport(
-        num_fitted=len(fitted),
-        num_judged=len(judged),
+        num_fitted=len(judged),
+        num_judged=len(forecasts),
         acceptance=sum(accepted for _, accepted in judged) / len(judged),
         before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
-        after=_reliability([(calibrator.probability(e), accepted) for e, accepted in judged]),
+        after=_reliability(forecasts),
     )
     out.mkdir(parents=True, exist_ok=True)
     provenance = collect_provenance(seed=request.seed).as_json()
@@ -123,9 +124,23 @@ def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
 def described(report: CalibrationReport) -> str:
     return (
         f"expected calibration error {report.before.ece:.4f} before (the head's top-1 probability),"
-        f" {report.after.ece:.4f} after, on {report.num_judged} tokens of prompts not fitted on "
-        f"({report.num_fitted} fitted on; {report.acceptance:.1%} accepted)"
+        f" {report.after.ece:.4f} after, on {report.num_judged} tokens, each forecast without its "
+        f"own prompt ({report.acceptance:.1%} accepted)"
     )
+
+
+def _forecasts_of_others(prompts: Sequence[Prompt], ran: Sequence[Ran]) -> list[tuple[float, bool]]:
+    """Every judged token's forecast by a calibrator that has seen none of its prompt: the prompts
+    in four folds, each judged by a fit on the other three."""
+    fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
+    forecasts: list[tuple[float, bool]] = []
+    for fold in range(_FOLDS):
+        seen = _judged([one for one in ran if fold_of[one.asked.prompt] != fold])
+        unseen = _judged([one for one in ran if fold_of[one.asked.prompt] == fold])
+        if seen:
+            calibrator = fit_calibrator(seen)
+            forecasts += [(calibrator.probability(e), accepted) for e, accepted in unseen]
+    return forecasts
 
 
 def _asked(request: CalibrateRequest) -> list[Asked]:
@@ -160,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="the file that was collected from")
     add("--held-out", type=int, default=NUM_HELD_OUT, help="prompts kept aside then")
     add("--out", type=Path, help="folder to write to (the head's)")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    add("--temperatures", type=float, nargs="+", default=list(DEFAULT_TEMPERATURES))
     add("--max-tokens", type=int, default=144)
     add("--dtype", choices=get_args(DType), default="bfloat16")
     add("--threads", type=int, default=1)
