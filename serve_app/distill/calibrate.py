@@ -5,7 +5,7 @@
 Prompts that were kept aside are answered with rounds drafted to the full length. The map is fitted
 to all of them; how well it holds is said by fits that have not seen the prompt they judge. Beside
 calibration.json it writes reliability.json and reliability.png: forecasts against what came true,
-before (the head's own top-1 probability) and after. The form of the map is `eesd_dist.control.calibrator`'s.
+before (the head's own top-1 probability) and after. What is fitted is a `Calibrator`.
 """
 
 import argparse
