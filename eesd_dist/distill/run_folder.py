@@ -104,6 +104,25 @@ def put_in_place(folder: Path, final: Path) -> None:
         shutil.rmtree(aside)
 
 
+def require_free(out: Path, job: Mapping[str, object]) -> None:
+    """Raises ConfigError when a head cannot be put there without taking away what is not this
+    job's: its own head, found by what its config.json says of its training, may stand there."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ConfigError(f"{out}: found a file, expected a folder for the head: name another one")
+    config = out / "config.json"
+    provenance = _read_json(config).get("provenance") if config.exists() else None
+    training = provenance.get("training") if isinstance(provenance, dict) else None
+    made_by = training if isinstance(training, dict) else {}
+    is_ours = all(made_by.get(key) == said for key, said in json.loads(json.dumps(job)).items())
+    if any(out.iterdir()) and not is_ours:
+        raise ConfigError(
+            f"{out}: found a folder with something in it that this training did not make, expected "
+            "none: name another folder with --out, or remove this one"
+        )
+
+
 def _require_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     differing = [key for key in wanted if found.get(key) != wanted[key]]
     if differing:

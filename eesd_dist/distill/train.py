@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 
 from eesd_dist.distill.batches import Batch, PlannedBatch, Row
 from eesd_dist.distill.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
-from eesd_dist.distill.run_folder import RunFolder, put_in_place
+from eesd_dist.distill.run_folder import RunFolder, put_in_place, require_free
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.distill.train_request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_run import Figures, Progress, Run, TrainSummary
@@ -72,11 +72,14 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> TrainSum
 
 
 def require_fit(request: TrainRequest) -> None:
-    """Raises ConfigError for what can be seen to be wrong without training."""
+    """Raises ConfigError for what can be seen to be wrong without training; what stands in
+    `request.out` afterwards is this job's own head, or nothing."""
     setting = Setting.of(request)
-    RunFolder(request.checkpoints).require_own(setting.job(request))
+    job = setting.job(request)
+    RunFolder(request.checkpoints).require_own(job)
     if request.start is not None:
         first_head(request, setting)
+    require_free(request.out, job)
     _deepspeed(force_cpu=setting.device.type == "cpu")
 
 

@@ -108,6 +108,7 @@ class Run:
     ) -> None:
         options = request.options
         self._request = request
+        self._job = setting.job(request)
         self._options = options
         self._folder = folder
         self._learner = learner
@@ -299,7 +300,7 @@ class Run:
         return {
             **self._recipe,
             "training": {
-                **self._request.job(),
+                **self._job,
                 "step": progress.step,
                 "total_steps": progress.total_steps,
                 "seconds": self._seconds(),

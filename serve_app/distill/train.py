@@ -35,6 +35,8 @@ def train(request: TrainRequest, *, address: str | None = None) -> Path:
     this process has one already.
     """
     require_fit(request)
+    if request.out.is_dir() and any(request.out.iterdir()):
+        return request.out
     with only_one(request.checkpoints):
         if request.workers == 1:
             _train_here(request)

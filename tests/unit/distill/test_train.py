@@ -171,6 +171,30 @@ def test_a_finished_run_is_not_run_again(request_: TrainRequest) -> None:
     assert (request_.out / "model.safetensors").read_bytes() == weights
 
 
+def test_a_finished_head_keeps_what_was_put_beside_it(request_: TrainRequest) -> None:
+    request = replace(request_, max_steps=2)
+    train(request)
+    (request.out / "calibration.json").write_text("fitted")
+    assert train(request) == request.out
+    assert (request.out / "calibration.json").read_text() == "fitted"
+    with pytest.raises(ConfigError, match=r"this training did not make.*name another folder"):
+        train(replace(request, seed=1, checkpoints=request.checkpoints.with_name("other")))
+    assert (request.out / "calibration.json").read_text() == "fitted"
+
+
+def test_what_stands_at_the_heads_place_is_left_alone(request_: TrainRequest) -> None:
+    request_.out.mkdir()
+    (request_.out / "diary.txt").write_text("dear")
+    with pytest.raises(ConfigError, match="head: found a folder with something in it"):
+        train(request_)
+    assert [file.name for file in request_.out.iterdir()] == ["diary.txt"]
+    file = request_.out / "diary.txt"
+    with pytest.raises(ConfigError, match=r"diary\.txt: found a file, expected a folder"):
+        train(replace(request_, out=file))
+    assert file.read_text() == "dear"
+    assert not request_.checkpoints.exists()
+
+
 def test_a_budget_in_minutes_becomes_a_number_of_steps_once(request_: TrainRequest) -> None:
     request = replace(request_, max_steps=None, minutes=0.03)
     train(request)
