@@ -16,14 +16,14 @@ import argparse
 import hashlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.compare import Difference, HeldOutFigures, difference, figures, judge
-from eesd_dist.distill.features import FeatureStore
+from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
 from eesd_dist.distill.run_folder import put_in_place
 from eesd_dist.distill.spooled import take_aside
 from eesd_dist.distill.target import target_embedding
@@ -40,6 +40,8 @@ from serve_app.distill.train import train
 from serve_app.promotion import promote
 
 REPORT_FILE = "refresh.json"
+_ASKED_FILE = "asked.json"
+_FEATURES = "features"
 _LEAST_HELD_OUT = 8
 """An interval over fewer texts would say nothing."""
 
@@ -114,15 +116,20 @@ def refresh(request: RefreshRequest, *, say: Say) -> RefreshReport:
         return RefreshReport.from_json(dict(found))
     work = request.out.with_name(f"{request.out.name}.work")
     with only_one(work):
+        _claim(work, asked)
         store = take_aside(
             request.spool,
-            work / "features",
+            work / _FEATURES,
             target=request.model,
             exit_layer=config.exit_layer,
             seed=request.seed,
         )
         _, held_out = store.split(request.held_out_share, request.seed)
-        _require_enough(request, store, held_out)
+        try:
+            _require_enough(request, store, held_out)
+        except ConfigError:  # another day the spool holds more: this copy of it must not stay
+            shutil.rmtree(store.folder)
+            raise
         say(
             f"refresh: {store.manifest.num_tokens:,} tokens in {store.num_sequences:,} pieces, "
             f"{len(held_out):,} of them held out"
@@ -202,6 +209,23 @@ def _asked(request: RefreshRequest) -> dict[str, object]:
     return {name: str(x) if isinstance(x, Path) else x for name, x in said.items()}
 
 
+def _claim(work: Path, asked: Mapping[str, object]) -> None:
+    """Writes down what is asked; where a copy of a spool stands already, it has to be of the same
+    one, split alike."""
+    file = work / _ASKED_FILE
+    if not (file.exists() and (work / _FEATURES / MANIFEST_FILE).exists()):
+        write_json(file, asked)
+        return
+    found = read_json(file)
+    for name in ("spool", "held_out_share", "seed"):
+        if found.get(name) != asked[name]:
+            raise ConfigError(
+                f"{work}: was begun with {name} {found.get(name)!r}, now asked for "
+                f"{asked[name]!r}: ask for the same to go on with it, name another folder with "
+                "--out, or remove this one"
+            )
+
+
 def _require_enough(request: RefreshRequest, store: FeatureStore, held_out: Sequence[int]) -> None:
     if len(held_out) < _LEAST_HELD_OUT:
         raise ConfigError(
@@ -222,7 +246,7 @@ def _train_request(request: RefreshRequest, config: HeadConfig, work: Path) -> T
     )
     return TrainRequest(
         model=request.model,
-        features=work / "features",
+        features=work / _FEATURES,
         out=work / "head",
         checkpoints=work / "run",
         exit_layer=config.exit_layer,

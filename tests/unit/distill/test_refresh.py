@@ -186,6 +186,26 @@ def test_too_few_pieces_to_compare_on_are_refused(
     spool = write_spool(tmp_path / "spool", target, count=20)
     with pytest.raises(ConfigError, match="20 pieces leave 4 to compare on"):
         refresh(make_request(spool), say=quiet)
+    shutil.rmtree(spool)
+    write_spool(spool, target, count=50)  # the service went on meanwhile
+    assert refresh(make_request(spool, max_steps=2), say=quiet).num_pieces == 50
+
+
+def test_a_copy_of_one_spool_is_not_taken_for_another(
+    target: Path, tmp_path: Path, make_request: MakeRequest
+) -> None:
+    spool = write_spool(tmp_path / "spool", target, count=50)
+    asked = make_request(spool, max_steps=2)
+    blocked = tmp_path / "new.work" / "run"
+    blocked.parent.mkdir()
+    blocked.write_text("no folder: training breaks after the spool was copied")
+    with pytest.raises(OSError, match="run"):
+        refresh(asked, say=quiet)
+    other = write_spool(tmp_path / "other", target, count=60)
+    with pytest.raises(ConfigError, match=r"new\.work: was begun with spool '.*spool', now asked"):
+        refresh(make_request(other, max_steps=2), say=quiet)
+    blocked.unlink()
+    assert refresh(asked, say=quiet).num_pieces == 50
 
 
 def test_rows_after_another_layer_are_refused(
