@@ -31,6 +31,9 @@ from serve_app.config import RouterConfig, ServiceConfig
 from serve_app.promotion import promote
 
 _TIMEOUT_S = 30.0
+_NOT_FOUND = 404
+_SHAPE = {"default": dict, "pinned": bool, "workloads": dict, "pipelines": list}
+"""What tells an answer of ours from anybody else's JSON."""
 _UNTIL_HEARD = "pipelines hear of it within a second"
 
 
@@ -50,10 +53,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(options: argparse.Namespace) -> None:
     url = options.url or f"http://127.0.0.1:{options.port}"
-    state = _fetched(f"{url.rstrip('/')}/debug/controllers")
+    state = _fetched(url)
     if options.json:
         _say(json.dumps(state, indent=2))
         return
+    try:
+        _show_state(state)
+    except KeyError as error:
+        raise _not_ours(url, f"no {error} in its answer") from error
+
+
+def _show_state(state: Mapping[str, Any]) -> None:
     console = Console(file=sys.stdout)
     default = state["default"]
     console.print(f"controller  {default['controller']} unless a request says otherwise")
@@ -111,13 +121,38 @@ def _show_pipeline(console: Console, pipeline: Mapping[str, Any]) -> None:
 def _fetched(url: str) -> Mapping[str, Any]:
     key = os.environ.get(ServiceConfig.model_fields["api_key_env"].default)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    page = f"{url.rstrip('/')}/debug/controllers"
     try:
-        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
+        answer = httpx.get(page, headers=headers, timeout=_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(f"{url}: {error}: is the service running there?") from error
-    state: Mapping[str, Any] = answer.json()
+    if answer.status_code == _NOT_FOUND:
+        raise _not_ours(url, "it has no /debug/controllers")
+    if not answer.is_success:
+        raise EngineError(f"{page}: HTTP {answer.status_code}: {_said(answer)}")
+    try:
+        state = answer.json()
+    except ValueError as error:
+        raise _not_ours(url, "its answer is no JSON") from error
+    if not isinstance(state, dict):
+        raise _not_ours(url, "its answer is no JSON object")
+    for name, kind in _SHAPE.items():
+        if not isinstance(state.get(name), kind):
+            raise _not_ours(url, f"no {name!r} in its answer")
     return state
+
+
+def _said(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase
+
+
+def _not_ours(url: str, found: str) -> EngineError:
+    return EngineError(
+        f"{url} answers, but is no eesd service of this version ({found}): look at --url or --port"
+    )
 
 
 # -- changing -------------------------------------------------------------------------------------
@@ -166,7 +201,10 @@ def _promote(options: argparse.Namespace) -> None:
         return
     for report in reports:
         _say(f"{report.pipeline} drafts with {report.sha256[:12]} from its next round on")
-    _say("restarted, the service has the head of its configuration again: name it with --head")
+    _say(
+        "a router that outlives the service goes on with it; else a restarted service has the "
+        "head of its configuration again: name this one with --head"
+    )
 
 
 # -- words ----------------------------------------------------------------------------------------
