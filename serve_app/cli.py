@@ -158,6 +158,10 @@ def _version(_: argparse.Namespace) -> int:
     return 0
 
 
+def _misplaced(_: argparse.Namespace) -> int:
+    raise ConfigError("--verbose before a command with options of its own: leave it out")
+
+
 def _delegated(words: list[str]) -> tuple[str | None, list[str]]:
     for length in (2, 1):
         name = " ".join(words[:length])
@@ -253,6 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(commands.add_parser("batch", help="a file of requests, one answer a line"))
     about = commands.add_parser("version", help="which version this is")
     about.set_defaults(run=_version)
+    for name in _DELEGATED:  # for the usage error to list them; `main` runs them without us
+        commands.add_parser(name, add_help=False).set_defaults(run=_misplaced)
     return parser
 
 

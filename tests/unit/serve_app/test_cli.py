@@ -89,3 +89,15 @@ def test_commands_of_other_parts_get_their_own_words(
 def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "x", "--config", "/no/such.yaml"]) == 2
     assert capsys.readouterr().err.startswith("eesd: /no/such.yaml: No such file")
+
+
+def test_a_command_that_is_none_is_told_of_all_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["bench", "nope"])
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert all(repr(name) in error for name in ("serve", "bench exact", "controllers", "distill"))
+    assert cli.main(["--verbose", "plan"]) == 2
+    assert capsys.readouterr().err.startswith("eesd: --verbose before a command")
