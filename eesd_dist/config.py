@@ -125,7 +125,7 @@ class TreeConfig(Section):
 class SpeculationConfig(Section):
     """How far ahead we dare to guess."""
 
-    controller: ControllerName = "calibration"
+    controller: ControllerName = "goodput"
     """Who decides when to stop drafting, unless a request says otherwise. `goodput` weighs the
     whole batch's tokens against the measured seconds; `beta` and `calibration` are Thompson
     sampling for one request; `fixed`, `threshold`, `draft_verify`, `ema` and `ucb` are there to be
