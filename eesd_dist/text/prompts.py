@@ -5,11 +5,12 @@ form (`question`) are taken as chat.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import TokenId
 
@@ -22,33 +23,67 @@ class Prompt:
 
 def load_prompts(tokenizer: Tokenizer, path: Path, *, limit: int | None = None) -> list[Prompt]:
     """Prompts in order; raises ConfigError naming the line that cannot be used."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file, expected JSON lines with prompts")
-    prompts: list[Prompt] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                prompts.append(_prompt(tokenizer, line, f"{path}:{number}"))
+    prompts = [_prompt(tokenizer, row, where) for where, row in json_lines(path)]
     if not prompts:
         raise ConfigError(f"{path}: found no prompts, expected one JSON object a line")
     return prompts[:limit]
 
 
-def _prompt(tokenizer: Tokenizer, line: str, where: str) -> Prompt:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file, each with its place (`file:line`); raises ConfigError naming the line
+    that is none. Blank lines are passed over."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file, expected JSON lines")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _object(line, f"{path}:{number}")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 ({error})") from error
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: found {type(row).__name__}, expected a JSON object")
+    return row
+
+
+def _prompt(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> Prompt:
     if "question" in row:
         row = {"class": "gsm8k", "messages": [{"role": "user", "content": row["question"]}]}
-    if "messages" in row:
-        tokens = tokenizer.encode_chat(row["messages"])
-    elif "prompt" in row:
-        tokens = tokenizer.encode(row["prompt"])
-    else:
-        raise ConfigError(
-            f"{where}: found {sorted(row)}, expected `messages`, `prompt` or `question`"
-        )
+    try:
+        if "messages" in row:
+            tokens = tokenizer.encode_chat(_messages(row["messages"], where))
+        elif "prompt" in row:
+            text = _text(row["prompt"], "prompt", where)
+            tokens = tokenizer.encode(text) if text else ()
+        else:
+            raise ConfigError(
+                f"{where}: found {sorted(row)}, expected `messages`, `prompt` or `question`"
+            )
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not tokens:
+        raise ConfigError(f"{where}: found an empty prompt, expected at least one token")
     return Prompt(
         workload=str(row.get("class", "default")), tokens=tuple(TokenId(t) for t in tokens)
     )
+
+
+def _messages(found: object, where: str) -> list[dict[str, Any]]:
+    if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        raise ConfigError(f"{where}: found messages {found!r:.80}, expected a list of objects")
+    for message in found:
+        _text(message.get("role"), "role", where)
+        _text(message.get("content"), "content", where)
+    return found
+
+
+def _text(found: object, name: str, where: str) -> str:
+    if not isinstance(found, str):
+        raise ConfigError(f"{where}: found {name} {found!r:.80}, expected a string")
+    return found

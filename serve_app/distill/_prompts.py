@@ -4,14 +4,15 @@ The same file, number and seed give the same three parts in every command, so th
 another one's prompts. Prompts that occur twice are taken once.
 """
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from eesd_dist.errors import ConfigError
-from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.errors import ConfigError, RequestError
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -25,6 +26,8 @@ class PromptParts:
     learnt: tuple[Prompt, ...]
     calibrated: tuple[Prompt, ...]
     judged: tuple[Prompt, ...]
+    num_skipped: int = 0
+    """Too long for the target: in none of the parts."""
 
 
 def split_prompts(prompts: Sequence[Prompt], *, num_held_out: int, seed: int) -> PromptParts:
@@ -46,29 +49,31 @@ def split_prompts(prompts: Sequence[Prompt], *, num_held_out: int, seed: int) ->
 
 
 def read_prompts(model: Path, file: Path, *, num_held_out: int, seed: int) -> PromptParts:
+    """Without the prompts that leave the target no room to answer. That is asked of the target
+    alone, whatever a command wants beside it: with another filter the parts would be others."""
+    room = ModelSpec.from_folder(model).max_position_embeddings - 1
     prompts = load_prompts(Tokenizer.load(model), file)
-    return split_prompts(prompts, num_held_out=num_held_out, seed=seed)
+    fitting = [prompt for prompt in prompts if len(prompt.tokens) <= room]
+    num_skipped = len(prompts) - len(fitting)
+    try:
+        parts = split_prompts(fitting, num_held_out=num_held_out, seed=seed)
+    except ConfigError as error:
+        skipped = f" ({num_skipped} of more than {room} tokens skipped)" if num_skipped else ""
+        raise ConfigError(f"{file}: {error}{skipped}") from error
+    return replace(parts, num_skipped=num_skipped)
 
 
 def read_texts(model: Path, file: Path) -> list[tuple[int, ...]]:
     """JSON lines of {"text": ...}, as token ids."""
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such file, expected JSON lines of {{text}}")
     tokenizer = Tokenizer.load(model)
-    texts: list[tuple[int, ...]] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                texts.append(tokenizer.encode(_text(line, f"{file}:{number}")))
-    return texts
+    return [_encoded(tokenizer, row, where) for where, row in json_lines(file)]
 
 
-def _text(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error})") from error
-    text = row.get("text") if isinstance(row, dict) else None
+def _encoded(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> tuple[int, ...]:
+    text = row.get("text")
     if not isinstance(text, str):
         raise ConfigError(f"{where}: found no `text`, expected one JSON object {{text}} a line")
-    return text
+    try:
+        return tokenizer.encode(text)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -85,7 +85,7 @@ def collect(request: CollectRequest, *, say: Say) -> FeatureManifest:
     Raises CheckpointError when the folder holds features made otherwise.
     """
     recipe = recipe_of(request)
-    chunks = planned(request, recipe)
+    chunks = planned(request, recipe, say=say)
     with only_one(request.out):
         if (request.out / MANIFEST_FILE).exists():
             return _finished(request.out, plan_sha256(chunks, recipe), say=say)
@@ -137,23 +137,33 @@ def described(manifest: FeatureManifest) -> str:
     )
 
 
-def planned(request: CollectRequest, recipe: Recipe) -> list[Chunk]:
+def planned(request: CollectRequest, recipe: Recipe, *, say: Say = on_stderr) -> list[Chunk]:
     """All chunks of a finished store, if time allows; reads the prompts."""
     prompts: list[tuple[str, Sequence[int]]] = []
+    num_skipped = 0
     if request.prompts is not None:
         parts = read_prompts(
             request.model, request.prompts, num_held_out=request.num_held_out, seed=request.seed
         )
         prompts = [(prompt.workload, prompt.tokens) for prompt in parts.learnt[: request.limit]]
+        room = recipe.max_length - recipe.max_tokens
+        num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
     texts = [] if request.text is None else read_texts(request.model, request.text)
-    return plan(
-        prompts,
-        texts,
-        recipe=recipe,
-        temperatures=request.temperatures,
-        passes=request.passes,
-        chunk_size=request.chunk_size,
-    )
+    try:
+        chunks = plan(
+            prompts,
+            texts,
+            recipe=recipe,
+            temperatures=request.temperatures,
+            passes=request.passes,
+            chunk_size=request.chunk_size,
+        )
+    except ConfigError as error:
+        files = " and ".join(str(file) for file in (request.prompts, request.text) if file)
+        raise ConfigError(f"{files or 'neither prompts nor text'}: {error}") from error
+    if num_skipped:
+        say(f"collect: {num_skipped} prompts of {request.prompts} are too long and skipped")
+    return chunks
 
 
 def _finished(folder: Path, wanted_sha256: str, *, say: Say) -> FeatureManifest:

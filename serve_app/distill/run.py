@@ -30,7 +30,7 @@ from serve_app.distill._prompts import PromptParts, read_prompts
 from serve_app.distill._rounds import Machine
 from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
-from serve_app.distill.collect import CollectRequest, collect, recipe_of
+from serve_app.distill.collect import CollectRequest, collect, planned, recipe_of
 from serve_app.distill.evaluate import EVALUATION_FILE, EvaluateRequest, evaluate
 from serve_app.distill.train import train
 
@@ -183,6 +183,9 @@ def _claim(request: RunRequest) -> None:
     file = request.out / RUN_FILE
     wanted = asked_of(request)
     if not file.exists():
+        # A folder that was claimed for prompts that are of no use would refuse the mended ones.
+        _parts(request.collect)
+        planned(request.collection, recipe_of(request.collection), say=lambda _: None)
         write_json(file, wanted)
         return
     found = read_json(file)

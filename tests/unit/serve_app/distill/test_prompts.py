@@ -7,6 +7,7 @@ import pytest
 
 from eesd_dist.bench.offline import SHIPPED_PROMPTS as BENCH_PROMPTS
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
 from serve_app.config import BUNDLED_MODEL
@@ -62,3 +63,47 @@ def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
         read_texts(BUNDLED_MODEL, file)
     with pytest.raises(ConfigError, match="no such file"):
         read_texts(BUNDLED_MODEL, tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"5", "found int, expected a JSON object"),
+        (b"{", "not JSON"),
+        (b'{"prompt": 5}', "found prompt 5, expected a string"),
+        (b'{"prompt": ""}', "found an empty prompt"),
+        (b'{"messages": "x"}', "found messages 'x', expected a list"),
+        (b'{"messages": []}', "expected a list of objects"),
+        (b'{"messages": [{"role": "user"}]}', "found content None"),
+        (b'{"question": 1}', "found content 1"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: bytes, says: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "one"}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl:3: .*{says}"):
+        read_prompts(BUNDLED_MODEL, file, num_held_out=2, seed=0)
+
+
+@pytest.mark.parametrize("line", [b"5", b'{"text": "\xff"}', b'{"text": "\\ud800"}'])
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_bytes(b'{"text": "one"}\n' + line)
+    with pytest.raises(ConfigError, match=r"text\.jsonl:2: "):
+        read_texts(BUNDLED_MODEL, file)
+
+
+def test_prompts_too_long_for_the_target_are_in_no_part(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    room = ModelSpec.from_folder(BUNDLED_MODEL).max_position_embeddings - 1
+    lines = [json.dumps({"prompt": f"number {n}"}) for n in range(8)]
+    file.write_text("\n".join([json.dumps({"prompt": "x y " * room}), *lines]))
+    parts = read_prompts(BUNDLED_MODEL, file, num_held_out=4, seed=0)
+    kept = [*parts.learnt, *parts.calibrated, *parts.judged]
+    assert (parts.num_skipped, len(kept)) == (1, 8)
+    assert max(len(prompt.tokens) for prompt in kept) <= room
+    file.write_text("\n".join(lines[:2]))
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: found 2 different prompts"):
+        read_prompts(BUNDLED_MODEL, file, num_held_out=4, seed=0)
