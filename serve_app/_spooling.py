@@ -1,9 +1,10 @@
 """Keeps what verification computed anyway, as a feature store that `eesd distill refresh` reads.
 
 The drafting actor hands over pieces of texts; a thread of its own writes them as shards and makes
-room by removing the oldest. Rounds never wait for it: what the disk has no time or no room for is
-dropped and counted. Several drafting actors may share a folder; a lock file keeps their manifests
-apart. What a shard looks like is `eesd_dist.distill.features`'.
+room by removing the oldest. Nobody but the service's user can read them. Rounds never wait for it:
+what the disk has no time or no room for is dropped and counted. Several drafting actors may share a
+folder; a lock file keeps their manifests apart. What a shard looks like is
+`eesd_dist.distill.features`'.
 """
 
 import fcntl
@@ -200,7 +201,7 @@ class SpoolFolder:
 
     def _check_folder(self) -> int:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self._folder):
                 present = self._present()
         except OSError as error:

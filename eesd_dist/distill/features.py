@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -69,6 +69,8 @@ class FeatureManifest:
     version: int = FORMAT_VERSION
     plan_sha256: str = ""
     """Of everything that was to be collected; empty where nobody made a plan."""
+    num_held_out: int | None = None
+    """Prompts that were kept aside then; None where nobody said."""
 
     @property
     def num_sequences(self) -> int:
@@ -172,6 +174,19 @@ class FeatureStore:
             _require_size(folder / entry.name, entry)
         return cls(folder, manifest)
 
+    @classmethod
+    def of_target(cls, folder: Path, target_path: Path) -> Self:
+        """Raises CheckpointError also for features of the same target with other weights."""
+        store = cls.open(folder, expect=identity_of(target_path))
+        if store.manifest.weights_sha256 != weights_fingerprint(target_path):
+            raise CheckpointError(
+                file=folder / MANIFEST_FILE,
+                found="features of a target with other weights",
+                expected=f"of the weights in {target_path}",
+                advice="collect features of this target, or name the right --model",
+            )
+        return store
+
     @property
     def num_sequences(self) -> int:
         return self.manifest.num_sequences
@@ -206,19 +221,50 @@ class FeatureStore:
     def split(self, held_out_share: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the sequences to train on and of those held out, both ascending.
 
-        The same share and seed give the same split anywhere; with a share above 0 at least one
-        sequence is on either side.
+        All answers to one prompt are on one side. The same share and seed give the same split
+        anywhere; with a share above 0 at least one sequence is on either side.
         """
         if not 0.0 <= held_out_share < 1.0:
             raise ConfigError(f"held-out share {held_out_share}: expected 0 up to, not with, 1")
         count = self.num_sequences
-        num_held = round(held_out_share * count)
-        if held_out_share > 0.0:
-            if count < 2:
-                raise ConfigError(f"{self.folder}: {count} sequence(s) cannot be split")
-            num_held = min(max(num_held, 1), count - 1)
-        held = frozenset(random.Random(f"split/{seed}").sample(range(count), num_held))
+        if held_out_share == 0.0:
+            return tuple(range(count)), ()
+        groups = self._alike()
+        if len(groups) < 2:
+            raise ConfigError(f"{self.folder}: {len(groups)} prompt(s) or text(s) cannot be split")
+        random.Random(f"split/{seed}").shuffle(groups)
+        num_wanted = max(round(held_out_share * count), 1)
+        held: set[int] = set()
+        for group in groups[:-1]:
+            if len(held) >= num_wanted:
+                break
+            held.update(group)
         return tuple(n for n in range(count) if n not in held), tuple(sorted(held))
+
+    def _alike(self) -> list[list[int]]:
+        """Numbers of the sequences that answer the same prompt. Where nothing but a first token
+        was given, as in texts and in what a service spooled, each stands by itself."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, prompt in enumerate(self._prompts()):
+            # No token is below 0.
+            key = prompt if len(prompt) > 1 else (-1, number)
+            groups.setdefault(key, []).append(number)
+        return list(groups.values())
+
+    def _prompts(self) -> Iterator[tuple[int, ...]]:
+        """Of all sequences in order, without reading more of the shards than their tokens."""
+        for entry in self.manifest.shards:
+            file = self.folder / entry.name
+            try:
+                with safe_open(file, framework="pt") as shard:
+                    lengths, counts, tokens_N = (
+                        shard.get_tensor(name) for name in ("lengths_S", "num_prompt_S", "tokens_N")
+                    )
+            except SafetensorError as error:
+                raise _damaged(file, found=f"unreadable content ({error})") from error
+            parts = torch.split(tokens_N, lengths.tolist())
+            for tokens_T, num_prompt in zip(parts, counts.tolist(), strict=True):
+                yield tuple(tokens_T[:num_prompt].tolist())
 
 
 def shard_name(index: int) -> str:
@@ -228,7 +274,8 @@ def shard_name(index: int) -> str:
 def write_shard(
     folder: Path, index: int, sequences: Sequence[FeatureSequence], *, stamp: str = ""
 ) -> ShardEntry:
-    """Writes one shard, whole or not at all. `stamp` tells the runs of different options apart."""
+    """Writes one shard, whole or not at all, for its owner alone: its tokens can be turned back
+    into text. `stamp` tells the runs of different options apart."""
     if not sequences:
         raise ConfigError(f"{folder / shard_name(index)}: no sequence to write")
     header = {
@@ -238,7 +285,7 @@ def write_shard(
     }
     # One metadata key only: with several, their order, and so the bytes, change from run to run.
     content = save(_tensors(sequences), metadata={"eesd": json.dumps(header, sort_keys=True)})
-    write_whole(folder / shard_name(index), content)
+    write_whole(folder / shard_name(index), content, mode=0o600)
     return _entry(shard_name(index), content, [s.num_tokens for s in sequences])
 
 
@@ -278,11 +325,12 @@ def weights_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def write_whole(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes, *, mode: int = 0o666) -> None:
     """The file has its old content or the new one, whatever kills us in between."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    with partial.open("wb") as out:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(os.open(partial, flags, mode), "wb") as out:
         out.write(content)
         out.flush()
         os.fsync(out.fileno())

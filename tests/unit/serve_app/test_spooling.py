@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -88,6 +89,18 @@ def test_what_is_put_is_what_a_feature_store_reads(
     counts = spool.counts()
     assert (counts.num_written, counts.num_dropped) == (5, 0)
     assert counts.num_bytes == sum(file.stat().st_size for file in shards(tmp_path))
+
+
+def test_nobody_else_can_read_a_spool(tmp_path: Path, empty: FeatureManifest) -> None:
+    before = os.umask(0o022)
+    try:
+        spool = opened(tmp_path / "spool", empty)
+        spool.put(piece(1, width=empty.verifier.hidden_size))
+        spool.flush()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "spool").stat().st_mode) == 0o700
+    assert [stat.S_IMODE(file.stat().st_mode) for file in shards(tmp_path / "spool")] == [0o600]
 
 
 def test_the_oldest_shard_goes_first_and_the_bound_holds_at_every_moment(
