@@ -167,7 +167,12 @@ def done_already(folder: Path, chunks: Sequence[Chunk], recipe: Recipe) -> dict[
 
 
 def finish(
-    folder: Path, entries: Sequence[ShardEntry], chunks: Sequence[Chunk], recipe: Recipe
+    folder: Path,
+    entries: Sequence[ShardEntry],
+    chunks: Sequence[Chunk],
+    recipe: Recipe,
+    *,
+    num_held_out: int | None = None,
 ) -> FeatureManifest:
     """Writes the manifest: from now on the store is whole."""
     if not entries:
@@ -181,6 +186,7 @@ def finish(
         max_length=recipe.max_length,
         shards=tuple(sorted(entries, key=lambda entry: entry.name)),
         plan_sha256=plan_sha256(chunks, recipe),
+        num_held_out=num_held_out,
     )
     manifest.write(folder)
     return manifest

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of
+from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
 from eesd_dist.distill.train_request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
@@ -34,7 +34,7 @@ class Setting:
     @classmethod
     def of(cls, request: TrainRequest) -> Self:
         options = request.options
-        store = FeatureStore.open(request.features, expect=identity_of(request.model))
+        store = FeatureStore.of_target(request.features, request.model)
         if request.exit_layer not in store.manifest.exits:
             raise ConfigError(
                 f"{request.features}: features after layers {list(store.manifest.exits)}, not "

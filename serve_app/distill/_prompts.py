@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eesd_dist.distill.features import MANIFEST_FILE, FeatureManifest
 from eesd_dist.errors import ConfigError, RequestError
-from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
@@ -61,6 +62,34 @@ def read_prompts(model: Path, file: Path, *, num_held_out: int, seed: int) -> Pr
         skipped = f" ({num_skipped} of more than {room} tokens skipped)" if num_skipped else ""
         raise ConfigError(f"{file}: {error}{skipped}") from error
     return replace(parts, num_skipped=num_skipped)
+
+
+def require_kept_aside(features: Path, *, num_held_out: int, seed: int) -> None:
+    """Raises ConfigError when the features were collected with other prompts kept aside: what was
+    learnt from would be judged with. Silent where there are none, or nobody said."""
+    if not (features / MANIFEST_FILE).exists():
+        return
+    manifest = FeatureManifest.read(features)
+    if not manifest.plan_sha256:  # no prompts were chosen here: a service wrote them
+        return
+    for flag, found, wanted in (
+        ("--seed", manifest.seed, seed),
+        ("--held-out", manifest.num_held_out, num_held_out),
+    ):
+        if found is not None and found != wanted:
+            raise ConfigError(
+                f"{features / MANIFEST_FILE}: found features collected with {flag} {found}, asked "
+                f"for {wanted}: other prompts would be kept aside; give {flag} {found}"
+            )
+
+
+def require_unseen(head: Path, *, num_held_out: int, seed: int) -> None:
+    """The same, for the features that a head says it was trained on, where they still are."""
+    provenance = read_json(head / "config.json").get("provenance")
+    training = provenance.get("training") if isinstance(provenance, dict) else None
+    features = training.get("features") if isinstance(training, dict) else None
+    if isinstance(features, str):
+        require_kept_aside(Path(features), num_held_out=num_held_out, seed=seed)
 
 
 def read_texts(model: Path, file: Path) -> list[tuple[int, ...]]:

@@ -33,7 +33,7 @@ from eesd_dist.types import Evidence
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._folder import write_json
 from serve_app.distill._plots import draw_reliability
-from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts
+from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
 from serve_app.distill._rounds import Asked, Machine, Ran, drafting_engine, run_rounds
 from serve_app.distill._words import Say, on_stderr
 
@@ -181,6 +181,7 @@ def main(argv: Sequence[str]) -> int:
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
     options = parser.parse_args(argv)
+    require_unseen(options.head, num_held_out=options.held_out, seed=options.seed)
     parts = read_prompts(
         options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
     )

@@ -93,7 +93,13 @@ def collect(request: CollectRequest, *, say: Say) -> FeatureManifest:
         left = [chunk for chunk in chunks if chunk.index not in entries]
         say(f"collect: {len(chunks)} shards planned, {len(entries)} there already")
         made = _make(request, recipe, left, num_done=len(entries)) if left else []
-        manifest = finish(request.out, [*entries.values(), *made], chunks, recipe)
+        manifest = finish(
+            request.out,
+            [*entries.values(), *made],
+            chunks,
+            recipe,
+            num_held_out=None if request.prompts is None else request.num_held_out,
+        )
         (request.out / _PROGRESS_FILE).unlink(missing_ok=True)
     say(f"collect: {described(manifest)}")
     return manifest

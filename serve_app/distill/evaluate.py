@@ -39,7 +39,7 @@ from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome, SpeculationParams, TokenId
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._folder import write_json
-from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts
+from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
 from serve_app.distill._rounds import (
     MAX_DRAFT_TOKENS,
     Asked,
@@ -497,6 +497,7 @@ def main(argv: Sequence[str]) -> int:
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
     options = parser.parse_args(argv)
+    require_unseen(options.head, num_held_out=options.held_out, seed=options.seed)
     parts = read_prompts(
         options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
     )

@@ -35,7 +35,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from serve_app.distill import collect as collecting
 from serve_app.distill._folder import only_one, write_json
-from serve_app.distill._prompts import read_prompts
+from serve_app.distill._prompts import read_prompts, require_kept_aside
 from serve_app.distill._rounds import Machine
 from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
@@ -333,7 +333,7 @@ def _train_request(request: SweepRequest, combination: Combination) -> TrainRequ
 
 
 def _require_layers(request: SweepRequest) -> None:
-    store = FeatureStore.open(request.features, expect=identity_of(request.machine.model))
+    store = FeatureStore.of_target(request.features, request.machine.model)
     wanted = {combination.exit_layer for combination in request.combinations}
     missing = sorted(wanted.difference(store.manifest.exits))
     if missing:
@@ -401,6 +401,7 @@ def main(argv: Sequence[str]) -> int:
     if words.collect:
         wanted = collecting.request_of(words, out=features, exits=words.exits)
         collecting.collect(replace(wanted, minutes=words.collect_minutes), say=on_stderr)
+    require_kept_aside(features, num_held_out=words.held_out, seed=words.seed)
     parts = read_prompts(words.model, words.prompts, num_held_out=words.held_out, seed=words.seed)
     request = SweepRequest(
         machine=Machine(

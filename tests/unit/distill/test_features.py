@@ -168,6 +168,38 @@ def test_a_split_is_a_partition_and_always_the_same(tmp_path: Path, target: Path
         store.split(1.0, seed=1)
 
 
+def test_all_answers_to_a_prompt_are_on_one_side_and_texts_stand_alone(
+    tmp_path: Path, target: Path
+) -> None:
+    def piece(number: int, num_prompt: int, first: int) -> FeatureSequence:
+        given_T = torch.full((num_prompt,), first)
+        made = _sequence(9, seed=number)
+        return dataclasses.replace(
+            made, tokens_T=torch.cat([given_T, made.tokens_T[num_prompt:]]), num_prompt=num_prompt
+        )
+
+    answers = [piece(n, 4, n % 10) for n in range(20)]
+    texts = [piece(20 + n, 1, 7) for n in range(10)]
+    whole = _store(tmp_path, target)
+    entry = write_shard(tmp_path, 0, [*answers, *texts])
+    dataclasses.replace(whole.manifest, shards=(entry,)).write(tmp_path)
+    for seed in range(5):
+        learnt, held = FeatureStore.open(tmp_path, expect=None).split(0.3, seed=seed)
+        assert 9 <= len(held) <= 10
+        assert sorted([*learnt, *held]) == list(range(30))
+        assert {n % 10 for n in learnt if n < 20}.isdisjoint(n % 10 for n in held if n < 20)
+
+
+def test_features_of_the_target_before_it_was_trained_on_are_refused(
+    tmp_path: Path, target: Path
+) -> None:
+    store = _store(tmp_path, target)
+    assert FeatureStore.of_target(tmp_path, target).num_sequences == 12
+    dataclasses.replace(store.manifest, weights_sha256="0" * 64).write(tmp_path)
+    with pytest.raises(CheckpointError, match="of a target with other weights"):
+        FeatureStore.of_target(tmp_path, target)
+
+
 def test_a_flipped_bit_is_noticed(tmp_path: Path, target: Path) -> None:
     store = _store(tmp_path, target)
     file = tmp_path / store.manifest.shards[1].name

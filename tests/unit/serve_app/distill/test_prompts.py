@@ -1,6 +1,7 @@
 """Which prompts are learnt from, and which are kept aside: always the same, never both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
 from serve_app.config import BUNDLED_MODEL
-from serve_app.distill._prompts import SHIPPED_PROMPTS, read_prompts, read_texts, split_prompts
+from serve_app.distill._prompts import (
+    SHIPPED_PROMPTS,
+    read_prompts,
+    read_texts,
+    require_kept_aside,
+    require_unseen,
+    split_prompts,
+)
+from tests.support.tiny_features import write_tiny_features, write_tiny_target
 
 
 def _prompts(count: int) -> list[Prompt]:
@@ -107,3 +116,19 @@ def test_prompts_too_long_for_the_target_are_in_no_part(tmp_path: Path) -> None:
     file.write_text("\n".join(lines[:2]))
     with pytest.raises(ConfigError, match=r"prompts\.jsonl: found 2 different prompts"):
         read_prompts(BUNDLED_MODEL, file, num_held_out=4, seed=0)
+
+
+def test_other_prompts_kept_aside_than_when_collecting_are_refused(tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    manifest = write_tiny_features(tmp_path / "features", target).manifest
+    require_kept_aside(tmp_path / "features", num_held_out=9, seed=9)  # nobody planned these
+    replace(manifest, plan_sha256="made", num_held_out=8).write(tmp_path / "features")
+    require_kept_aside(tmp_path / "features", num_held_out=8, seed=0)
+    with pytest.raises(ConfigError, match="collected with --seed 0, asked for 1"):
+        require_kept_aside(tmp_path / "features", num_held_out=8, seed=1)
+    head = tmp_path / "head"
+    head.mkdir()
+    made = {"training": {"features": str(tmp_path / "features")}}
+    (head / "config.json").write_text(json.dumps({"provenance": made}))
+    with pytest.raises(ConfigError, match="collected with --held-out 8, asked for 16"):
+        require_unseen(head, num_held_out=16, seed=0)
