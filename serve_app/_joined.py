@@ -4,7 +4,7 @@ Whoever can join a cluster's Ray can do anything there; so these are the service
 nothing over HTTP changes anything. Ray's exceptions become ours here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from eesd_dist.actors.contracts import HeadReport
-from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.errors import ConfigError, EesdError, EngineError
 from serve_app._local_ray import joined_ray
 from serve_app.config import RouterConfig
 from serve_app.router import find_router
@@ -45,18 +45,16 @@ class JoinedService:
         """How many classes it has; raises ConfigError for a snapshot that is none."""
         return int(self._ask("set_priors", snapshot))
 
-    def load_head(self, folder: str) -> list[HeadReport]:
+    def load_head(self, folder: str, *, instead_of: Collection[str] = ()) -> list[HeadReport]:
         """Every pipeline drafts with this head from its next round on.
 
-        Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
+        Raises CheckpointError or ConfigError when it does not fit, or when a pipeline drafts with
+        none of the heads that it was to take the place of (sha256; empty: any): nothing has
+        changed then.
         """
-        try:
-            pipelines = serve.get_deployment_handle("Pipeline", self.app_name)
-            answers = pipelines.broadcast("load_head", folder).results(
-                timeout_s=_LOAD_TIMEOUT_S, return_exceptions=True
-            )
-        except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
-            raise EngineError(f"no pipeline of {self.app_name!r} answers: {error}") from error
+        if instead_of:
+            self._require_drafts_with(instead_of, new=folder)
+        answers = self._ask_pipelines("load_head", folder, timeout_s=_LOAD_TIMEOUT_S)
         reports = [answer for answer in answers if isinstance(answer, HeadReport)]
         refusals = [_ours(answer) for answer in answers if isinstance(answer, Exception)]
         if refusals and reports:
@@ -69,6 +67,29 @@ class JoinedService:
         if not reports:
             raise EngineError(f"no pipeline of {self.app_name!r} is running")
         return reports
+
+    def _require_drafts_with(self, expected: Collection[str], *, new: str) -> None:
+        for answer in self._ask_pipelines("control", timeout_s=_ANSWER_TIMEOUT_S):
+            if isinstance(answer, Exception):
+                raise _ours(answer)
+            head = answer.control.head
+            if head is not None and head.sha256 not in expected:
+                raise ConfigError(
+                    f"not promoted: {answer.pipeline} drafts with {head.folder} "
+                    f"({head.sha256[:12]}), expected the head that {new} was compared with: "
+                    "refresh the serving head, or promote this one with `eesd controllers promote`"
+                )
+
+    def _ask_pipelines(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
+        """An answer, or an exception, of each."""
+        try:
+            pipelines = serve.get_deployment_handle("Pipeline", self.app_name)
+            answers: list[Any] = pipelines.broadcast(method, *arguments).results(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+        except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
+            raise EngineError(f"no pipeline of {self.app_name!r} answers: {error}") from error
+        return answers
 
     def _ask(self, method: str, *arguments: object) -> Any:
         try:

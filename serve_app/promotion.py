@@ -8,7 +8,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,17 +27,20 @@ def promote(
     port: int = 8000,
     app_name: str = "eesd",
     router: RouterConfig | None = None,
+    instead_of: Collection[str] = (),
 ) -> list[HeadReport]:
     """Every pipeline drafts with this head from its next round on; one report for each.
 
     `address` is the Ray cluster's; without one, the service is the one that `eesd serve` of this
-    user has started on `port`. Raises ConfigError when the head does not fit (the service goes on
-    with the one it has), EngineError when the service cannot be reached.
+    user has started on `port`. `instead_of` are the heads (sha256) that it may take the place of;
+    empty: any. Raises ConfigError when the head does not fit, or another one serves (the service
+    goes on with the one it has), EngineError when the service cannot be reached.
     """
     router = router or RouterConfig()
     words = [str(folder.resolve()), "--port", str(port), "--app", app_name]
     words += ["--router", router.name, "--namespace", router.namespace]
     words += ["--address", address] if address is not None else []
+    words += [word for sha256 in instead_of for word in ("--instead-of", sha256)]
     done = subprocess.run(
         [sys.executable, "-m", "serve_app.promotion", *words],
         capture_output=True,
@@ -59,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--app", default="eesd")
     parser.add_argument("--router", default=RouterConfig().name)
     parser.add_argument("--namespace", default=RouterConfig().namespace)
+    parser.add_argument("--instead-of", action="append", default=[], metavar="SHA256")
     options = parser.parse_args(argv)
     try:
         address = prepare_to_join(options.address, port=options.port)
@@ -66,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
         router = RouterConfig(name=options.router, namespace=options.namespace)
         with joined(address, router=router, app_name=options.app) as service:
-            reports = service.load_head(str(options.folder))
+            reports = service.load_head(str(options.folder), instead_of=options.instead_of)
     except EesdError as error:
         sys.stderr.write(f"{error}\n")
         return _REFUSED if isinstance(error, ConfigError) else 1

@@ -5,7 +5,6 @@ loads it. Groups are called `rounds` (drafting actor and verify rank 0) and `ver
 parallel group); both belong to one generation and are dropped with it.
 """
 
-import hashlib
 import json
 import threading
 import time
@@ -38,7 +37,7 @@ from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError, PeerLost
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
@@ -307,24 +306,13 @@ def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
     return _ServingHead(
         report=HeadReport(
             folder=str(folder),
-            sha256=_digest(folder),
+            sha256=head_digest(folder),
             exit_layer=head.exit_layer,
             kind=head.kind,
         ),
         config=head,
         calibration={"num_judged": Calibrator.load(folder).num_judged, "version": version},
     )
-
-
-def _digest(folder: Path) -> str:
-    """Of everything that a head's folder contributes."""
-    names = ["config.json", *sorted(f.name for f in folder.glob("*.safetensors")), CALIBRATION_FILE]
-    digest = hashlib.sha256()
-    for name in names:
-        if (folder / name).exists():
-            with (folder / name).open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _require_same(folder: str, what: str, *, found: object, expected: object) -> None:

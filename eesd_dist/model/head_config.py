@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, get_args
 
+from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.spec import ModelSpec, read_json
 
@@ -202,6 +203,17 @@ def _require_same(file: Path, found: Mapping[str, object], expected: VerifierIde
             "tokenizer.json differ",
             advice="train a head for this target with `eesd distill`, or point at the right one",
         )
+
+
+def head_digest(folder: Path) -> str:
+    """Tells one head from another: over everything that its folder contributes when it drafts."""
+    names = ["config.json", *sorted(f.name for f in folder.glob("*.safetensors")), CALIBRATION_FILE]
+    digest = hashlib.sha256()
+    for name in names:
+        if (folder / name).exists():
+            with (folder / name).open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _expect(file: Path, what: str, found: object, expected: object) -> None:

@@ -6,7 +6,8 @@ Online distillation (OSD, arXiv 2310.07177): verification computes hidden states
 distribution for every token that leaves, so the text that users really ask for is training data
 for nothing. The spool is copied aside, its pieces are split by sequence, the head is trained on
 from where it stands, and old and new are compared on the pieces neither saw. With --promote the
-running service takes the new head only if the interval of the gain lies above zero.
+running service takes the new head only if the interval of the gain lies above zero, and if the
+service drafts with HEAD.
 
 Killed and started again, the same command goes on where it was. The calibration map is carried over
 as it was: after a short refresh it is nearly right, and it can never change a text.
@@ -30,7 +31,7 @@ from eesd_dist.distill.target import target_embedding
 from eesd_dist.distill.train import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
 from serve_app.config import BUNDLED_MODEL, RouterConfig
@@ -152,9 +153,12 @@ class Service:
     router: RouterConfig = field(default_factory=RouterConfig)
 
 
-def promote_if_better(folder: Path, report: RefreshReport, service: Service) -> str:
-    """Loads the head into the running service, without a restart, if it is better; says what came
-    of it and keeps it in refresh.json. Raises what `serve_app.promotion.promote` raises."""
+def promote_if_better(
+    folder: Path, report: RefreshReport, service: Service, *, compared_with: Path
+) -> str:
+    """Loads the head into the running service, without a restart, if it is better than the one it
+    was compared with and the service drafts with that one; says what came of it and keeps it in
+    refresh.json. Raises what `serve_app.promotion.promote` raises."""
     if not report.gain.rises:
         return (
             f"not promoted: the gain of {report.gain.mean:+.4f} may be chance (its interval begins "
@@ -166,6 +170,8 @@ def promote_if_better(folder: Path, report: RefreshReport, service: Service) -> 
         port=service.port,
         app_name=service.app_name,
         router=service.router,
+        # The new one too: where some pipelines have taken it already, the others may.
+        instead_of=(head_digest(compared_with), head_digest(folder)),
     )
     file = folder / REPORT_FILE
     write_json(file, {**read_json(file), "promoted": [asdict(one) for one in promoted]})
@@ -364,5 +370,6 @@ def main(argv: Sequence[str]) -> int:
             app_name=options.app,
             router=RouterConfig(name=options.router, namespace=options.namespace),
         )
-        sys.stdout.write(promote_if_better(options.out, report, service) + "\n")
+        said = promote_if_better(options.out, report, service, compared_with=options.head)
+        sys.stdout.write(said + "\n")
     return 0

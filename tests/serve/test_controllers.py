@@ -20,6 +20,7 @@ from eesd_dist.distill.features import FeatureStore, identity_of
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.head_config import head_digest
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from serve_app._joined import JoinedService, joined
@@ -293,7 +294,11 @@ def test_a_head_that_does_not_fit_is_refused_and_the_service_goes_on(
 ) -> None:
     before = _sha(learning)
     address = command[command.index("--address") + 1]
-    where = {"address": address, "app_name": "learning", "router": learning.config.router}
+    where: dict[str, Any] = {
+        "address": address,
+        "app_name": "learning",
+        "router": learning.config.router,
+    }
     with pytest.raises(ConfigError, match=r"exit_layer 1.*expected 2"):
         promote(heads["shallow"], **where)
     torn = tmp_path / "torn"
@@ -306,6 +311,26 @@ def test_a_head_that_does_not_fit_is_refused_and_the_service_goes_on(
         admin.load_head(str(tmp_path / "nothing"))
     assert _sha(learning) == before
     assert len(_tokens(_emissions(learning, _request("goes on")))) == 40
+
+
+def test_a_head_takes_the_place_only_of_the_one_it_was_compared_with(
+    learning: Running, command: list[str], heads: dict[str, Path]
+) -> None:
+    with _joined(learning) as admin:
+        admin.load_head(str(heads["never"]))
+    never, always = head_digest(heads["never"]), head_digest(heads["always"])
+    assert _sha(learning) == never
+    address = command[command.index("--address") + 1]
+    where: dict[str, Any] = {
+        "address": address,
+        "app_name": "learning",
+        "router": learning.config.router,
+    }
+    with pytest.raises(ConfigError, match=rf"not promoted: .*{never[:12]}.*compared with"):
+        promote(heads["always"], **where, instead_of=[always, "0" * 64])
+    assert _sha(learning) == never
+    (report,) = promote(heads["always"], **where, instead_of=[always, never])
+    assert report.sha256 == _sha(learning) == always
 
 
 @pytest.mark.parametrize("victim", ["drafting actor", "pipeline replica"])

@@ -156,12 +156,13 @@ def test_a_head_that_learnt_nothing_is_not_called_better(
 
 
 def test_a_head_that_is_no_better_is_not_offered_to_the_service(
-    target: Path, tmp_path: Path, make_request: MakeRequest
+    target: Path, head: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     spool = write_spool(tmp_path / "spool", target)
     report = refresh(make_request(spool, max_steps=1, learning_rate=1e-12), say=quiet)
     # There is no service here: had it been asked, this would raise.
-    said = promote_if_better(tmp_path / "new", report, Service(address="127.0.0.1:1"))
+    service = Service(address="127.0.0.1:1")
+    said = promote_if_better(tmp_path / "new", report, service, compared_with=head)
     assert said.startswith("not promoted")
     assert "promoted" not in json.loads((tmp_path / "new" / "refresh.json").read_text())
 
