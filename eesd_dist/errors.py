@@ -94,3 +94,9 @@ class PeerLost(EngineError):
 
 class WireError(EngineError):
     """A message does not have the form this version and generation expects."""
+
+
+def os_error_text(error: OSError) -> str:
+    """Which file, and what is wrong with it, in one line."""
+    what = error.strerror or str(error) or type(error).__name__
+    return what if error.filename is None else f"{error.filename}: {what}"

@@ -20,7 +20,7 @@ from typing import get_args
 import yaml
 
 from eesd_dist.config import DType, Numerics
-from eesd_dist.errors import ConfigError, EesdError, RequestError
+from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
 from eesd_dist.types import ControllerName, SpeculationParams, TreeShape
 from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, read_service_config, service_config
@@ -173,7 +173,12 @@ def _delegated(words: list[str]) -> tuple[str | None, list[str]]:
 def _delegate(name: str, words: list[str]) -> int:
     if name in _WANT_MODEL and not {"--model", "-h", "--help"} & {w.split("=")[0] for w in words}:
         words = ["--model", str(BUNDLED_MODEL), *words]
-    status: int = importlib.import_module(_DELEGATED[name]).main(words)
+    try:
+        status: int = importlib.import_module(_DELEGATED[name]).main(words)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file where a folder was meant, a disk that is full
+        raise ConfigError(os_error_text(error)) from error
     return status
 
 

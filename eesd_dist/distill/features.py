@@ -330,10 +330,14 @@ def write_whole(file: Path, content: bytes, *, mode: int = 0o666) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(os.open(partial, flags, mode), "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with os.fdopen(os.open(partial, flags, mode), "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(file)  # a full disk does not say where
+        raise
     partial.replace(file)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
@@ -42,6 +43,9 @@ __all__ = [
     "require_fit",
     "train_rank",
 ]
+
+_LEAST_WEIGHT = 1e-9
+"""A batch of nothing but prompts may weigh nothing: its loss is 0, and stays it."""
 
 _OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
@@ -218,7 +222,7 @@ class DeepSpeedLearner:
         options = self._options
         num_shares = self._world_size * options.accumulation
         # DeepSpeed divides by the micro-batches and averages over the ranks.
-        scale = num_shares / planned.weight(options.prompt_weight)
+        scale = num_shares / max(planned.weight(options.prompt_weight), _LEAST_WEIGHT)
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         for micro in range(options.accumulation):
             rows = planned.share(micro * self._world_size + self._rank, num_shares)
@@ -274,7 +278,10 @@ class DeepSpeedLearner:
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._is_partitioned):
             if self._rank == 0:
                 written = final.with_name(f".{final.name}.new")
-                self._head.save(written, dtype=self._options.save_dtype, provenance=provenance)
+                try:
+                    self._head.save(written, dtype=self._options.save_dtype, provenance=provenance)
+                except SafetensorError as error:  # it says no more of a full disk
+                    raise ConfigError(f"{written}: cannot be written ({error})") from error
                 put_in_place(written, final)
 
     def wait_for_all(self) -> None:
@@ -349,7 +356,7 @@ def _deepspeed(*, force_cpu: bool) -> Any:
 
 def _figures(sums: Sequence[float]) -> Figures:
     loss, agreement, one_minus_tv, weight = sums
-    weight = max(weight, 1e-9)
+    weight = max(weight, _LEAST_WEIGHT)
     return Figures(
         loss=loss / weight, agreement=agreement / weight, one_minus_tv=one_minus_tv / weight
     )

@@ -7,6 +7,7 @@ is imported here: the environment has to be prepared before this module is.
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,12 +35,13 @@ from eesd_dist.distill.collect import Chunk, Collector, Recipe
 from eesd_dist.distill.features import ShardEntry
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine.llm import LLM
-from eesd_dist.errors import ConfigError, EesdError, EngineError
+from eesd_dist.errors import ConfigError, EesdError, EngineError, os_error_text
 from eesd_dist.model.spec import ModelSpec
 from serve_app._local_ray import joined_ray, local_ray
 from serve_app.config import ServiceConfig
 
 _PAGE_SIZE = 32
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class ChunkWorker:
             return {"config_error": str(error)}
         except EesdError as error:
             return {"error": str(error)}
+        except OSError as error:  # a disk that is full, or may not be written to
+            return {"config_error": os_error_text(error)}
 
     def _made(self, chunk: str) -> dict[str, Any]:
         collector, ready = self._loaded
@@ -148,8 +152,14 @@ def run_job(
             for row in entries.iter_rows():
                 yield from _heard(json.loads(row["said"]))
         except RayError as error:  # a worker that is gone, time and again
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise EngineError(f"a collecting worker broke: {lines[0]}") from error
+            raise EngineError(f"a collecting worker broke: {cause_of(error)}") from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Ray's first words, and the last ones, which are the exception's own; without its colours."""
+    text = _COLOUR.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else type(error).__name__
 
 
 def _ray_at(address: str | None, job: Job, *, workers: int) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
+from serve_app.distill._checks import require_positive
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """Arithmetic as chat and raw code, for the bundled model; `infra/demo_model` says where from."""
@@ -34,6 +35,7 @@ class PromptParts:
 def split_prompts(prompts: Sequence[Prompt], *, num_held_out: int, seed: int) -> PromptParts:
     """Held out are `num_held_out`, but at most half of a small file; they are calibrated on and
     judged with in equal parts."""
+    require_positive(num_held_out=num_held_out)
     once = list(dict.fromkeys(prompts))
     if len(once) < _SMALLEST_FILE:
         raise ConfigError(

@@ -31,6 +31,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence
 from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import write_json
 from serve_app.distill._plots import draw_reliability
 from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
@@ -55,6 +56,10 @@ class CalibrateRequest:
     max_tokens: int = 144
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        require_positive(max_tokens=self.max_tokens)
+        require_temperatures(self.temperatures)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
@@ -78,7 +83,7 @@ class CalibrationReport:
 
 
 def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
-    """Fits, judges and writes; calibration.json comes last, and whole."""
+    """Fits, judges and writes; calibration.json whole, and before the plot."""
     machine = request.machine
     spec = ModelSpec.from_folder(machine.model)
     out = request.out or machine.head
@@ -108,6 +113,8 @@ def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
     out.mkdir(parents=True, exist_ok=True)
     provenance = collect_provenance(seed=request.seed).as_json()
     write_json(out / RELIABILITY_FILE, {**asdict(report), "provenance": provenance})
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=out) as aside:
+        calibrator.save(Path(aside)).replace(out / CALIBRATION_FILE)
     draw_reliability(
         out / PLOT_FILE,
         before=report.before.bins,
@@ -115,8 +122,6 @@ def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
         title=f"{report.num_judged} judged tokens: ECE {report.before.ece:.3f} before, "
         f"{report.after.ece:.3f} after",
     )
-    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=out) as aside:
-        calibrator.save(Path(aside)).replace(out / CALIBRATION_FILE)
     say(f"calibrate: {described(report)}")
     return report
 

@@ -39,6 +39,7 @@ from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
 from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, read_texts
 from serve_app.distill._words import Say, on_stderr
@@ -77,6 +78,21 @@ class CollectRequest:
     threads: int = 1
     address: str | None = None
     """A running Ray cluster; None starts Ray here and takes it down again."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            limit=self.limit,
+            num_held_out=self.num_held_out,
+            passes=self.passes,
+            max_tokens=self.max_tokens,
+            max_length=self.max_length,
+            top_k=self.top_k,
+            chunk_size=self.chunk_size,
+            minutes=self.minutes,
+            workers=self.workers,
+            threads=self.threads,
+        )
+        require_temperatures(self.temperatures)
 
 
 def collect(request: CollectRequest, *, say: Say) -> FeatureManifest:
@@ -265,11 +281,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def request_of(options: argparse.Namespace, *, out: Path, exits: Sequence[int]) -> CollectRequest:
     """The words of `add_flags` as a request."""
-    if not options.temperatures or min(options.temperatures) < 0.0:
-        raise ConfigError(f"--temperatures {options.temperatures}: expected numbers from 0 on")
-    for flag in ("passes", "top_k", "chunk_size", "threads"):
-        if getattr(options, flag) < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: expected 1 up")
     return CollectRequest(
         model=options.model,
         out=out,

@@ -38,6 +38,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome, SpeculationParams, TokenId
 from serve_app.config import BUNDLED_MODEL
+from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import write_json
 from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
 from serve_app.distill._rounds import (
@@ -71,6 +72,15 @@ class EvaluateRequest:
     """Prompts that are also timed, at every temperature."""
     timed_tokens: int = 96
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            num_prompts=len(self.prompts),
+            max_tokens=self.max_tokens,
+            num_timed=self.num_timed,
+            timed_tokens=self.timed_tokens,
+        )
+        require_temperatures(self.temperatures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from eesd_dist.errors import ConfigError
+from serve_app.distill._checks import require_distill_extra
 
 COMMANDS = ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh")
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
             f"eesd distill {command}: expected one of {', '.join(COMMANDS)} (see eesd distill "
             "--help); the one command for everything is `eesd distill run`"
         )
+    require_distill_extra()
     module = importlib.import_module(f"serve_app.distill.{command}")
     run: Callable[[Sequence[str]], int] = module.main
     return run(rest)

@@ -17,6 +17,7 @@ A folder `exit_N_KIND` of OUT is a head like any other; sweep.json holds the tab
 import argparse
 import hashlib
 import multiprocessing
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +35,7 @@ from eesd_dist.model.spec import read_json
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from serve_app.distill import collect as collecting
+from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._prompts import read_prompts, require_kept_aside
 from serve_app.distill._rounds import Machine
@@ -44,6 +46,7 @@ from serve_app.distill.train import train
 
 SWEEP_FILE = "sweep.json"
 _ASKED_FILE = "asked.json"
+_FOLDER_NAME = re.compile(r"exit_(\d+)_")
 Embedding = Literal["without", "with", "both"]
 
 
@@ -83,6 +86,17 @@ class SweepRequest:
     timed_tokens: int = 96
     seed: int = 0
     options: TrainOptions = field(default_factory=TrainOptions)
+
+    def __post_init__(self) -> None:
+        require_positive(
+            minutes_each=self.minutes_each,
+            max_steps=self.max_steps,
+            draft_vocab=self.draft_vocab,
+            max_tokens=self.max_tokens,
+            num_timed=self.num_timed,
+            timed_tokens=self.timed_tokens,
+        )
+        require_temperatures(self.temperatures)
 
     def asked(self) -> dict[str, object]:
         """What may not change between two runs into one folder; combinations may be added."""
@@ -310,9 +324,20 @@ def _try_apart(request: SweepRequest, combination: Combination) -> None:
 def _report(request: SweepRequest) -> SweepReport:
     rows = [
         Row.of(combination, read_json(request.out / combination.name / EVALUATION_FILE))
-        for combination in request.combinations
+        for combination in _measured(request.out)
     ]
     return SweepReport(rows=tuple(sorted(rows, key=lambda row: -row.over_plain)))
+
+
+def _measured(out: Path) -> list[Combination]:
+    """All that stand in the folder, also those that only an earlier command asked for."""
+    every = {
+        one.name: one
+        for folder in out.glob("exit_*")
+        if (found := _FOLDER_NAME.match(folder.name))
+        for one in combinations([int(found[1])], get_args(HeadKind), "both")
+    }
+    return [one for name, one in sorted(every.items()) if (out / name / EVALUATION_FILE).exists()]
 
 
 def _train_request(request: SweepRequest, combination: Combination) -> TrainRequest:

@@ -9,6 +9,7 @@ from serve_app.distill.sweep import (
     Combination,
     Row,
     SweepReport,
+    _measured,
     combinations,
     recommendation,
     sweep,
@@ -28,6 +29,19 @@ def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
     with pytest.raises(ConfigError, match=r"layers \[1\], none after \[2\].*--exits 2"):
         sweep(asked, say=lambda _: None)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) -> None:
+    for name in ("exit_1_own", "exit_2_truncated_embedding", "exit_12_shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "evaluation.json").write_text("{}")
+    (tmp_path / "exit_4_own").mkdir()  # trained, not yet measured
+    (tmp_path / "exit_notes").mkdir()
+    assert {one.name for one in _measured(tmp_path)} == {
+        "exit_1_own",
+        "exit_2_truncated_embedding",
+        "exit_12_shared",
+    }
 
 
 def test_combinations_are_each_exit_with_each_head_once() -> None:

@@ -1,6 +1,7 @@
 """Training a head in one process: it learns, from either source, and what cannot be is refused."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,19 @@ def test_what_stands_at_the_heads_place_is_left_alone(request_: TrainRequest) ->
         train(replace(request_, out=file))
     assert file.read_text() == "dear"
     assert not request_.checkpoints.exists()
+
+
+def test_batches_of_prompts_that_weigh_nothing_change_nothing(
+    request_: TrainRequest, target: Path, tmp_path: Path
+) -> None:
+    features = write_tiny_features(tmp_path / "features", target, num_sequences=12)
+    # Rows of 2 tokens: those of a prompt of 5 hold nothing that the target wrote.
+    options = replace(OPTIONS, rows=1, length=2, prompt_weight=0.0)
+    train(replace(request_, features=features.folder, max_steps=20, options=options))
+    rows = log_of(request_)[1:]
+    assert any(row["loss"] == 0.0 for row in rows)
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert all(x.isfinite().all() for x in read_head(request_).parameters())
 
 
 def test_a_budget_in_minutes_becomes_a_number_of_steps_once(request_: TrainRequest) -> None:
