@@ -47,7 +47,7 @@ from eesd_dist.types import (
 )
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-THOMPSON: tuple[ControllerName, ...] = ("beta", "calibration")
+THOMPSON: tuple[ControllerName, ...] = ("beta", "calibration", "goodput")
 Decode = Callable[[Prompt, int], list[int]]
 
 

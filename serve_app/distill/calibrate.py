@@ -13,9 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
-from eesd_dist.config import DType
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
     ReliabilityBin,
@@ -30,11 +28,10 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence
-from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import write_json
+from serve_app.distill._kept_aside import add_flags, machine_and_prompts
 from serve_app.distill._plots import draw_reliability
-from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
 from serve_app.distill._rounds import Asked, Machine, Ran, drafting_engine, run_rounds
 from serve_app.distill._words import Say, on_stderr
 
@@ -174,26 +171,13 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_flags(parser, temperatures=DEFAULT_TEMPERATURES, max_tokens=144)
     add = parser.add_argument
-    add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
-    add("--head", type=Path, required=True, help="folder of the exit head")
-    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="the file that was collected from")
-    add("--held-out", type=int, default=NUM_HELD_OUT, help="prompts kept aside then")
     add("--out", type=Path, help="folder to write to (the head's)")
-    add("--temperatures", type=float, nargs="+", default=list(DEFAULT_TEMPERATURES))
-    add("--max-tokens", type=int, default=144)
-    add("--dtype", choices=get_args(DType), default="bfloat16")
-    add("--threads", type=int, default=1)
-    add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
     options = parser.parse_args(argv)
-    require_unseen(options.head, num_held_out=options.held_out, seed=options.seed)
-    parts = read_prompts(
-        options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
-    )
+    machine, parts = machine_and_prompts(options)
     request = CalibrateRequest(
-        machine=Machine(
-            model=options.model, head=options.head, dtype=options.dtype, threads=options.threads
-        ),
+        machine=machine,
         prompts=parts.calibrated,
         out=options.out,
         temperatures=tuple(options.temperatures),

@@ -20,12 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 from tqdm import tqdm
 
-from eesd_dist.config import DType
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.distill.overlap import Overlap, overlap_of
@@ -37,10 +35,9 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome, SpeculationParams, TokenId
-from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import write_json
-from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, require_unseen
+from serve_app.distill._kept_aside import add_flags, machine_and_prompts
 from serve_app.distill._rounds import (
     MAX_DRAFT_TOKENS,
     Asked,
@@ -493,28 +490,15 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_flags(parser, temperatures=_TEMPERATURES, max_tokens=128)
     add = parser.add_argument
-    add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target (the bundled one)")
-    add("--head", type=Path, required=True, help="folder of the exit head")
-    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="the file that was collected from")
-    add("--held-out", type=int, default=NUM_HELD_OUT, help="prompts kept aside then")
     add("--out", type=Path, help="folder of evaluation.json (the head's)")
-    add("--temperatures", type=float, nargs="+", default=list(_TEMPERATURES))
-    add("--max-tokens", type=int, default=128)
     add("--timed-prompts", type=int, default=12)
     add("--timed-tokens", type=int, default=96)
-    add("--dtype", choices=get_args(DType), default="bfloat16")
-    add("--threads", type=int, default=1)
-    add("--seed", type=int, default=0, help="as when collecting: it says which are kept aside")
     options = parser.parse_args(argv)
-    require_unseen(options.head, num_held_out=options.held_out, seed=options.seed)
-    parts = read_prompts(
-        options.model, options.prompts, num_held_out=options.held_out, seed=options.seed
-    )
+    machine, parts = machine_and_prompts(options)
     request = EvaluateRequest(
-        machine=Machine(
-            model=options.model, head=options.head, dtype=options.dtype, threads=options.threads
-        ),
+        machine=machine,
         prompts=parts.judged,
         out=options.out,
         temperatures=tuple(options.temperatures),
