@@ -9,6 +9,8 @@
     |   +-- QueueFull
     +-- EngineError          us, or the machines under us
         +-- PeerLost         a rank, actor or link that stopped answering; names the peer
+        +-- Poisonous        a request that breaks every engine it is in: not tried again
+        +-- Moved            a stream that goes on in another pipeline: submit it again there
         +-- WireError        a message that does not say what this generation expects
 
 A message says what was found, what was expected and what to do. HTTP codes are given to these in
@@ -82,13 +84,61 @@ class EngineError(EesdError):
     """Something on our side broke."""
 
 
-class PeerLost(EngineError):
-    """A peer did not answer in time, or its connection is gone."""
+PROCESS_DIED = "its process has died"
+"""Reason of a peer's loss that is not its node's or its link's."""
 
-    def __init__(self, *, peer: str, operation: str, reason: str) -> None:
-        super().__init__(f"lost {peer} during {operation}: {reason}")
+
+class PeerLost(EngineError):
+    """A peer did not answer in time, or its connection is gone.
+
+    `peer` is its name: stage, rank and, once it has joined, node. `round_id` and `generation` are
+    None where there was none.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: str,
+        operation: str,
+        reason: str,
+        round_id: int | None = None,
+        generation: int | None = None,
+    ) -> None:
+        when = operation if generation is None else f"{operation} (generation {generation})"
+        super().__init__(f"lost {peer} during {when}: {reason}")
         self.peer = peer
         self.operation = operation
+        self.reason = reason
+        self.round_id = round_id
+        self.generation = generation
+
+
+class Moved(EngineError):
+    """The stream ends here and is to go on elsewhere, from its tokens so far: no interruption.
+
+    `to` names the pipeline that waits for it; None: any but `by`. `strikes` are those it had there:
+    see `types.Request`.
+    """
+
+    def __init__(self, *, by: str, to: str | None, reason: str, strikes: int = 0) -> None:
+        super().__init__(f"{by} hands its stream over to {to or 'another pipeline'}: {reason}")
+        self.by = by
+        self.to = to
+        self.reason = reason
+        self.strikes = strikes
+
+
+class Poisonous(EngineError):
+    """The engine broke again and again with this request in it, the last time with no other."""
+
+    def __init__(self, *, request_id: str, strikes: int, reason: str) -> None:
+        super().__init__(
+            f"request {request_id} is refused: the engine broke {strikes} times under it since its "
+            f"last token, the last time with no other request in it ({reason}). Other requests go "
+            "on; do not send this one again before the cause is known"
+        )
+        self.request_id = request_id
+        self.strikes = strikes
         self.reason = reason
 
 

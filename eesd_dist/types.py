@@ -94,6 +94,8 @@ class Request:
     """The class whose pooled prior warms this request's belief."""
     traceparent: str | None = None
     """W3C trace context of the HTTP request this belongs to."""
+    strikes: int = 0
+    """How often an engine broke under it since its last token, wherever that was."""
 
 
 class FinishReason(Enum):
@@ -216,6 +218,41 @@ class SpoolCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank exchanged with others, and how long it waited for them."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    wait_s: float = 0.0
+    """0 for what lies on a GPU: there a wait orders streams and the host runs on."""
+
+    def since(self, earlier: "Traffic") -> "Traffic":
+        """What came to it after `earlier` was read. A new generation counts from zero."""
+        if self.sent_bytes < earlier.sent_bytes or self.wait_s < earlier.wait_s:
+            return self
+        return Traffic(
+            sent_bytes=self.sent_bytes - earlier.sent_bytes,
+            received_bytes=self.received_bytes - earlier.received_bytes,
+            wait_s=self.wait_s - earlier.wait_s,
+        )
+
+
+NO_TRAFFIC = Traffic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """How much of a rank's share of a checkpoint is in memory."""
+
+    bytes_done: int
+    bytes_total: int
+    """As the files hold them, known from their headers before any data is read."""
+    piece: str
+    """Packed last: a layer, the embedding or the LM head; empty before the first."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
     """Where the time of one round went, and what came of it. Units are seconds and counts."""
 
@@ -230,11 +267,31 @@ class RoundStats:
     plan_s: float
     draft_s: float
     transfer_s: float
-    """Time in flight that was neither drafting here nor computing on the verify rank."""
+    """Time in flight that was neither drafting here nor computing on the verify rank, nor waiting
+    for the round before it."""
     verify_s: float
+    """On verify rank 0, its waits for the other ranks included."""
     commit_s: float
     started_unix_s: float
     sent_bytes: int = 0
+    """To verify rank 0: header and hidden states."""
+    received_bytes: int = 0
+    """From it: the verdicts."""
+    queued_s: float = 0.0
+    """Sent, and behind another round whose verdict was still to come."""
+    waited_s: float = 0.0
+    """The loop's own time for sending the round and waiting for its verdict. Less than the round's
+    time in flight where other work was done meanwhile."""
+    ahead_s: float = 0.0
+    """The loop's own time for drafting on past the draft while the verdict was under way."""
+    idle_s: float = 0.0
+    """Since the verdict before this one: nobody had anything to do."""
+    other_s: float = 0.0
+    """Since the verdict before this one: whatever the loop's wall clock shows beyond the rest."""
+    verify_group: Traffic = NO_TRAFFIC
+    """Verify rank 0 with the other verify ranks, in this round."""
+    draft_group: Traffic = NO_TRAFFIC
+    """Draft rank 0 with the other draft ranks, since the verdict before this one."""
     request_ids: tuple[RequestId, ...] = ()
     traceparents: tuple[str | None, ...] = ()
     trace_id: int = 0
@@ -246,5 +303,17 @@ class RoundStats:
     """Of those, the ones in which so much and one token more was accepted."""
 
     @property
+    def collective_s(self) -> float:
+        """Of `verify_s`: waiting for other verify ranks."""
+        return self.verify_group.wait_s
+
+    @property
     def total_s(self) -> float:
-        return self.plan_s + self.draft_s + self.transfer_s + self.verify_s + self.commit_s
+        return (
+            self.plan_s
+            + self.draft_s
+            + self.queued_s
+            + self.transfer_s
+            + self.verify_s
+            + self.commit_s
+        )

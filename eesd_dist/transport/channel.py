@@ -7,7 +7,9 @@ waits.
 
 Two kinds of wait. Between rounds both verify ends wait as long as their peer lives (a cut link ends
 that wait too, by keepalive). Within a round every wait has the group's deadline; when it passes,
-the group is aborted, because a link on which a message came late is of no further use.
+the group is aborted, because a link on which a message came late is of no further use. The draft
+end waits a moment longer than the ranks do, so that a verify rank which is itself waiting for
+another one says so first.
 
 Nothing here knows what a round means.
 """
@@ -32,6 +34,9 @@ from eesd_dist.transport.memory import Round, expect_round
 logger = logging.getLogger(__name__)
 
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
+
+_GRACE_S = 0.3
+"""What the draft end waits for a reply beyond the deadline of the verify ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,8 @@ class DistVerifyChannel:
         """Starts a round and returns its size in bytes. The tensors must stay as they are until
         the round's reply has been received."""
         operation = f"round {header.round_id}"
-        self._refuse_if_done(operation)
+        self._refuse_if_done(operation, header.round_id)
+        self._group.doing(header.round_id)
         message = wire.encode_round(header, hidden_TD, draft_probs_KV)
         parts = (*message.words, *message.beside)
         transfers = tuple(
@@ -98,8 +104,10 @@ class DistVerifyChannel:
         if self._closed:
             return
         self._closed = True
+        deadline = time.monotonic() + self._group.timeout_s
         if self._failure is None:
             self._say_goodbye()
+            self._receiver.join(max(deadline - time.monotonic(), 0.0))
         if self._receiver.is_alive():
             self._group.abort("the channel was closed")
             self._receiver.join(self._group.timeout_s)
@@ -108,25 +116,27 @@ class DistVerifyChannel:
     def _await_reply(self, awaited: _Outstanding) -> VerifyReply:
         timeout_s = self._group.timeout_s
         # The peer works on one round at a time: the clock starts when this one's turn has come.
-        deadline = max(awaited.sent_s, self._last_reply_s) + timeout_s
+        deadline = max(awaited.sent_s, self._last_reply_s) + timeout_s + _GRACE_S
         try:
             reply = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty:
             reason = f"no reply within {timeout_s:g} s"
-            self._failure = self._lost(awaited, reason)
+            self._failure = self._lost(awaited.round_id, reason)
             self._group.abort(reason)
             raise self._failure from None
         if reply is not None:
             return reply
         self._arrived.put(None)  # whoever asks again is told the same
         if isinstance(self._failure, PeerLost):
-            raise self._lost(awaited, self._failure.reason) from self._failure
+            raise self._lost(awaited.round_id, self._failure.reason) from self._failure
         if self._failure is not None:
             raise self._failure
-        raise self._lost(awaited, "it closed the channel")
+        raise self._lost(awaited.round_id, "it closed the channel")
 
-    def _lost(self, awaited: _Outstanding, reason: str) -> PeerLost:
-        return PeerLost(peer=self.peer, operation=f"round {awaited.round_id}", reason=reason)
+    def _lost(self, round_id: int, reason: str) -> PeerLost:
+        return self._group.lost(
+            self._to, operation=f"round {round_id}", reason=reason, round_id=round_id
+        )
 
     def _receive_replies(self) -> None:
         try:
@@ -153,13 +163,11 @@ class DistVerifyChannel:
     def _receive(self, x: Tensor, operation: str) -> Transfer:
         return self._group.irecv(x, source=self._to, tag=Tag.REPLY, operation=operation)
 
-    def _refuse_if_done(self, operation: str) -> None:
+    def _refuse_if_done(self, operation: str, round_id: int) -> None:
         if self._closed:
             raise EngineError(f"the channel to {self.peer} is closed: {operation} cannot be sent")
         if isinstance(self._failure, PeerLost):
-            raise PeerLost(
-                peer=self.peer, operation=operation, reason=self._failure.reason
-            ) from self._failure
+            raise self._lost(round_id, self._failure.reason) from self._failure
         if self._failure is not None:
             raise self._failure
 
@@ -169,8 +177,6 @@ class DistVerifyChannel:
             self._group.send(farewell, to=self._to, tag=Tag.ROUND, operation="closing the channel")
         except PeerLost as error:
             logger.info("peer gone before the channel was closed: %s", error)
-            return
-        self._receiver.join(self._group.timeout_s)
 
 
 class DistRoundSource:
@@ -189,13 +195,14 @@ class DistRoundSource:
     def next_round(self) -> Round | None:
         if self._closed:
             return None
+        self._group.doing(None)
         frame = self._frame.finish(timeout_s=None)
         prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        self._group.doing(prefix.round_id)
         if prefix.kind is wire.Kind.CLOSE:
             self._closed = True
-            self._answer(
-                wire.encode_closed(generation=self._group.generation), "closing the channel"
-            )
+            farewell = wire.encode_closed(generation=self._group.generation)
+            self._answer(farewell, "closing the channel", is_last=True)
             return None
         operation = f"round {prefix.round_id}"
 
@@ -211,9 +218,14 @@ class DistRoundSource:
         message = wire.encode_reply(reply, generation=self._group.generation)
         self._answer(message, f"the reply to round {reply.round_id}")
 
-    def _answer(self, message: wire.Message, operation: str) -> None:
-        for part in message.words:
-            self._group.send(part, to=self._from, tag=Tag.REPLY, operation=operation)
+    def _answer(self, message: wire.Message, operation: str, *, is_last: bool = False) -> None:
+        transfers = [
+            self._group.isend(
+                part, to=self._from, tag=Tag.REPLY, operation=operation, confirmed=is_last
+            )
+            for part in message.words
+        ]
+        finish_all(transfers, timeout_s=self._group.timeout_s)
 
     def _post_next_frame(self) -> None:
         self._frame = self._group.irecv(
@@ -226,18 +238,26 @@ def share_round(
     header: RoundHeader,
     hidden_TD: Tensor,
     draft_probs_KV: Tensor | None = None,
-) -> None:
-    """Verify rank 0 hands a round on; every follower of the group is in `follow_round`."""
+) -> list[Transfer]:
+    """Verify rank 0 hands a round on; every follower of the group is in `follow_round`.
+
+    What it returns is under way: compute the round meanwhile, leave its tensors as they are, and
+    finish the transfers afterwards.
+    """
+    group.doing(header.round_id)
     message = wire.encode_round(header, hidden_TD, draft_probs_KV)
-    _to_followers(group, message, operation=f"sharing round {header.round_id}")
+    transfers = _to_followers(group, message, operation=f"sharing round {header.round_id}")
     for x in message.beside:
-        group.broadcast(x.contiguous())
+        transfers += group.start_broadcast(x.contiguous())
+    return transfers
 
 
 def share_close(group: ProcessGroup) -> None:
     """Verify rank 0 ends its followers' `follow_round` with None."""
     message = wire.encode_close(generation=group.generation)
-    _to_followers(group, message, operation="closing the group")
+    group.doing(None)
+    transfers = _to_followers(group, message, operation="closing the group", is_last=True)
+    finish_all(transfers, timeout_s=group.timeout_s)
 
 
 def follow_round(group: ProcessGroup) -> Round | None:
@@ -247,10 +267,12 @@ def follow_round(group: ProcessGroup) -> Round | None:
     """
     frame = wire.round_frame()
     waiting = group.irecv(frame, source=0, tag=Tag.SHARE, operation="waiting for a shared round")
+    group.doing(None)
     waiting.finish(timeout_s=None)
     prefix = wire.decode_prefix(frame, generation=group.generation)
     if prefix.kind is wire.Kind.CLOSE:
         return None
+    group.doing(prefix.round_id)
     operation = f"sharing round {prefix.round_id}"
 
     def receive(x: Tensor) -> Tensor:
@@ -259,14 +281,15 @@ def follow_round(group: ProcessGroup) -> Round | None:
     return _receive_rest(prefix, frame, receive, group.broadcast, device=group.device)
 
 
-def _to_followers(group: ProcessGroup, message: wire.Message, *, operation: str) -> None:
+def _to_followers(
+    group: ProcessGroup, message: wire.Message, *, operation: str, is_last: bool = False
+) -> list[Transfer]:
     assert group.rank == 0, f"rank {group.rank} shares a round, only rank 0 may"
-    transfers = [
-        group.isend(part, to=follower, tag=Tag.SHARE, operation=operation)
+    return [
+        group.isend(part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last)
         for part in message.words
         for follower in range(1, group.size)
     ]
-    finish_all(transfers, timeout_s=group.timeout_s)
 
 
 def _receive_rest(

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from eesd_dist.types import NO_TRAFFIC, Traffic
+
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
@@ -120,9 +122,13 @@ class VerifyReply:
     """[S, n] best alternatives, n the largest top_logprobs of the round; (S, 0) if none."""
     top_logprobs: Floats
     verify_s: float
-    """Seconds the verify rank computed, on its own clock."""
+    """Seconds the verify rank worked on it, on its own clock, waits for other ranks included."""
     received_to_sent_s: float
     """Seconds from having the whole message to sending the reply."""
+    group: Traffic = NO_TRAFFIC
+    """Between verify rank 0 and the other verify ranks, in this round."""
+    wire_bytes: int = 0
+    """The size it arrived in; 0 where it has not travelled."""
 
 
 class VerifyChannel(Protocol):

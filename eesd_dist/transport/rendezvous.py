@@ -2,12 +2,17 @@
 
 The store is only needed while a group is being built; groups that exist go on without it. Nothing
 here decides who belongs to a generation. Each rank connects to the store by itself: a client that
-waits for a key blocks everybody else who shares it.
+waits for a key blocks everybody else who shares it. A store whose host is frozen takes connections
+and never answers, and torch's client then waits without a deadline: its connection is cut when the
+deadline has passed.
 """
 
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,11 +25,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # TCPStore: at ru
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.gloo import Address, GlooDevice, GlooPlane
+from eesd_dist.transport.gloo import LISTENING, Address, GlooDevice, GlooPlane, cut_connections
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.nccl import NcclPlane
 
 _RETRY_S = 0.1
+_GRACE_S = 0.3
+"""Whoever waits within its own deadline says so first, and better."""
 
 
 class StoreHost:
@@ -34,7 +41,8 @@ class StoreHost:
         self, *, address: str = "127.0.0.1", port: int = 0, timeout_s: float = 20.0
     ) -> None:
         family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(bound[:2], family=family)
+        with LISTENING:
+            listener = socket.create_server(bound[:2], family=family)
         self.address = address
         self.port: int = listener.getsockname()[1]
         self._store = TCPStore(
@@ -54,17 +62,22 @@ class StoreHost:
 
 def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
     """A client of the store at address:port, for one rank."""
+    deadline = time.monotonic() + timeout_s
     _wait_until_reachable(address, port, timeout_s=timeout_s)
+    left_s = max(deadline - time.monotonic(), _RETRY_S)
     try:
-        return TCPStore(
-            address,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        with _cut_off(address, port, after_s=left_s):
+            return TCPStore(
+                address,
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=left_s),
+                wait_for_workers=False,
+            )
     except DistError as error:
-        raise _store_lost(address, port, "connecting", reason=_first_line(error)) from error
+        late = time.monotonic() >= deadline
+        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
+        raise _store_lost(address, port, "connecting", reason=reason) from error
 
 
 def build_group(
@@ -85,7 +98,8 @@ def build_group(
     `timeout_s` is the deadline of the group's waits; `join_timeout_s` that of joining (default: the
     same), which includes waiting for ranks that are still loading their weights.
     `address` is the one under which the other ranks reach this host. `members` are the ranks' names
-    in errors ("verify rank 0"); without them they are called after the group.
+    in errors, stage and rank ("verify rank 0"); without them they are called after the group. The
+    nodes they are on are learnt here.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
@@ -94,33 +108,43 @@ def build_group(
     shelf = PrefixStore(f"generation {generation}/{name}", store)
     gloo_device = GlooDevice(address)
     joining = f"joining group {name} of generation {generation}"
-    peers = _exchange_addresses(
-        shelf, gloo_device, rank=rank, members=names, timeout_s=join_s, operation=joining
-    )
-    try:
-        gloo = GlooPlane(
-            PrefixStore("gloo", shelf),
+    deadline = time.monotonic() + join_s
+    with _cut_off(*_address_of(store), after_s=join_s):
+        places = _exchange_places(
+            shelf,
+            _Place(node=address, listens=gloo_device.addresses),
             rank=rank,
-            size=size,
+            members=names,
             timeout_s=join_s,
-            device=gloo_device,
-            peer_addresses=peers,
+            operation=joining,
         )
-        nccl = (
-            NcclPlane(
-                PrefixStore("nccl", shelf),
+        names = tuple(f"{who} on {at.node}" for who, at in zip(names, places, strict=True))
+        try:
+            gloo = GlooPlane(
+                PrefixStore("gloo", shelf),
                 rank=rank,
                 size=size,
-                timeout_s=timeout_s,
-                join_timeout_s=join_s,
-                device=device,
+                timeout_s=max(deadline - time.monotonic(), _RETRY_S),
+                device=gloo_device,
+                peer_addresses=frozenset().union(
+                    *(at.listens for peer, at in enumerate(places) if peer != rank)
+                ),
             )
-            if device.type == "cuda"
-            else None
-        )
-    except RuntimeError as error:
-        others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
-        raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
+            nccl = (
+                NcclPlane(
+                    PrefixStore("nccl", shelf),
+                    rank=rank,
+                    size=size,
+                    timeout_s=timeout_s,
+                    join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
+                    device=device,
+                )
+                if device.type == "cuda"
+                else None
+            )
+        except RuntimeError as error:
+            others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
+            raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
     return ProcessGroup(
         name=name,
         generation=generation,
@@ -133,22 +157,40 @@ def build_group(
     )
 
 
-def _exchange_addresses(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a rank is, as it says itself."""
+
+    node: str
+    listens: frozenset[Address]
+
+    def encode(self) -> str:
+        return "\n".join([self.node, *(f"{host} {port}" for host, port in self.listens)])
+
+    @classmethod
+    def decode(cls, text: str) -> "_Place":
+        node, *lines = text.splitlines()
+        pairs = [line.split() for line in lines]
+        return cls(node=node, listens=frozenset((host, int(port)) for host, port in pairs))
+
+
+def _exchange_places(
     store: Store,
-    device: GlooDevice,
+    mine: _Place,
     *,
     rank: int,
     members: Sequence[str],
     timeout_s: float,
     operation: str,
-) -> frozenset[Address]:
-    """Where the peers listen. Whoever is missing is named here, before Gloo begins to wait."""
+) -> list[_Place]:
+    """Where everybody is. Whoever is missing is named here, before Gloo begins to wait."""
     deadline = time.monotonic() + timeout_s
-    found: set[Address] = set()
+    places: list[_Place] = []
     try:
-        store.set(f"address/{rank}", "\n".join(f"{host} {port}" for host, port in device.addresses))
+        store.set(f"address/{rank}", mine.encode())
         for peer, member in enumerate(members):
             if peer == rank:
+                places.append(mine)
                 continue
             key = f"address/{peer}"
             try:
@@ -156,14 +198,32 @@ def _exchange_addresses(
             except DistStoreError as error:
                 reason = f"it did not join within {timeout_s:g} s"
                 raise PeerLost(peer=member, operation=operation, reason=reason) from error
-            for line in store.get(key).decode().splitlines():
-                host, port = line.split()
-                found.add((host, int(port)))
+            places.append(_Place.decode(store.get(key).decode()))
     except DistNetworkError as error:
-        raise PeerLost(
-            peer="the rendezvous store", operation=operation, reason=_first_line(error)
-        ) from error
-    return frozenset(found)
+        late = time.monotonic() >= deadline
+        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
+        raise PeerLost(peer="the rendezvous store", operation=operation, reason=reason) from error
+    return places
+
+
+@contextmanager
+def _cut_off(address: str, port: int, *, after_s: float) -> Iterator[None]:
+    """Ends what still waits for the store by then, with an error in the thread that waits."""
+    timer = threading.Timer(after_s + _GRACE_S, cut_connections, args=(address, port))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _address_of(store: Store) -> Address:
+    """Where a client's store listens, whatever prefixes it has been given."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore), "groups are built over a TCP store"
+    return store.host, store.port
 
 
 def _wait_until_reachable(address: str, port: int, *, timeout_s: float) -> None:

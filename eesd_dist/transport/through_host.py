@@ -4,9 +4,15 @@ NCCL wants a GPU for each rank. The receiving end gets tensors on the CPU and pu
 weights are.
 """
 
+import torch
 from torch import Tensor
 
-from eesd_dist.transport.contracts import RoundHeader, VerifyChannel, VerifyReply
+from eesd_dist.transport.contracts import (
+    RoundHeader,
+    RoundSource,
+    VerifyChannel,
+    VerifyReply,
+)
 
 
 class ThroughHost:
@@ -33,3 +39,22 @@ class ThroughHost:
 
     def close(self) -> None:
         self._channel.close()
+
+
+class OntoDevice:
+    """A `RoundSource` whose rows came through the host, for ranks that share them on their GPUs."""
+
+    def __init__(self, source: RoundSource, device: torch.device) -> None:
+        self._source = source
+        self._device = device
+
+    def next_round(self) -> tuple[RoundHeader, Tensor, Tensor | None] | None:
+        taken = self._source.next_round()
+        if taken is None:
+            return None
+        header, hidden_TD, draft_probs_KV = taken
+        probs_KV = None if draft_probs_KV is None else draft_probs_KV.to(self._device)
+        return header, hidden_TD.to(self._device), probs_KV
+
+    def reply(self, reply: VerifyReply) -> None:
+        self._source.reply(reply)

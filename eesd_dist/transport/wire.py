@@ -32,11 +32,12 @@ from torch import Tensor
 from eesd_dist.errors import WireError
 from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, Segment, VerifyReply
 from eesd_dist.trees import first_misplaced
+from eesd_dist.types import Traffic
 
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 2
+VERSION = 3
 ROUND_FRAME_WORDS = 8192
 """32 KiB: a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_WORDS = 1024
@@ -58,7 +59,8 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 # and only where there are trees: number of moves, parents of each segment | moves | parents.
 _COUNTS = struct.Struct("<iiii")  # segments, logit biases, flags, integers in the lists
 _TRACE = struct.Struct("<QQQ")
-_REPLY = struct.Struct("<ddiiiiii")
+_REPLY = struct.Struct("<dddqqiiiiii")
+# Seconds: worked, received to sent, waited for other ranks; bytes to and from them; counts.
 _TABLE_COLUMNS = 13
 _table_row = attrgetter(
     "start", "num_rows", "num_sampled", "num_prompt", "top_k", "min_tokens"
@@ -77,6 +79,8 @@ class Kind(IntEnum):
     ROUND = 1
     REPLY = 2
     CLOSE = 3
+    COMMAND = 4
+    """From the drafting actor to the other ranks of its stage: see `transport.commands`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,7 @@ def encode_round(
             f"round {header.round_id} has {hidden_TD.shape[0]} rows of hidden states, "
             f"its segments have {header.num_rows}"
         )
-    return _message(
+    return message_of(
         Kind.ROUND,
         generation=header.generation,
         round_id=header.round_id,
@@ -166,6 +170,9 @@ def encode_reply(reply: VerifyReply, *, generation: int) -> Message:
             _REPLY.pack(
                 reply.verify_s,
                 reply.received_to_sent_s,
+                reply.group.wait_s,
+                reply.group.sent_bytes,
+                reply.group.received_bytes,
                 len(reply.tokens),
                 len(reply.accepted),
                 len(reply.logprobs),
@@ -179,7 +186,7 @@ def encode_reply(reply: VerifyReply, *, generation: int) -> Message:
             _bytes(reply.top_logprobs, np.float32),
         )
     )
-    return _message(
+    return message_of(
         Kind.REPLY,
         generation=generation,
         round_id=reply.round_id,
@@ -237,8 +244,8 @@ def decode_prefix(frame: Tensor, *, generation: int) -> Prefix:
 
 
 def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> RoundHeader:
-    payload = _payload(prefix, frame, overflow, expected=Kind.ROUND)
-    reader = _Reader(payload)
+    payload = payload_of(prefix, frame, overflow, expected=Kind.ROUND)
+    reader = Reader(payload)
     num_segments, num_biases, flags, num_listed = reader.unpack(_COUNTS)
     trace_high, trace_low, span_id = reader.unpack(_TRACE)
     seeds = reader.take(np.int64, num_segments)
@@ -280,9 +287,15 @@ def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor
 
 
 def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> VerifyReply:
-    reader = _Reader(_payload(prefix, frame, overflow, expected=Kind.REPLY))
-    verify_s, received_to_sent_s, *counts = reader.unpack(_REPLY)
+    reader = Reader(payload_of(prefix, frame, overflow, expected=Kind.REPLY))
+    verify_s, received_to_sent_s, wait_s, sent_bytes, received_bytes, *counts = reader.unpack(
+        _REPLY
+    )
     num_tokens, num_accepted, num_logprobs, top_rows, top_columns, _ = counts
+    if sent_bytes < 0 or received_bytes < 0:
+        raise WireError(
+            f"found {sent_bytes} bytes sent and {received_bytes} received, expected 0 or more"
+        )
     if top_rows < 0 or top_columns < 0:
         raise WireError(f"found {top_rows} x {top_columns} alternatives, expected counts")
     reply = VerifyReply(
@@ -294,12 +307,14 @@ def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
         top_logprobs=reader.floats(top_rows * top_columns).reshape(top_rows, top_columns),
         verify_s=verify_s,
         received_to_sent_s=received_to_sent_s,
+        group=Traffic(sent_bytes=sent_bytes, received_bytes=received_bytes, wait_s=wait_s),
+        wire_bytes=frame.nbytes + (0 if overflow is None else overflow.nbytes),
     )
     reader.expect_end()
     return reply
 
 
-class _Reader:
+class Reader:
     """Takes a payload apart from front to back and never past its end."""
 
     def __init__(self, payload: memoryview) -> None:
@@ -381,7 +396,7 @@ def _tree_words(header: RoundHeader) -> "array[int]":
 
 
 def _take_trees(
-    reader: "_Reader", num_segments: int, *, has_trees: bool
+    reader: "Reader", num_segments: int, *, has_trees: bool
 ) -> tuple[tuple[tuple[int, int], ...], list[tuple[int, ...]]]:
     """KV moves, and each segment's parents; of a form that the rows can be computed by."""
     if not has_trees:
@@ -482,10 +497,12 @@ def _segments(
 
 
 def _close(generation: int, *, num_words: int) -> Message:
-    return _message(Kind.CLOSE, generation=generation, round_id=0, payload=b"", num_words=num_words)
+    return message_of(
+        Kind.CLOSE, generation=generation, round_id=0, payload=b"", num_words=num_words
+    )
 
 
-def _message(
+def message_of(
     kind: Kind,
     *,
     generation: int,
@@ -527,7 +544,7 @@ def _message(
     )
 
 
-def _payload(
+def payload_of(
     prefix: Prefix, frame: Tensor, overflow: Tensor | None, *, expected: Kind
 ) -> memoryview:
     if prefix.kind is not expected:

@@ -1,22 +1,32 @@
 """The other ends: what the peer processes of these tests run."""
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eesd_dist.transport.channel import DistRoundSource, follow_round, share_close, share_round
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.channel import (
+    DistRoundSource,
+    DistVerifyChannel,
+    follow_round,
+    share_close,
+    share_round,
+)
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
-from tests.unit.transport.rounds import reply_with
+from tests.unit.transport.rounds import header, hidden, reply_with
 
 ENDS = ("draft rank 0", "verify rank 0")
 RANKS = ("verify rank 0", "verify rank 1")
@@ -128,9 +138,10 @@ def lead(port: int, timeout_s: float) -> None:
     source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
     stage = join_verify_stage(port, 0, timeout_s=timeout_s)
     while (received := source.next_round()) is not None:
-        share_round(stage, *received)
+        sharing = share_round(stage, *received)
         views = torch.tensor(fingerprint(*received))
         total = stage.all_reduce(views.clone())
+        finish_all(sharing, timeout_s=timeout_s)
         assert torch.equal(total, 2 * views)
         source.reply(reply_with((total // 2).tolist(), round_id=received[0].round_id))
     share_close(stage)
@@ -146,4 +157,71 @@ def follow(port: int, timeout_s: float) -> None:
 def lead_and_stall(port: int, timeout_s: float) -> None:
     """Joins the verify stage and never shares a round."""
     join_verify_stage(port, 0, timeout_s=timeout_s)
+    time.sleep(60)
+
+
+def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[], None]) -> None:
+    """Says how the work ended and when; leaves its groups as a rank's loop does."""
+    try:
+        work()
+        told.send((time.monotonic(), None))
+    except PeerLost as error:
+        told.send((time.monotonic(), error))
+    finally:
+        for group in groups:
+            group.abort("the loop has ended")
+
+
+def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: int = 0) -> None:
+    """Like `lead`; freezes itself in the middle of one round."""
+    torch.set_num_threads(1)
+    channel = join_channel(port, 1, timeout_s=timeout_s)
+    source = DistRoundSource(channel)
+    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
+
+    def work() -> None:
+        while (received := source.next_round()) is not None:
+            sharing = share_round(stage, *received)
+            if received[0].round_id == stop_in_round:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            views = stage.all_reduce(torch.tensor(fingerprint(*received)))
+            finish_all(sharing, timeout_s=timeout_s)
+            source.reply(reply_with((views // 2).tolist(), round_id=received[0].round_id))
+        share_close(stage)
+
+    _telling(told, [channel, stage], work)
+
+
+def follow_and_tell(port: int, timeout_s: float, told: Connection) -> None:
+    torch.set_num_threads(1)
+    stage = join_verify_stage(port, 1, timeout_s=timeout_s)
+
+    def work() -> None:
+        while (received := follow_round(stage)) is not None:
+            stage.all_reduce(torch.tensor(fingerprint(*received)))
+
+    _telling(told, [stage], work)
+
+
+def draft_and_stop(port: int, timeout_s: float, told: Connection) -> None:
+    """One round, then frozen; once it is thawed, another one."""
+    torch.set_num_threads(1)
+    group = join_channel(port, 0, timeout_s=timeout_s)
+    channel = DistVerifyChannel(group)
+
+    def work() -> None:
+        for round_id in (1, 2):
+            channel.send(header(round_id, generation=1), hidden())
+            channel.receive()
+            if round_id == 1:
+                told.send("frozen")
+                os.kill(os.getpid(), signal.SIGSTOP)
+        channel.close()
+
+    _telling(told, [group], work)
+
+
+def host_store(told: Connection) -> None:
+    host = StoreHost()
+    told.send(host.port)
     time.sleep(60)

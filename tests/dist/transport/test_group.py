@@ -1,15 +1,21 @@
 """Collectives agree bit for bit with a plain sum, and errors say who is missing."""
 
+import gc
 import socket
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport import gloo
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.group import ProcessGroup, SingleGroup
+from eesd_dist.transport.group import ProcessGroup, SingleGroup, Tag, Transfer
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from tests.dist.transport.peers import in_threads, join_threads
 
@@ -48,7 +54,7 @@ def test_a_rows_sum_does_not_depend_on_the_rows_beside_it(three: list[ProcessGro
     inputs = [torch.randn(700, 192) for _ in three]
     many = on_every_rank(three, [x.clone() for x in inputs], lambda g, x: g.all_reduce(x))
     few = on_every_rank(three, [x[:2].clone() for x in inputs], lambda g, x: g.all_reduce(x))
-    assert torch.equal(many[1][:2], few[2])  # type: ignore[index]
+    assert torch.equal(many[1][:2], few[2])  # type: ignore[index, arg-type]
 
 
 def test_all_reduce_works_in_place_on_a_tensor_with_gaps(three: list[ProcessGroup]) -> None:
@@ -69,11 +75,13 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
     first, second = join_threads(2, timeout_s=0.3)
     started_s = time.monotonic()
     with pytest.raises(
-        PeerLost, match=r"lost threads rank 1 during all_reduce: no answer within 0\.3 s"
+        PeerLost,
+        match=r"lost threads rank 1 on 127\.0\.0\.1 during all_reduce \(generation 1\): no answer "
+        r"within 0\.3 s",
     ):
         first.all_reduce(torch.ones(3))
     assert time.monotonic() - started_s < 2.0
-    with pytest.raises(PeerLost, match="lost threads rank 0 during all_reduce"):
+    with pytest.raises(PeerLost, match=r"lost threads rank 0 on 127\.0\.0\.1 during all_reduce"):
         second.all_reduce(torch.ones(3))
 
 
@@ -108,3 +116,179 @@ def test_a_group_of_one_has_nothing_to_say() -> None:
     assert group.all_reduce(x) is x
     assert group.all_gather(x) == [x]
     assert group.broadcast(x) is x
+
+
+def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
+    groups = join_threads(3)
+    small, large = torch.zeros(10), torch.zeros(3 * 40_000)
+
+    def act(group: ProcessGroup, x: Tensor) -> None:
+        del x
+        group.all_reduce(small.clone())
+        group.all_reduce(large.clone())
+        group.all_gather(small)
+        group.broadcast(small.clone(), source=1)
+
+    assert groups[0].counts().by_kind == {}
+    on_every_rank(groups, [small] * 3, act)
+    for rank, group in enumerate(groups):
+        counts = group.counts()
+        kinds = counts.by_kind
+        assert {kind: each.number for kind, each in kinds.items()} == {
+            "all_reduce": 2,
+            "all_gather": 1,
+            "broadcast": 1,
+        }
+        # Whole to two others; then a third to each of two, and the sum of a third to each of two.
+        reduced = 2 * small.nbytes + 2 * 2 * large.nbytes // 3
+        assert kinds["all_reduce"].traffic.sent_bytes == reduced
+        assert kinds["all_reduce"].traffic.received_bytes == reduced
+        assert kinds["all_gather"].traffic.sent_bytes == 2 * small.nbytes
+        assert kinds["broadcast"].traffic.sent_bytes == (2 * small.nbytes if rank == 1 else 0)
+        assert kinds["broadcast"].traffic.received_bytes == (0 if rank == 1 else small.nbytes)
+        assert counts.total.sent_bytes == sum(each.traffic.sent_bytes for each in kinds.values())
+
+
+def test_who_waits_for_a_late_rank_counts_the_seconds_and_the_late_rank_does_not() -> None:
+    early, late = join_threads(2)
+
+    def come_late() -> None:
+        time.sleep(0.4)
+        late.all_reduce(torch.ones(3))
+
+    in_threads(lambda: early.all_reduce(torch.ones(3)), come_late)
+    assert 0.3 < early.counts().total.wait_s < 2.0
+    assert late.counts().total.wait_s < early.counts().total.wait_s - 0.2
+
+
+def test_a_collective_says_which_round_it_belonged_to() -> None:
+    first, second = join_threads(2, timeout_s=0.3)
+    first.doing(17)
+    with pytest.raises(PeerLost, match=r"during all_gather of round 17 \(generation 1\)") as caught:
+        first.all_gather(torch.ones(3))
+    assert (caught.value.round_id, caught.value.generation) == (17, 1)
+    second.doing(8, of="command")
+    with pytest.raises(PeerLost, match="during all_reduce of command 8 ") as caught:
+        second.all_reduce(torch.ones(3))
+    assert caught.value.round_id is None
+
+
+def _await_first_byte(received: Tensor) -> None:
+    deadline = time.monotonic() + 20.0
+    while received[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_an_abort_ends_both_ends_of_a_message_that_is_half_over() -> None:
+    first, second = join_threads(2, timeout_s=60.0)
+    sent = torch.zeros(256 << 20, dtype=torch.uint8)
+    sending = second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
+    received = torch.ones_like(sent)
+    receiving = first.irecv(received, source=1, tag=Tag.ROUND, operation="a large receive")
+    _await_first_byte(received)
+    second.abort("it was given up")
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost, match="a large send .* it was given up"):
+        sending.finish(timeout_s=60.0)
+    with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
+        receiving.finish(timeout_s=60.0)
+    with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
+        receiving.finish(timeout_s=60.0)
+    assert time.monotonic() - started_s < 10.0
+    assert received[-1], "it was half over"
+
+
+def test_an_abort_wakes_whoever_waits_for_a_message_that_is_half_over() -> None:
+    first, second = join_threads(2, timeout_s=60.0)
+    sent = torch.zeros(256 << 20, dtype=torch.uint8)
+    received = torch.ones_like(sent)
+    errors: list[PeerLost] = []
+
+    def wait_for(transfer: Transfer) -> None:
+        with pytest.raises(PeerLost) as caught:
+            transfer.finish(timeout_s=60.0)
+        errors.append(caught.value)
+
+    def give_up() -> None:
+        _await_first_byte(received)
+        second.abort("it was given up")
+
+    sending = second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
+    receiving = first.irecv(received, source=1, tag=Tag.ROUND, operation="a large receive")
+    in_threads(lambda: wait_for(sending), lambda: wait_for(receiving), give_up)
+    assert len(errors) == 2
+    assert received[-1], "it was half over"
+
+
+def test_a_small_message_is_on_its_own_once_it_was_sent() -> None:
+    first, second = join_threads(2, timeout_s=5.0)
+    x = torch.full((3,), 7.0)
+    first.isend(x, to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=5.0)
+    x.zero_()
+    received = second.recv(torch.zeros(3), source=0, tag=Tag.ROUND, operation="a receive")
+    assert received.tolist() == [7.0] * 3
+
+
+def test_only_so_many_small_messages_go_ahead_of_their_receiver() -> None:
+    first, _second = join_threads(2, timeout_s=0.3)
+
+    def send() -> None:
+        first.isend(torch.ones(3), to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=0.3)
+
+    for _ in range(64):
+        send()
+    with pytest.raises(PeerLost, match=r"threads rank 1 on .* a send .*: no answer within 0\.3 s"):
+        send()
+
+
+def test_a_confirmed_message_waits_until_it_is_asked_for() -> None:
+    first, _second = join_threads(2, timeout_s=0.3)
+    with pytest.raises(PeerLost, match=r"during a last word .*: no answer within 0\.3 s"):
+        first.send(torch.ones(3), to=1, tag=Tag.ROUND, operation="a last word")
+
+
+def test_a_process_that_ends_with_a_group_ends_well() -> None:
+    program = (
+        "from tests.dist.transport.peers import join_threads\n"
+        "import threading, torch\n"
+        "first, second = join_threads(2)\n"
+        "x = torch.zeros(1)\n"
+        "waiting = first.irecv(x, source=1, tag=1, operation='a round')\n"
+        "waits = threading.Thread(target=waiting.finish, kwargs={'timeout_s': None}, daemon=True)\n"
+        "waits.start()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "terminate" not in ended.stderr
+
+
+def test_a_group_that_nobody_holds_closes_its_connections() -> None:
+    first, second = join_threads(2, timeout_s=60.0)
+    receiving = first.irecv(torch.ones(1), source=1, tag=Tag.ROUND, operation="a receive")
+    del second
+    gc.collect()
+    with pytest.raises(PeerLost, match="its connection is gone"):
+        receiving.finish(timeout_s=60.0)
+
+
+def test_a_device_takes_no_store_for_its_own_that_is_made_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores: list[StoreHost] = []
+    making = threading.Thread(target=lambda: stores.append(StoreHost()))
+
+    class Slow:
+        @staticmethod
+        def create_device(hostname: str) -> object:
+            making.start()
+            making.join(0.3)
+            return ProcessGroupGloo.create_device(hostname=hostname)
+
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", Slow)
+    device = gloo.GlooDevice("127.0.0.1")
+    making.join(10)
+    assert len(device.addresses) == 1
+    assert ("127.0.0.1", stores[0].port) not in device.addresses

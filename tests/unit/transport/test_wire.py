@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.types import Traffic
 from tests.unit.transport.rounds import header, headers, hidden, reply_with, segment
 
 
 def through_the_wire(message: wire.Message, *, generation: int) -> RoundHeader:
     prefix = wire.decode_prefix(message.frame, generation=generation)
     return wire.decode_round(prefix, message.frame, message.overflow)
+
+
+def reply_through_the_wire(message: wire.Message) -> VerifyReply:
+    prefix = wire.decode_prefix(message.frame, generation=3)
+    return wire.decode_reply(prefix, message.frame, message.overflow)
 
 
 def header_words(message: wire.Message) -> int:
@@ -38,9 +44,15 @@ def test_every_header_arrives_as_it_left(sent: RoundHeader) -> None:
     num_tops=st.integers(0, 20),
     wants_logprobs=st.booleans(),
     seconds=st.floats(0, 1e6),
+    size_bytes=st.integers(0, 2**63 - 1),
 )
 def test_every_reply_arrives_as_it_left(
-    num_tokens: int, num_accepted: int, num_tops: int, wants_logprobs: bool, seconds: float
+    num_tokens: int,
+    num_accepted: int,
+    num_tops: int,
+    wants_logprobs: bool,
+    seconds: float,
+    size_bytes: int,
 ) -> None:
     rng = np.random.default_rng(num_tokens)
     sent = VerifyReply(
@@ -52,13 +64,32 @@ def test_every_reply_arrives_as_it_left(
         top_logprobs=rng.random((num_tokens, num_tops), np.float32),
         verify_s=seconds,
         received_to_sent_s=seconds / 3,
+        group=Traffic(sent_bytes=size_bytes, received_bytes=size_bytes // 2, wait_s=seconds / 7),
     )
     message = wire.encode_reply(sent, generation=4)
+    sent = dataclasses.replace(sent, wire_bytes=sum(part.nbytes for part in message.words))
     prefix = wire.decode_prefix(message.frame, generation=4)
     got = wire.decode_reply(prefix, message.frame, message.overflow)
     for field in dataclasses.fields(VerifyReply):
         a, b = getattr(got, field.name), getattr(sent, field.name)
         np.testing.assert_array_equal(a, b, err_msg=field.name, strict=True)
+
+
+def test_a_reply_that_counts_backwards_is_refused() -> None:
+    broken = dataclasses.replace(reply_with([1, 2]), group=Traffic(sent_bytes=-1))
+    with pytest.raises(WireError, match="found -1 bytes sent and 0 received"):
+        reply_through_the_wire(wire.encode_reply(broken, generation=3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), bit=st.integers(0, 31))
+def test_one_flipped_bit_anywhere_in_a_reply_is_refused(data: st.DataObject, bit: int) -> None:
+    message = wire.encode_reply(reply_with([1, 2, 3]), generation=3)
+    word = data.draw(st.integers(0, header_words(message) - 1))
+    words = message.frame.numpy().view(np.uint32)
+    words[word] ^= np.uint32(1 << bit)
+    with pytest.raises(WireError):
+        reply_through_the_wire(message)
 
 
 def test_a_header_longer_than_a_frame_travels_in_a_second_message() -> None:
@@ -100,7 +131,7 @@ def test_a_message_of_another_generation_is_refused() -> None:
 def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
     frame = wire.encode_round(header(), hidden()).frame.clone()
     frame[1] += 1
-    with pytest.raises(WireError, match="wire version 3, expected 2"):
+    with pytest.raises(WireError, match="wire version 4, expected 3"):
         wire.decode_prefix(frame, generation=3)
     frame[0] = 0
     with pytest.raises(WireError, match="found magic 0x0"):

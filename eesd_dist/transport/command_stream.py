@@ -1,0 +1,129 @@
+"""How commands reach the other ranks of the draft stage: announced in order, obeyed in order.
+
+A follower waits for the next command as long as the drafting actor lives; within a command every
+wait has the group's deadline. A command out of order is refused: a rank that missed one would
+compute on other pages.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from eesd_dist.errors import WireError
+from eesd_dist.transport import wire
+from eesd_dist.transport.commands import Command, decode_command, encode_command
+from eesd_dist.transport.group import ProcessGroup, Tag, Transfer, finish_all
+
+_LEADER = 0
+
+
+class CommandSink(Protocol):
+    """The leading rank's end."""
+
+    def announce(self, command: Command) -> None:
+        """Every follower will run it; returns without waiting for that."""
+        ...
+
+    def check(self) -> None:
+        """Raises PeerLost when work on a GPU was given up; its results must not be used."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CommandSource(Protocol):
+    """A follower's end."""
+
+    def next_command(self) -> Command | None:
+        """The next one, or None when the leading rank has closed the stream."""
+        ...
+
+
+class DistCommandSink:
+    """To the other ranks of a process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.join(group)
+
+    def join(self, group: ProcessGroup) -> None:
+        """The next generation's group: commands are counted anew."""
+        assert group.rank == _LEADER, f"rank {group.rank} announces, only rank 0 may"
+        self._group = group
+        self._number = 0
+        self._sending: list[Transfer] = []
+
+    def announce(self, command: Command) -> None:
+        self._number += 1
+        message = encode_command(command, generation=self._group.generation, number=self._number)
+        self._group.doing(self._number, of="command")
+        self._send(message, operation=f"{_name(command)} {self._number}")
+
+    def check(self) -> None:
+        self._group.check()
+
+    def close(self) -> None:
+        message = wire.encode_close(generation=self._group.generation)
+        self._send(message, operation="closing the draft stage", is_last=True)
+        self._finish()
+
+    def _send(self, message: wire.Message, *, operation: str, is_last: bool = False) -> None:
+        """Messages only start here: the followers have a frame's room ready for them."""
+        self._finish()
+        self._sending = [
+            self._group.isend(
+                part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
+            )
+            for part in message.words
+            for follower in range(1, self._group.size)
+        ]
+        for x in message.beside:
+            self._group.broadcast(x.contiguous(), source=_LEADER)
+
+    def _finish(self) -> None:
+        finish_all(self._sending, timeout_s=self._group.timeout_s)
+        self._sending = []
+
+
+class DistCommandSource:
+    """From rank 0 of a process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._number = 0
+        self._post_next_frame()
+
+    def next_command(self) -> Command | None:
+        frame = self._frame.finish(timeout_s=None)
+        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        if prefix.kind is wire.Kind.CLOSE:
+            return None
+        self._number = _next_number(prefix.round_id, after=self._number)
+        self._group.doing(self._number, of="command")
+        overflow = wire.empty_overflow(prefix)
+        if overflow is not None:
+            operation = f"command {self._number}"
+            self._group.recv(overflow, source=_LEADER, tag=Tag.SHARE, operation=operation)
+        command = decode_command(prefix, frame, overflow, self._rows(prefix, frame))
+        self._post_next_frame()  # so that the next one can arrive while this one is run
+        return command
+
+    def _rows(self, prefix: wire.Prefix, frame: Tensor) -> Tensor | None:
+        if prefix.hidden is None or prefix.tensors_are_inline:
+            return wire.inline_tensors(prefix, frame)[0]
+        rows = prefix.hidden.empty(self._group.device)
+        return self._group.broadcast(rows, source=_LEADER)
+
+    def _post_next_frame(self) -> None:
+        self._frame = self._group.irecv(
+            wire.round_frame(), source=_LEADER, tag=Tag.SHARE, operation="waiting for a command"
+        )
+
+
+def _next_number(found: int, *, after: int) -> int:
+    if found != after + 1:
+        raise WireError(f"found command {found}, expected command {after + 1}: one has been lost")
+    return found
+
+
+def _name(command: Command) -> str:
+    return f"command {type(command).__name__}"

@@ -1,0 +1,256 @@
+"""How KV pages travel between two ranks: in chunks, each announced, counted and checked.
+
+Both ends know beforehand which pages of how many layers are to come, and cut them into the same
+chunks. A chunk's header says which one it is, and anything else than the expected one is a
+WireError before a byte is written: version, hand-over, layers, pages and size are compared, then
+the checksum of the bytes. The last word is the receiver's: only when it has written everything
+does the sender hear so. Nothing is pickled, and no chunk is larger than `MAX_CHUNK_BYTES`, unless
+a single page of a single layer is.
+
+What the bytes mean and where they lie is the callers' business.
+"""
+
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import PeerLost, WireError
+from eesd_dist.schedule.lending import PageTraffic
+from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+
+MAX_CHUNK_BYTES = 8 << 20
+_MAGIC = 0x45455350  # "EESP"
+_VERSION = 1
+# Magic, version, kind, digest of the hand-over's number, index, chunks, first and last layer,
+# first and last page, bytes, checksum of the bytes.
+_HEADER = struct.Struct("<IHHIIIIIIIII")
+_HEADER_CRC = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
+_CHUNK, _DONE = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Layers [first_layer, last_layer) of pages [first_page, last_page) of a list of pages."""
+
+    first_layer: int
+    last_layer: int
+    first_page: int
+    last_page: int
+    size_bytes: int
+
+
+Read = Callable[[Chunk], Tensor]
+"""The bytes of a chunk, on the CPU."""
+Write = Callable[[Chunk, Tensor], None]
+
+
+def chunks_of(
+    page_bytes: Sequence[int], num_pages: int, *, max_bytes: int = MAX_CHUNK_BYTES
+) -> Iterator[Chunk]:
+    """All layers of as many pages as fit; of a page that is too large, as many layers as fit.
+
+    `page_bytes`: the size of one page, layer by layer.
+    """
+    per_page = sum(page_bytes)
+    at_once = max(1, max_bytes // per_page) if per_page else max(1, num_pages)
+    for first_page in range(0, num_pages, at_once):
+        last_page = min(first_page + at_once, num_pages)
+        for first, last in _runs(page_bytes, max_bytes):
+            yield Chunk(
+                first_layer=first,
+                last_layer=last,
+                first_page=first_page,
+                last_page=last_page,
+                size_bytes=sum(page_bytes[first:last]) * (last_page - first_page),
+            )
+
+
+def _runs(page_bytes: Sequence[int], max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive layers of which one page each fits; a layer that is too large goes alone."""
+    first = size = 0
+    for layer, layer_bytes in enumerate(page_bytes):
+        if layer > first and size + layer_bytes > max_bytes:
+            yield first, layer
+            first, size = layer, 0
+        size += layer_bytes
+    if first < len(page_bytes):
+        yield first, len(page_bytes)
+
+
+def send_pages(
+    group: ProcessGroup,
+    read: Read,
+    *,
+    page_bytes: Sequence[int],
+    num_pages: int,
+    number: str,
+    timeout_s: float,
+) -> PageTraffic:
+    """The sending end, rank 0 of a group of two. Returns when the other end has written all.
+
+    Raises PeerLost when that takes longer than `timeout_s`, WireError for an odd last word.
+    """
+    clock = _Clock(group, timeout_s=timeout_s)
+    chunks = list(chunks_of(page_bytes, num_pages))
+    for index, chunk in enumerate(chunks):
+        content_B = read(chunk)  # copied while the chunk before it is under way
+        header = _encode(_CHUNK, number, index, len(chunks), chunk, zlib.crc32(_view(content_B)))
+        clock.finish_last()
+        clock.begin(group.isend(header, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
+        clock.begin(group.isend(content_B, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
+    clock.finish_last()
+    last_word = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    clock.begin(group.irecv(last_word, source=1, tag=Tag.PAGES, operation="the last page"))
+    clock.finish_last()
+    _expect(last_word, _encode(_DONE, number, len(chunks), len(chunks), None, 0))
+    return clock.traffic(num_pages, chunks)
+
+
+def receive_pages(
+    group: ProcessGroup,
+    write: Write,
+    *,
+    page_bytes: Sequence[int],
+    num_pages: int,
+    number: str,
+    timeout_s: float,
+) -> PageTraffic:
+    """The receiving end, rank 1 of a group of two; `write` gets only bytes that were checked.
+
+    Raises PeerLost when the whole takes longer than `timeout_s`, WireError for any chunk that is
+    not the one this end expects.
+    """
+    clock = _Clock(group, timeout_s=timeout_s)
+    chunks = list(chunks_of(page_bytes, num_pages))
+    asked = [_ask_for(group, index, chunk) for index, chunk in enumerate(chunks[:1])]
+    for index, chunk in enumerate(chunks):
+        header, content_B, transfers = asked.pop()
+        if index + 1 < len(chunks):  # it comes while this one is checked and written
+            asked.append(_ask_for(group, index + 1, chunks[index + 1]))
+        for transfer in transfers:
+            clock.begin(transfer)
+        clock.finish_last()
+        found_crc = _expect(header, _encode(_CHUNK, number, index, len(chunks), chunk, 0))
+        crc = zlib.crc32(_view(content_B))
+        if crc != found_crc:
+            raise WireError(
+                f"found checksum {crc:#010x} of page chunk {index}, its header says "
+                f"{found_crc:#010x}: the bytes were damaged on their way"
+            )
+        write(chunk, content_B)
+    done = _encode(_DONE, number, len(chunks), len(chunks), None, 0)
+    clock.begin(group.isend(done, to=0, tag=Tag.PAGES, operation="the last page", confirmed=True))
+    clock.finish_last()
+    return clock.traffic(num_pages, chunks)
+
+
+def _ask_for(
+    group: ProcessGroup, index: int, chunk: Chunk
+) -> tuple[Tensor, Tensor, tuple[Transfer, Transfer]]:
+    """Room for a chunk's header and bytes, whose size both ends know, and their arrivals."""
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+    name = _chunk_name(index)
+    return (
+        header,
+        content_B,
+        (
+            group.irecv(header, source=0, tag=Tag.PAGES, operation=name),
+            group.irecv(content_B, source=0, tag=Tag.PAGES, operation=name),
+        ),
+    )
+
+
+class _Clock:
+    """One deadline over all transfers of a hand-over."""
+
+    def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
+        self._peer = group.members[1 - group.rank]
+        self._began_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._pending: list[Transfer] = []
+
+    def begin(self, transfer: Transfer) -> None:
+        self._pending.append(transfer)
+
+    def finish_last(self) -> None:
+        for transfer in self._pending:
+            left_s = self._began_s + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(
+                    peer=self._peer,
+                    operation="handing over pages",
+                    reason=f"not done within {self._timeout_s:g} s",
+                )
+            transfer.finish(timeout_s=left_s)
+        self._pending.clear()
+
+    def traffic(self, num_pages: int, chunks: Sequence[Chunk]) -> PageTraffic:
+        return PageTraffic(
+            num_pages=num_pages,
+            num_bytes=sum(chunk.size_bytes + HEADER_BYTES for chunk in chunks),
+            seconds=time.monotonic() - self._began_s,
+        )
+
+
+def _encode(
+    kind: int, number: str, index: int, count: int, chunk: Chunk | None, crc: int
+) -> Tensor:
+    places = (
+        (0, 0, 0, 0, 0)
+        if chunk is None
+        else (
+            chunk.first_layer,
+            chunk.last_layer,
+            chunk.first_page,
+            chunk.last_page,
+            chunk.size_bytes,
+        )
+    )
+    words = _HEADER.pack(
+        _MAGIC, _VERSION, kind, zlib.crc32(number.encode()), index, count, *places, crc
+    )
+    words += _HEADER_CRC.pack(zlib.crc32(words))
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+
+
+_FIELDS = (
+    "magic",
+    "version",
+    "kind",
+    "hand-over",
+    "index",
+    "number of chunks",
+    "first layer",
+    "last layer",
+    "first page",
+    "last page",
+    "bytes",
+)
+
+
+def _expect(header: Tensor, expected: Tensor) -> int:
+    """The checksum that a header announces; WireError when it is not the one that is due."""
+    words = _view(header)
+    (crc,) = _HEADER_CRC.unpack_from(words, _HEADER.size)
+    if crc != zlib.crc32(words[: _HEADER.size]):
+        raise WireError("found a page header with a wrong checksum: it was damaged on its way")
+    *found, content_crc = _HEADER.unpack_from(words)
+    for name, mine, due in zip(_FIELDS, found, _HEADER.unpack_from(_view(expected)), strict=False):
+        if mine != due:
+            raise WireError(f"found {name} {mine} in a page header, expected {due}")
+    return int(content_crc)
+
+
+def _view(x: Tensor) -> memoryview:
+    return memoryview(x.numpy().data)
+
+
+def _chunk_name(index: int) -> str:
+    return f"page chunk {index}"

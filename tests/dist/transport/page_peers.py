@@ -1,0 +1,118 @@
+"""What the sending processes of the page tests run."""
+
+import contextlib
+import os
+import signal
+import time
+
+import torch
+from torch import Tensor
+
+from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.page_wire import Chunk, send_pages
+from eesd_dist.transport.rendezvous import build_group, connect_store
+
+PAGE_BYTES = (4096, 4096, 1024, 6000)
+"""Four layers; the last is an exit head of another shape."""
+NUM_PAGES = 900
+NUMBER = "3f1c"
+ENDS = ("verify rank 1 of left", "verify rank 1 of right")
+
+
+def join_link(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
+    return build_group(
+        connect_store("127.0.0.1", port, timeout_s=10),
+        generation=4,
+        name="pages of verify rank 1",
+        rank=rank,
+        size=2,
+        timeout_s=timeout_s,
+        join_timeout_s=20.0,
+        members=ENDS,
+    )
+
+
+def contents() -> list[Tensor]:
+    """[NUM_PAGES, page bytes] of each layer, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 256, (NUM_PAGES, size), dtype=torch.uint8, generator=generator)
+        for size in PAGE_BYTES
+    ]
+
+
+def read(layers: list[Tensor], chunk: Chunk) -> Tensor:
+    pages = slice(chunk.first_page, chunk.last_page)
+    return torch.cat([x[pages].reshape(-1) for x in layers[chunk.first_layer : chunk.last_layer]])
+
+
+def write(layers: list[Tensor], chunk: Chunk, content_B: Tensor) -> None:
+    num_pages = chunk.last_page - chunk.first_page
+    sizes = [PAGE_BYTES[at] * num_pages for at in range(chunk.first_layer, chunk.last_layer)]
+    pieces = torch.split(content_B, sizes)
+    for x, piece in zip(layers[chunk.first_layer : chunk.last_layer], pieces, strict=True):
+        x[chunk.first_page : chunk.last_page] = piece.view(num_pages, -1)
+
+
+def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) -> None:
+    """Sends all pages; or is killed, or stops, when it comes to a chunk."""
+    torch.set_num_threads(1)
+    layers = contents()
+    num_read = 0
+
+    def read_or_die(chunk: Chunk) -> Tensor:
+        nonlocal num_read
+        if num_read == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if num_read == stops_at:
+            time.sleep(60)
+        num_read += 1
+        return read(layers, chunk)
+
+    send_pages(
+        join_link(port, 0, timeout_s=20.0),
+        read_or_die,
+        page_bytes=PAGE_BYTES,
+        num_pages=NUM_PAGES,
+        number=NUMBER,
+        timeout_s=20.0,
+    )
+
+
+def send_damaged(port: int, spoilt_byte: int) -> None:
+    """A right header and content but for one byte of them, counted from the header's first."""
+    torch.set_num_threads(1)
+    link = join_link(port, 0, timeout_s=20.0)
+    layers = contents()
+    parts: list[Tensor] = []
+
+    class Recorder:
+        """Keeps what would be sent first, and stops there."""
+
+        members = link.members
+        rank = 0
+
+        def isend(self, x: Tensor, *, to: int, tag: Tag, operation: str) -> None:
+            parts.append(x.clone())
+            if len(parts) == 2:
+                raise InterruptedError
+
+    with contextlib.suppress(InterruptedError):
+        send_pages(
+            Recorder(),  # type: ignore[arg-type]
+            lambda chunk: read(layers, chunk),
+            page_bytes=PAGE_BYTES,
+            num_pages=NUM_PAGES,
+            number=NUMBER,
+            timeout_s=20.0,
+        )
+    header, content_B = parts
+    if spoilt_byte < len(header):
+        header[spoilt_byte] ^= 1
+    else:
+        content_B[spoilt_byte - len(header)] ^= 1
+    transfers = [
+        link.isend(part, to=1, tag=Tag.PAGES, operation="a damaged chunk") for part in parts
+    ]
+    for transfer in transfers:
+        transfer.finish(timeout_s=20.0)

@@ -1,0 +1,155 @@
+"""Commands arrive as they were announced, or are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eesd_dist.errors import WireError
+from eesd_dist.transport import wire
+from eesd_dist.transport.commands import (
+    Command,
+    MoveSlots,
+    Rows,
+    RunHead,
+    RunLayers,
+    RunLogits,
+    TakeHead,
+    decode_command,
+    encode_command,
+)
+
+counts = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Rows:
+    num_drafted = draw(st.integers(0, 6))
+    return Rows(
+        start=draw(st.integers(0, 5000)),
+        num_rows=draw(st.integers(1, 5)),
+        pages=tuple(draw(st.lists(counts, max_size=9))),
+        parents=tuple(draw(st.integers(-1, node - 1)) for node in range(num_drafted)),
+    )
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> Command:
+    segments = tuple(draw(st.lists(rows(), min_size=1, max_size=4)))
+    num_rows = sum(segment.num_rows for segment in segments)
+    x = torch.arange(num_rows * 3, dtype=torch.float32).view(num_rows, 3)
+    choices: list[Command] = [
+        RunLayers(tokens=tuple(range(num_rows)), segments=segments),
+        RunHead(segments=segments, input_TE=x),
+        RunLogits(exit_AD=x.bfloat16()),
+        MoveSlots(moves=((num_rows, 4), (5, 6))),
+        TakeHead(folder=draw(st.text(max_size=30)), sha256="ab" * 32),
+    ]
+    return draw(st.sampled_from(choices))
+
+
+def decoded(message: wire.Message, *, generation: int = 4) -> Command:
+    prefix = wire.decode_prefix(message.frame, generation=generation)
+    beside = iter(message.beside)
+    x = wire.inline_tensors(prefix, message.frame)[0] if prefix.tensors_are_inline else None
+    return decode_command(
+        prefix, message.frame, message.overflow, x if x is not None else next(beside, None)
+    )
+
+
+def plain(command: Command) -> tuple[object, list[object]]:
+    """Comparable: tensors as lists, with their types."""
+    fields = [getattr(command, name) for name in type(command).__dataclass_fields__]
+    return type(command), [(x.dtype, x.tolist()) if isinstance(x, Tensor) else x for x in fields]
+
+
+@given(commands())
+@settings(max_examples=60, deadline=None)
+def test_a_command_arrives_as_it_was_announced(command: Command) -> None:
+    found = decoded(encode_command(command, generation=4, number=9))
+    assert plain(found) == plain(command)
+
+
+def test_a_command_longer_than_a_frame_travels_in_a_second_message() -> None:
+    segment = Rows(start=0, num_rows=9000, pages=tuple(range(300)), parents=())
+    command = RunLayers(tokens=tuple(range(9000)), segments=(segment,))
+    message = encode_command(command, generation=4, number=1)
+    assert message.overflow is not None
+    assert plain(decoded(message)) == plain(command)
+
+
+def test_a_command_of_another_generation_is_refused() -> None:
+    message = encode_command(MoveSlots(moves=((1, 2),)), generation=4, number=1)
+    with pytest.raises(WireError, match="generation 4, expected 5"):
+        decoded(message, generation=5)
+
+
+@given(commands(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_command_with_a_broken_bit_is_refused(command: Command, data: st.DataObject) -> None:
+    message = encode_command(command, generation=4, number=2)
+    prefix = wire.decode_prefix(message.frame, generation=4)
+    at = data.draw(st.integers(0, wire.PREFIX_BYTES + prefix.payload_bytes - 1))
+    message.frame.view(torch.uint8)[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(WireError):
+        decoded(message)
+
+
+GOOD = Rows(start=3, num_rows=2, pages=(1, 0), parents=(-1, 0))
+
+
+@pytest.mark.parametrize(
+    ("segment", "said"),
+    [
+        (replace(GOOD, start=-1), "nothing negative"),
+        (replace(GOOD, num_rows=0), "one row or more"),
+        (replace(GOOD, pages=(1, -3)), "nothing negative"),
+        (replace(GOOD, parents=(-1, 1)), "a drafted row before it"),
+        (replace(GOOD, num_rows=3), "found 2 tokens in a command, expected 3"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(segment: Rows, said: str) -> None:
+    command = RunLayers(tokens=(5, 6), segments=(segment,))
+    with pytest.raises(WireError, match=said):
+        decoded(encode_command(command, generation=4, number=1))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (RunLayers(tokens=(), segments=()), "found 0 rows to run the layers over"),
+        (RunHead(segments=(), input_TE=torch.zeros(0, 3)), "found 0 rows to run the head over"),
+        (RunLogits(exit_AD=torch.zeros(0, 3)), "found 0 rows to guess after"),
+        (MoveSlots(moves=()), "found 0 moves"),
+    ],
+)
+def test_a_command_that_asks_for_nothing_is_refused(command: Command, said: str) -> None:
+    with pytest.raises(WireError, match=said + " in a command, expected one or more"):
+        decoded(encode_command(command, generation=4, number=1))
+
+
+def test_rows_without_their_tensor_are_refused() -> None:
+    message = encode_command(
+        RunHead(segments=(GOOD,), input_TE=torch.zeros(2, 3)), generation=4, number=1
+    )
+    prefix = wire.decode_prefix(message.frame, generation=4)
+    with pytest.raises(WireError, match="no rows beside command 1"):
+        decode_command(prefix, message.frame, None, None)
+    with pytest.raises(WireError, match="found 5 rows in a command, expected 2"):
+        decode_command(prefix, message.frame, None, torch.zeros(5, 3))
+
+
+def test_a_round_is_not_taken_for_a_command() -> None:
+    frame = wire.encode_close(generation=4).frame
+    prefix = wire.decode_prefix(frame, generation=4)
+    with pytest.raises(WireError, match="found a CLOSE message, expected a COMMAND"):
+        decode_command(prefix, frame, None, None)
+
+
+def test_a_token_that_does_not_fit_a_word_is_refused_where_it_is_written() -> None:
+    command = RunLayers(tokens=(2**31, 1), segments=(GOOD,))
+    with pytest.raises(WireError, match="does not fit its field"):
+        encode_command(command, generation=4, number=1)

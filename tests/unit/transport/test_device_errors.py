@@ -1,0 +1,66 @@
+"""What NCCL raises names a peer, tried with a plane that has no GPU."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.gloo import GlooPlane
+from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.nccl import NcclPlane
+
+ON_DEVICE: Tensor = cast(
+    Tensor,
+    SimpleNamespace(is_cuda=True, nbytes=4, numel=lambda: 1, contiguous=lambda: ON_DEVICE),
+)
+
+
+class FailingPlane:
+    """Every operation fails; `lost` is what the watchdog has given up."""
+
+    lost: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError(f"NCCL error in {name}: remote process exited")
+
+        return fails
+
+
+def group(plane: FailingPlane) -> ProcessGroup:
+    return ProcessGroup(
+        name="verify",
+        generation=3,
+        rank=0,
+        members=("verify rank 0", "verify rank 1", "verify rank 2"),
+        timeout_s=5.0,
+        device=torch.device("cpu"),
+        gloo=cast(GlooPlane, None),
+        nccl=cast(NcclPlane, plane),
+    )
+
+
+def test_a_collective_that_nccl_refuses_names_everyone_else() -> None:
+    failing = group(FailingPlane())
+    for operation in (failing.all_reduce, failing.broadcast):
+        with pytest.raises(PeerLost, match="verify rank 1 or verify rank 2") as found:
+            operation(ON_DEVICE)
+        assert "NCCL error" in str(found.value)
+
+
+def test_a_transfer_that_nccl_refuses_names_its_peer() -> None:
+    with pytest.raises(PeerLost, match="lost verify rank 2 during round 7"):
+        group(FailingPlane()).isend(ON_DEVICE, to=2, tag=Tag.ROUND, operation="round 7")
+
+
+def test_what_is_raised_after_work_was_given_up_is_that_peers_loss() -> None:
+    plane = FailingPlane()
+    ranks = group(plane)
+    with pytest.raises(ZeroDivisionError), ranks.names_who_is_lost():
+        raise ZeroDivisionError
+    plane.lost = "all_reduce of round 8"
+    with pytest.raises(PeerLost, match="all_reduce of round 8"), ranks.names_who_is_lost():
+        raise ZeroDivisionError
