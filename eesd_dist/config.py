@@ -88,8 +88,10 @@ class SchedulerConfig(Section):
     prefill_chunk: PositiveInt = 256
     """Longest piece of one prompt in one round."""
 
-    overlap: bool = True
-    """Two cohorts take turns: one is drafted while the other is verified."""
+    overlap: bool | Literal["auto"] = "auto"
+    """Two cohorts take turns: one is drafted while the other is verified. `auto`: while measured
+    costs say that this earns more than one batch of all, which it does where drafting takes about
+    as long as verifying."""
 
 
 class TreeConfig(Section):
@@ -202,10 +204,15 @@ class ParallelConfig(Section):
     """How many ranks hold a stage, and how they talk."""
 
     draft_tensor_parallel_size: PositiveInt = 1
-    """Ranks of the draft stage."""
+    """Ranks of the draft stage, the drafting actor included."""
 
     verify_tensor_parallel_size: PositiveInt = 1
     """Ranks of the verify stage."""
+
+    stand_in: bool = False
+    """Whether the first D verify ranks, D being the number of draft ranks, also hold what a draft
+    rank has of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
+    head. Plain decoding then goes on there while a process of the draft stage is replaced."""
 
     timeout_s: PositiveFloat = 20.0
     """Deadline of every wait between ranks; the error names the peer."""
@@ -214,11 +221,13 @@ class ParallelConfig(Section):
     """CPU threads of one rank."""
 
     @model_validator(mode="after")
-    def _draft_group_is_single(self) -> Self:
-        if self.draft_tensor_parallel_size != 1:
+    def _stand_in_has_room(self) -> Self:
+        draft, verify = self.draft_tensor_parallel_size, self.verify_tensor_parallel_size
+        if self.stand_in and draft > verify:
             raise ValueError(
-                f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: the draft stage "
-                "runs on one rank in this version; leave it at 1"
+                f"stand_in wants a verify rank for each of the {draft} draft ranks, and there are "
+                f"{verify}: raise verify_tensor_parallel_size to {draft}, lower "
+                "draft_tensor_parallel_size, or leave stand_in out"
             )
         return self
 

@@ -22,7 +22,7 @@ from eesd_dist.model.rows import (
 )
 
 # Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
-# KV head, E channels of a head, S slots, N keys, B sequences, L their length.
+# KV head, E channels of a head, S slots, N keys, B sequences, L their length; of content_B, bytes.
 
 
 _TWINS = 5
@@ -80,6 +80,19 @@ class LayerPages:
     def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
         """Copies the keys and values of slots to others; all are read before one is written."""
         self._slots_SHE.index_copy_(0, targets_M, self._slots_SHE.index_select(0, sources_M))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slots_SHE[0].nbytes
+
+    def read(self, slots_S: Tensor) -> Tensor:
+        """A copy of what slots hold, as bytes on the CPU."""
+        return self._slots_SHE.index_select(0, slots_S).view(-1).view(torch.uint8).cpu()
+
+    def write(self, slots_S: Tensor, content_B: Tensor) -> None:
+        """The reverse of `read`, in slots that no round reads or writes."""
+        content_SHE = content_B.to(self._slots_SHE.device).view(self._slots_SHE.dtype)
+        self._slots_SHE.index_copy_(0, slots_S, content_SHE.view(-1, *self._slots_SHE.shape[1:]))
 
     def _queries(self, heads_THE: Tensor) -> Tensor:
         return (

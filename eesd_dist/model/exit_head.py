@@ -1,13 +1,14 @@
 """The exit head: one decoder layer, a norm and an LM head that guess from early hidden states.
 
 `TrainableExitHead` is the parameters (made from a target, trained, saved and read back);
-`ExitHead` is a head ready to draft, with its own keys and values. Both run the same layer. Neither
-knows how many tokens to guess or what became of them.
+`ExitHead` is a head ready to draft, or one tensor-parallel rank's part of one, with its own keys
+and values. Both run the same layer. Neither knows how many tokens to guess or what became of them.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.head_config import HeadConfig, HeadKind
+from eesd_dist.model.head_config import HeadConfig, HeadIdentity, HeadKind
 from eesd_dist.model.kernels import (
     TORCH_DTYPES,
     Linear,
@@ -28,7 +29,7 @@ from eesd_dist.model.kernels import (
     plain_linear,
 )
 from eesd_dist.model.layer import LayerWeights, RmsNorm
-from eesd_dist.model.parallel import Shard
+from eesd_dist.model.parallel import Shard, joined_over_ranks, part_of
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.rows import RowPlan
 from eesd_dist.model.span import (
@@ -40,6 +41,7 @@ from eesd_dist.model.span import (
 )
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import SINGLE_FILE, Checkpoint
+from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group import SingleGroup
 
 LAYER_PREFIX = "layers.0."
@@ -71,6 +73,58 @@ class EmbeddingFusion:
 
     def __call__(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
         return hidden_TD + self._project(self._norm(embedding_TD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """One rank's part of a head's weights: heads and channels of its layer, rows of its LM head.
+    Norms and the embedding's projection are on every rank."""
+
+    config: HeadConfig
+    layer: LayerWeights
+    norm_D: Tensor
+    lm_head_VD: Tensor
+    vocab_ids_V: Tensor
+    """Of the whole draft vocabulary."""
+    embedding_DD: Tensor | None
+
+    @classmethod
+    def read(
+        cls,
+        folder: Path,
+        *,
+        target: ModelSpec,
+        target_path: Path,
+        dtype: torch.dtype,
+        rank: int = 0,
+        size: int = 1,
+    ) -> Self:
+        config = HeadConfig.read(folder, target=target, target_path=target_path)
+        shard = Shard.of(config.layer, rank=rank, size=size)
+        rows = part_of(config.draft_vocab_size, rank, size)
+        width = target.hidden_size
+        with Checkpoint(folder) as checkpoint:
+            layer = LayerWeights.read(checkpoint, LAYER_PREFIX, config.layer, shard, dtype)
+            norm_D = checkpoint.read(NORM, shape=(width,), dtype=dtype)
+            vocab_ids_V = _read_vocabulary(checkpoint, config, target.vocab_size)
+            if config.kind != "shared":
+                shape = (config.draft_vocab_size, width)
+                lm_head_VD = checkpoint.read(HEAD, shape=shape, rows=rows, dtype=dtype)
+            embedding_DD = None
+            if config.reads_embedding:
+                square = (width, width)
+                embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=dtype)
+        if config.kind == "shared":
+            with Checkpoint(target_path) as checkpoint:
+                lm_head_VD = read_lm_head(checkpoint, target, rows=rows, dtype=dtype)
+        return cls(
+            config=config,
+            layer=layer,
+            norm_D=norm_D,
+            lm_head_VD=lm_head_VD,
+            vocab_ids_V=vocab_ids_V,
+            embedding_DD=embedding_DD,
+        )
 
 
 class TrainableExitHead(nn.Module):
@@ -160,31 +214,16 @@ class TrainableExitHead(nn.Module):
         cls, folder: Path, *, target: ModelSpec, target_path: Path, dtype: DType = "float32"
     ) -> Self:
         """Raises CheckpointError for a head that is damaged or does not fit the target."""
-        config = HeadConfig.read(folder, target=target, target_path=target_path)
-        shard = Shard.of(config.layer, rank=0, size=1)
-        kind = TORCH_DTYPES[dtype]
-        width = target.hidden_size
-        with Checkpoint(folder) as checkpoint:
-            layer = LayerWeights.read(checkpoint, LAYER_PREFIX, config.layer, shard, kind)
-            norm_D = checkpoint.read(NORM, shape=(width,), dtype=kind)
-            vocab_ids_V = _read_vocabulary(checkpoint, config, target.vocab_size)
-            if config.kind != "shared":
-                shape = (config.draft_vocab_size, width)
-                lm_head_VD = checkpoint.read(HEAD, shape=shape, dtype=kind)
-            embedding_DD = None
-            if config.reads_embedding:
-                square = (width, width)
-                embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=kind)
-        if config.kind == "shared":
-            with Checkpoint(target_path) as checkpoint:
-                lm_head_VD = read_lm_head(checkpoint, target, rows=None, dtype=kind)
+        parts = _Parts.read(
+            folder, target=target, target_path=target_path, dtype=TORCH_DTYPES[dtype]
+        )
         return cls(
-            config,
-            layer,
-            norm_D=norm_D,
-            lm_head_VD=lm_head_VD,
-            vocab_ids_V=vocab_ids_V,
-            embedding_DD=embedding_DD,
+            parts.config,
+            parts.layer,
+            norm_D=parts.norm_D,
+            lm_head_VD=parts.lm_head_VD,
+            vocab_ids_V=parts.vocab_ids_V,
+            embedding_DD=parts.embedding_DD,
         )
 
     def training_forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None = None) -> Tensor:
@@ -246,18 +285,26 @@ class TrainableExitHead(nn.Module):
 
 
 class ExitHead:
-    """A head ready to draft, with pages of its own."""
+    """A head ready to draft, with pages of its own: whole, or one rank's part of it. Every rank of
+    its group calls `forward` and `logits` with the same rows, and gets the same answers."""
 
     def __init__(
         self,
         *,
         exit_layer: int,
         vocab_ids: Tensor | None,
+        vocab_size: int,
         layers: PagedLayers,
         logits_head: LogitsHead,
+        group: TensorGroup,
         fusion: EmbeddingFusion | None = None,
+        identity: HeadIdentity | None = None,
     ) -> None:
         self.exit_layer = exit_layer
+        self.identity = identity
+        """Which files it is a part of; None for a whole head, which has to agree with nobody."""
+        self._vocab_size = vocab_size
+        self._group = group
         self.vocab_ids = vocab_ids
         """[V] target token of each draft index; None when the draft vocabulary is the target's."""
         self._layers = layers
@@ -280,13 +327,26 @@ class ExitHead:
         device: torch.device,
         num_pages: int,
         page_size: int,
+        group: TensorGroup | None = None,
     ) -> Self:
-        """Raises CheckpointError for a head that is damaged or does not fit the target."""
-        head = TrainableExitHead.read(
-            Path(folder), target=target, target_path=Path(target_path), dtype=dtype
+        """This rank's part; without a group, all of it.
+
+        Raises CheckpointError for a head that is damaged or does not fit the target, ConfigError
+        for one that the group's ranks cannot share.
+        """
+        folder, group = Path(folder), group or SingleGroup()
+        parts = _Parts.read(
+            folder,
+            target=target,
+            target_path=Path(target_path),
+            dtype=TORCH_DTYPES[dtype],
+            rank=group.rank,
+            size=group.size,
         )
-        return cls.ready(
-            head,
+        return cls._packed(
+            parts,
+            group=group,
+            identity=HeadIdentity.of(folder) if group.size > 1 else None,
             dtype=dtype,
             numerics=numerics,
             device=device,
@@ -306,13 +366,46 @@ class ExitHead:
         page_size: int,
     ) -> Self:
         """Packs a head's present weights for drafting; later training does not reach them."""
+        embedding_DD = head.embedding_DD
+        parts = _Parts(
+            config=head.config,
+            layer=deepcopy(head.layer),
+            norm_D=head.norm_D.detach().clone(),
+            lm_head_VD=head.lm_head_VD.detach().clone(),
+            vocab_ids_V=head.draft_tokens,
+            embedding_DD=None if embedding_DD is None else embedding_DD.detach().clone(),
+        )
+        return cls._packed(
+            parts,
+            group=SingleGroup(),
+            identity=None,
+            dtype=dtype,
+            numerics=numerics,
+            device=device,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
+
+    @classmethod
+    def _packed(
+        cls,
+        parts: _Parts,
+        *,
+        group: TensorGroup,
+        identity: HeadIdentity | None,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+    ) -> Self:
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        spec = head.config.layer
-        weights = deepcopy(head.layer).requires_grad_(False).to(device, packer.weight_dtype)
-        norm_D = head.norm_D.detach().clone().to(device, packer.weight_dtype)
+        config, spec = parts.config, parts.config.layer
+        weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
+        norm_D = parts.norm_D.to(device, packer.weight_dtype)
         norm = RmsNorm(norm_D, eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
         layers = PagedLayers(
-            [weights.layer(packer.pack, SingleGroup(), dtype=packer.compute_dtype)],
+            [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
             spec.sliding_windows,
             spec=spec,
             dtype=packer.compute_dtype,
@@ -322,25 +415,30 @@ class ExitHead:
             page_size=page_size,
         )
         fusion = None
-        if head.embedding_DD is not None:
+        if parts.embedding_DD is not None:
             fusion = EmbeddingFusion.of(
-                _padded(packer.pack(head.embedding_DD.detach().clone()), numerics),
+                _padded(packer.pack(parts.embedding_DD), numerics),
                 spec,
                 dtype=packer.compute_dtype,
                 device=device,
             )
         return cls(
-            exit_layer=head.exit_layer,
-            vocab_ids=None if head.vocab_ids is None else head.vocab_ids.to(device),
+            exit_layer=config.exit_layer,
+            vocab_ids=parts.vocab_ids_V.to(device) if config.kind == "truncated" else None,
+            vocab_size=config.draft_vocab_size,
             layers=layers,
             logits_head=LogitsHead(
-                norm,
-                packer.pack(head.lm_head_VD.detach().clone()),
-                packer=packer,
-                numerics=numerics,
+                norm, packer.pack(parts.lm_head_VD), packer=packer, numerics=numerics
             ),
+            group=group,
             fusion=fusion,
+            identity=identity,
         )
+
+    @property
+    def paged(self) -> PagedLayers:
+        """The head's layer with its pages, for whoever copies pages."""
+        return self._layers
 
     def take_pages(self, other: "ExitHead") -> None:
         """Goes on with another head's keys and values, in place of empty ones."""
@@ -366,7 +464,8 @@ class ExitHead:
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Draft logits [T, V] float32 of hidden states that `forward` returned."""
-        return self._logits_head(hidden_TD)
+        mine_TV = self._logits_head(hidden_TD)
+        return joined_over_ranks(mine_TV, self._group, count=self._vocab_size)
 
 
 def _padded(project: Linear, numerics: Numerics) -> Linear:

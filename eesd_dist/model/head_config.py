@@ -216,6 +216,18 @@ def head_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadIdentity:
+    """Which files a head was read from: by this the ranks that share one agree on it."""
+
+    folder: str
+    sha256: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        return cls(folder=str(folder), sha256=head_digest(folder))
+
+
 def _expect(file: Path, what: str, found: object, expected: object) -> None:
     if found != expected:
         raise CheckpointError(

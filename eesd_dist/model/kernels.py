@@ -90,7 +90,8 @@ def _fbgemm_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
 
 def _fits_half(weight_OI: Tensor) -> bool:
-    return bool(weight_OI.abs().max() <= _LARGEST_HALF)
+    smallest, largest = weight_OI.aminmax()
+    return bool(-smallest <= _LARGEST_HALF) and bool(largest <= _LARGEST_HALF)
 
 
 def _onednn_pack(dtype: torch.dtype) -> Pack:
@@ -223,7 +224,7 @@ def rows_are_independent(
 
 
 def _report_rounding(candidate: Candidate, weight_OI: Tensor) -> None:
-    if candidate is not _FBGEMM:
+    if candidate is not _FBGEMM or not logger.isEnabledFor(logging.DEBUG):
         return
     size_OI = weight_OI.float().abs()
     rounded = int(((size_OI > 0) & (size_OI < _SMALLEST_EXACT_HALF)).sum())

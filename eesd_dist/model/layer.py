@@ -21,7 +21,7 @@ from eesd_dist.model.kernels import Linear, Pack
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.model.weights import Checkpoint
+from eesd_dist.model.weights import TensorSource
 from eesd_dist.transport.contracts import TensorGroup
 
 # Shapes: T rows, D hidden channels, I intermediate channels, H heads of all sorts, K KV heads,
@@ -124,10 +124,10 @@ class LayerWeights(nn.Module):
 
     @classmethod
     def read(
-        cls, checkpoint: Checkpoint, prefix: str, spec: ModelSpec, shard: Shard, dtype: torch.dtype
+        cls, source: TensorSource, prefix: str, spec: ModelSpec, shard: Shard, dtype: torch.dtype
     ) -> Self:
         """From the tensors below `prefix` of a checkpoint, this shard's slices only."""
-        reader = _LayerReader(checkpoint, prefix, spec, shard, dtype)
+        reader = _LayerReader(source, prefix, spec, shard, dtype)
         return cls(spec, shard, reader.tensors())
 
     def layer(self, pack: Pack, group: TensorGroup, *, dtype: torch.dtype) -> DecoderLayer:
@@ -211,7 +211,7 @@ def _swap_heads(rows: Tensor, outer: int, inner: int, head_dim: int) -> Tensor:
 class _LayerReader:
     """Reads one layer's slices and puts them into the fused order."""
 
-    checkpoint: Checkpoint
+    source: TensorSource
     prefix: str
     spec: ModelSpec
     shard: Shard
@@ -260,6 +260,7 @@ class _LayerReader:
             f"self_attn.{letter}_proj.{kind}",
             (count * dim, *inner),
             rows=range(heads.start * dim, heads.stop * dim),
+            own=False,
         )
 
     def _output_weight(self) -> Tensor:
@@ -276,7 +277,7 @@ class _LayerReader:
         shape = (self.spec.intermediate_size, *inner)
         return torch.cat(
             [
-                self._read(f"mlp.{name}_proj.{kind}", shape, rows=self.shard.channels)
+                self._read(f"mlp.{name}_proj.{kind}", shape, rows=self.shard.channels, own=False)
                 for name in ("gate", "up")
             ]
         )
@@ -291,7 +292,8 @@ class _LayerReader:
         *,
         rows: range | None = None,
         columns: range | None = None,
+        own: bool = True,
     ) -> Tensor:
-        return self.checkpoint.read(
-            self.prefix + name, shape=shape, rows=rows, columns=columns, dtype=self.dtype
+        return self.source.read(
+            self.prefix + name, shape=shape, rows=rows, columns=columns, dtype=self.dtype, own=own
         )

@@ -1,16 +1,22 @@
 """How one stage's weights are shared out among its ranks.
 
 Heads, intermediate channels and vocabulary are cut into runs of neighbours, one per rank. The only
-collective of a layer stands here: the sum after a row-split product. Knows no backend; a group of
-one needs none.
+collective of a layer stands here, the sum after a row-split product, and beside it the join after a
+column-split one. Knows no backend; a group of one needs none.
 """
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
+
+# Shapes: T rows, I channels in, O channels out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +52,15 @@ class Shard:
         return cls(
             rank=rank,
             size=size,
-            kv_heads=_part(spec.num_kv_heads, rank, size),
-            heads=_part(spec.num_heads, rank, size),
-            channels=_part(spec.intermediate_size, rank, size),
-            vocabulary=_part(spec.vocab_size, rank, size),
+            kv_heads=part_of(spec.num_kv_heads, rank, size),
+            heads=part_of(spec.num_heads, rank, size),
+            channels=part_of(spec.intermediate_size, rank, size),
+            vocabulary=part_of(spec.vocab_size, rank, size),
         )
 
 
-def _part(count: int, rank: int, size: int) -> range:
+def part_of(count: int, rank: int, size: int) -> range:
+    """A rank's run of neighbours among `count`; the runs differ by one at most."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 
@@ -62,3 +69,18 @@ def summed_over_ranks(linear: Linear, group: TensorGroup) -> Linear:
     if group.size == 1:
         return linear
     return lambda x_TI: group.all_reduce(linear(x_TI))
+
+
+def joined_over_ranks(x_TO: Tensor, group: TensorGroup, *, count: int) -> Tensor:
+    """All `count` columns of a matrix of which each rank has those that `part_of` gives it.
+
+    Ranks hand each other equal shapes, so that a shorter run is padded on its way.
+    """
+    if group.size == 1:
+        return x_TO
+    widths = [len(part_of(count, rank, group.size)) for rank in range(group.size)]
+    padded_TO = functional.pad(x_TO, (0, max(widths) - widths[group.rank]))
+    parts = group.all_gather(padded_TO)
+    return torch.cat(
+        [part.narrow(-1, 0, width) for part, width in zip(parts, widths, strict=True)], dim=-1
+    )

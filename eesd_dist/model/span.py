@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exact
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.layer import DecoderLayer, LayerWeights, RmsNorm
+from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.rows import AttentionKind, RowPlan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.model.weights import Checkpoint
+from eesd_dist.model.weights import TensorSource, weights_digest
 from eesd_dist.transport.contracts import TensorGroup
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -51,6 +52,7 @@ class PagedLayers:
     ) -> None:
         self.compute_dtype = dtype
         self._layers = tuple(layers)
+        self._page_size = page_size
         self._rotation_SP = rotation_table(
             spec.rope, num_positions=spec.max_position_embeddings, device=device
         )
@@ -97,6 +99,30 @@ class PagedLayers:
         sources_M, targets_M = torch.tensor(moves, device=self._rotation_SP.device).unbind(1)
         for pages in self._pages:
             pages.move(sources_M, targets_M)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page, layer by layer."""
+        return tuple(pages.slot_bytes * self._page_size for pages in self._pages)
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
+        """A copy of what these pages of a layer hold, as bytes on the CPU."""
+        return self._pages[layer].read(self._slots_of(pages))
+
+    def write_pages(self, layer: int, pages: Sequence[int], content_B: Tensor) -> None:
+        """The reverse of `read_pages`, in pages that are in no request's table."""
+        self._pages[layer].write(self._slots_of(pages), content_B)
+
+    def settle_writes(self) -> None:
+        """Returns when what was written is there for every thread's rounds. On a CPU it is at once;
+        on a GPU rounds may run on another stream than the writer's."""
+        if self._rotation_SP.is_cuda:
+            torch.cuda.synchronize(self._rotation_SP.device)
+
+    def _slots_of(self, pages: Sequence[int]) -> Tensor:
+        first_P1 = torch.tensor(pages).unsqueeze(1) * self._page_size
+        slots_PS = first_P1 + torch.arange(self._page_size)
+        return slots_PS.view(-1).to(self._rotation_SP.device)
 
     def take_pages(self, other: "PagedLayers") -> None:
         """Goes on with the keys and values that layers of the same shape have kept."""
@@ -160,8 +186,11 @@ class LlamaSpan:
         layers: PagedLayers,
         embedding_VD: Tensor | None,
         head: LogitsHead | None,
+        weights: str,
     ) -> None:
         self.spec = spec
+        self.weights = weights
+        """Digest of samples of the checkpoint's files, as they were when they were read."""
         self.first = first
         self.last = last
         self.compute_dtype = layers.compute_dtype
@@ -186,8 +215,9 @@ class LlamaSpan:
         device: torch.device,
         num_pages: int,
         page_size: int,
+        on_progress: OnProgress = unwatched,
     ) -> Self:
-        """Reads what this rank and span need and nothing else.
+        """Reads what this rank and span need and nothing else, a layer at a time.
 
         Raises CheckpointError for a folder that does not fit, ConfigError for a promise this
         machine cannot keep.
@@ -196,15 +226,19 @@ class LlamaSpan:
             raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
         shard = Shard.of(spec, rank=group.rank, size=group.size)
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        with Checkpoint(Path(path)) as checkpoint:
-            layers = [
-                _read_layer(checkpoint, f"model.layers.{at}.", spec, shard, packer, group, device)
-                for at in range(first, last)
-            ]
-            embedding_VD = _read_embedding(checkpoint, spec, packer, device) if first == 0 else None
-            head = None
-            if last == spec.num_layers:
-                head = _read_head(checkpoint, spec, shard, packer, numerics, device)
+        layers: list[DecoderLayer] = []
+        embeddings: list[Tensor] = []
+        heads: list[LogitsHead] = []
+        pieces: list[Piece[Any]] = [
+            _layer_piece(at, layers, spec, shard, packer, group, device)
+            for at in range(first, last)
+        ]
+        if first == 0:
+            pieces.append(_embedding_piece(embeddings, spec, packer, device))
+        if last == spec.num_layers:
+            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
+        weights = weights_digest(Path(path))
+        load_pieces(Path(path), pieces, on_progress=on_progress)
         paged = PagedLayers(
             layers,
             spec.sliding_windows[first:last],
@@ -221,9 +255,15 @@ class LlamaSpan:
             last=last,
             shard=shard,
             layers=paged,
-            embedding_VD=embedding_VD,
-            head=head,
+            embedding_VD=embeddings[0] if embeddings else None,
+            head=heads[0] if heads else None,
+            weights=weights,
         )
+
+    @property
+    def paged(self) -> PagedLayers:
+        """The layers with their pages, for whoever copies pages."""
+        return self._layers
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Token ids of any shape to hidden states; only for a span that starts at layer 0."""
@@ -252,44 +292,62 @@ class LlamaSpan:
         return self._head(hidden_TD)
 
 
-def _read_layer(
-    checkpoint: Checkpoint,
-    prefix: str,
+def _layer_piece(
+    at: int,
+    layers: list[DecoderLayer],
     spec: ModelSpec,
     shard: Shard,
     packer: LinearPacker,
     group: TensorGroup,
     device: torch.device,
-) -> DecoderLayer:
-    weights = LayerWeights.read(checkpoint, prefix, spec, shard, packer.weight_dtype)
-    weights.requires_grad_(False).to(device)
-    return weights.layer(packer.pack, group, dtype=packer.compute_dtype)
+) -> Piece[LayerWeights]:
+    def read(source: TensorSource) -> LayerWeights:
+        return LayerWeights.read(source, f"model.layers.{at}.", spec, shard, packer.weight_dtype)
+
+    def pack(weights: LayerWeights) -> None:
+        weights.requires_grad_(False).to(device)
+        layers.append(weights.layer(packer.pack, group, dtype=packer.compute_dtype))
+
+    return Piece(name=f"layer {at}", read=read, pack=pack)
 
 
-def _read_embedding(
-    checkpoint: Checkpoint, spec: ModelSpec, packer: LinearPacker, device: torch.device
-) -> Tensor:
-    shape = (spec.vocab_size, spec.hidden_size)
-    return checkpoint.read(EMBEDDING, shape=shape, dtype=packer.weight_dtype).to(device)
+def _embedding_piece(
+    embeddings: list[Tensor], spec: ModelSpec, packer: LinearPacker, device: torch.device
+) -> Piece[Tensor]:
+    def read(source: TensorSource) -> Tensor:
+        shape = (spec.vocab_size, spec.hidden_size)
+        return source.read(EMBEDDING, shape=shape, dtype=packer.weight_dtype)
+
+    def pack(embedding_VD: Tensor) -> None:
+        embeddings.append(embedding_VD.to(device))
+
+    return Piece(name="embedding", read=read, pack=pack)
 
 
 def read_lm_head(
-    checkpoint: Checkpoint, spec: ModelSpec, *, rows: range | None, dtype: torch.dtype
+    source: TensorSource, spec: ModelSpec, *, rows: range | None, dtype: torch.dtype
 ) -> Tensor:
     """The target's LM head (or the embedding tied to it), or a run of its rows."""
     name = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
-    return checkpoint.read(name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype)
+    return source.read(name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype)
 
 
-def _read_head(
-    checkpoint: Checkpoint,
+def _head_piece(
+    heads: list[LogitsHead],
     spec: ModelSpec,
     shard: Shard,
     packer: LinearPacker,
     numerics: Numerics,
     device: torch.device,
-) -> LogitsHead:
-    weight_VD = read_lm_head(checkpoint, spec, rows=shard.vocabulary, dtype=packer.weight_dtype)
-    norm_D = checkpoint.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=packer.weight_dtype)
-    norm = RmsNorm(norm_D.to(device), eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
-    return LogitsHead(norm, packer.pack(weight_VD), packer=packer, numerics=numerics)
+) -> Piece[tuple[Tensor, Tensor]]:
+    def read(source: TensorSource) -> tuple[Tensor, Tensor]:
+        dtype = packer.weight_dtype
+        norm_D = source.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=dtype)
+        return norm_D, read_lm_head(source, spec, rows=shard.vocabulary, dtype=dtype)
+
+    def pack(content: tuple[Tensor, Tensor]) -> None:
+        norm_D, weight_VD = content
+        norm = RmsNorm(norm_D.to(device), eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
+        heads.append(LogitsHead(norm, packer.pack(weight_VD), packer=packer, numerics=numerics))
+
+    return Piece(name="LM head", read=read, pack=pack)

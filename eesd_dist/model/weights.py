@@ -2,8 +2,15 @@
 
 Decides where a tensor of a checkpoint lies (one file or many with an index) and that it is what it
 has to be; everything else is a CheckpointError with file, found and expected. Knows no model.
+
+Files are mapped, so that a part of a tensor touches no more than its own pages; what is handed out
+is the caller's own memory and holds no file. Mapped pages count as a process's memory until its
+files are closed: `close_files` after each piece of a large checkpoint keeps that small.
 """
 
+import hashlib
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +25,10 @@ from eesd_dist.model.spec import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of each type that weights may have."""
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 class _Slice(Protocol):
@@ -31,6 +41,23 @@ class _OpenFile(Protocol):
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
     def get_tensor(self, name: str) -> Tensor: ...
+
+
+class TensorSource(Protocol):
+    """Where a model's parameters come from: a checkpoint, or merely its headers."""
+
+    def read(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype,
+        own: bool = True,
+    ) -> Tensor:
+        """With `own` False the result may still lie in the file: only to be copied from."""
+        ...
 
 
 class Checkpoint:
@@ -50,7 +77,11 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.clear()  # closes them: nothing else holds the handles
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Gives their pages back; the next read opens what it needs."""
+        self._files.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
         if self._file_of is None:
@@ -65,25 +96,32 @@ class Checkpoint:
         rows: range | None = None,
         columns: range | None = None,
         dtype: torch.dtype,
+        own: bool = True,
     ) -> Tensor:
         """A float tensor of this shape, or its rows and columns only."""
-        file, found = self._slice(name)
-        self._require(name, file, found, tuple(shape))
-        if found.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                file=self.folder / file,
-                found=f"{name} of type {found.get_dtype()}",
-                expected=f"one of {', '.join(_FLOATS)}",
-            )
-        index = [slice(0, size) for size in shape]
-        if rows is not None:
-            index[0] = slice(rows.start, rows.stop)
-        if columns is not None:
-            index[1] = slice(columns.start, columns.stop)
+        file, found = self._found(name, shape)
+        index = _index(shape, rows=rows, columns=columns)
         try:
-            return found[tuple(index)].to(dtype)
+            part = found[index]
+            if not own:
+                return part.to(dtype)
+            return torch.empty(part.shape, dtype=dtype).copy_(part)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
+
+    def size_of(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> int:
+        """Bytes that such a read would take from the file; checks what `read` checks."""
+        _, found = self._found(name, shape)
+        parts = _index(shape, rows=rows, columns=columns)
+        count: int = math.prod(part.stop - part.start for part in parts)
+        return _FLOATS[found.get_dtype()] * count
 
     def read_raw(self, name: str, *, shape: Sequence[int]) -> Tensor:
         """A whole tensor as it was stored (index maps and the like)."""
@@ -93,6 +131,18 @@ class Checkpoint:
             return self._open(file).get_tensor(name)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
+
+    def _found(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
+        """The tensor, once it is known to be what it has to be."""
+        file, found = self._slice(name)
+        self._require(name, file, found, tuple(shape))
+        if found.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                file=self.folder / file,
+                found=f"{name} of type {found.get_dtype()}",
+                expected=f"one of {', '.join(_FLOATS)}",
+            )
+        return file, found
 
     def _slice(self, name: str) -> tuple[str, _Slice]:
         if name not in self:
@@ -126,6 +176,8 @@ class Checkpoint:
                 raise CheckpointError(
                     file=path, found="no such file", expected="a shard that the index names"
                 ) from None
+            except PermissionError as error:
+                raise _forbidden(path) from error
             except (SafetensorError, OSError) as error:
                 raise self._unreadable(file, error) from error
             self._files[file] = opened
@@ -138,6 +190,66 @@ class Checkpoint:
             expected="a whole safetensors file",
             advice="copy it again; it is probably cut short",
         )
+
+
+class Headers:
+    """Takes a checkpoint's place to learn what a rank would read: no data, only headers.
+
+    What it hands out has shapes and no content.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.size_bytes = 0
+        """Of everything asked for so far."""
+
+    def read(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype,
+        own: bool = True,
+    ) -> Tensor:
+        self.size_bytes += self._checkpoint.size_of(name, shape=shape, rows=rows, columns=columns)
+        parts = _index(shape, rows=rows, columns=columns)
+        return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells checkpoints apart that differ anywhere much: their config, their files' sizes, heads,
+    tails and some blocks between. Reading all of a large one would take minutes."""
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        last = max(0, size - _SAMPLE_BYTES)
+        try:
+            with file.open("rb") as content:
+                for at in range(_SAMPLES):
+                    content.seek(last * at // (_SAMPLES - 1))
+                    digest.update(content.read(_SAMPLE_BYTES))
+        except PermissionError as error:
+            raise _forbidden(file) from error
+    return digest.hexdigest()
+
+
+def _forbidden(file: Path) -> CheckpointError:
+    return CheckpointError(
+        file=file,
+        found="no permission to read it",
+        expected=f"a file that user {os.geteuid()} may read",
+    )
+
+
+def _index(shape: Sequence[int], *, rows: range | None, columns: range | None) -> tuple[slice, ...]:
+    index = [slice(0, size) for size in shape]
+    for axis, part in enumerate((rows, columns)):
+        if part is not None:
+            index[axis] = slice(part.start, part.stop)
+    return tuple(index)
 
 
 def _locate(folder: Path) -> dict[str, str] | None:

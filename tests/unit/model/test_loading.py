@@ -1,0 +1,205 @@
+"""A rank's weights come piece by piece: what is read, when, what it costs, and who is told."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.loading import Piece, load_pieces, unwatched
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import Checkpoint, TensorSource
+from eesd_dist.transport.group import SingleGroup
+from eesd_dist.types import LoadProgress
+from tests.support.thread_group import on_ranks
+from tests.support.tiny_checkpoints import save_tiny_model
+from tests.support.wide_checkpoints import write_wide_checkpoint
+
+MIB = 2**20
+
+
+def _load(folder: Path, first: int, last: int, group: Any = None) -> list[LoadProgress]:
+    seen: list[LoadProgress] = []
+    LlamaSpan.load(
+        folder,
+        ModelSpec.from_folder(folder),
+        first,
+        last,
+        group=group or SingleGroup(),
+        dtype="float32",
+        numerics="fast",
+        device=torch.device("cpu"),
+        num_pages=1,
+        page_size=16,
+        on_progress=seen.append,
+    )
+    return seen
+
+
+def _stored_bytes(folder: Path, *, without: tuple[str, ...]) -> int:
+    """Of all tensors, by the files themselves."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                if not name.startswith(without):
+                    tensor = opened.get_tensor(name)
+                    total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def test_progress_counts_the_bytes_of_the_files_and_ends_with_all_of_them(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, max_shard_size="100KB")
+    seen = _load(tmp_path, 1, 3)
+    assert [p.piece for p in seen] == ["", "layer 1", "layer 2", "LM head"]
+    done = [p.bytes_done for p in seen]
+    assert done == sorted(set(done))
+    assert done[0] == 0
+    assert done[-1] == seen[0].bytes_total
+    assert done[-1] == _stored_bytes(tmp_path, without=("model.layers.0.", "model.embed"))
+
+
+def test_two_ranks_together_read_each_matrix_once(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    totals = on_ranks(2, lambda group: _load(tmp_path, 1, 3, group)[-1].bytes_total)
+    norms = 4 * 64 * (2 * 2 + 1)  # float32, hidden size 64: two a layer, and the last; on each rank
+    whole = _stored_bytes(tmp_path, without=("model.layers.0.", "model.embed"))
+    assert sum(totals) == whole + norms
+
+
+def test_a_missing_tensor_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    write_wide_checkpoint(
+        tmp_path, num_layers=3, hidden_size=64, intermediate_size=64, vocab_size=64
+    )
+    last = "model-00003-of-00004.safetensors"
+    (tmp_path / last).unlink()
+    seen: list[LoadProgress] = []
+    with pytest.raises(CheckpointError, match=last):
+        seen += _load(tmp_path, 0, 3)
+    assert seen == []
+
+
+class _Watched:
+    """Pieces of one tensor, which note when they are read and wait for leave to be packed."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.read: list[str] = []
+        self.packed: list[str] = []
+        self.was_read = {name: threading.Event() for name in names}
+        self.most_ahead = 0
+        self.pieces = [self._piece(name, names[at + 1 :]) for at, name in enumerate(names)]
+
+    def _piece(self, name: str, later: list[str]) -> Piece[Tensor]:
+        def read(source: TensorSource) -> Tensor:
+            tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
+            if tensor.device.type != "meta":
+                self.read.append(name)
+                self.was_read[name].set()
+            return tensor
+
+        def pack(tensor: Tensor) -> None:
+            if later:  # nobody but the reading thread can bring it now
+                assert self.was_read[later[0]].wait(10)
+            self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
+            self.packed.append(name)
+
+        return Piece(name=name, read=read, pack=pack)
+
+
+def test_the_next_piece_is_read_while_one_is_packed_and_never_two(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    watched = _Watched(["a", "b", "c", "d"])
+    load_pieces(tmp_path, watched.pieces, on_progress=unwatched)
+    assert watched.read == watched.packed == ["a", "b", "c", "d"]
+    assert watched.most_ahead == 1
+
+
+def test_what_breaks_the_reading_is_raised_to_the_loader(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+
+    def read(source: TensorSource) -> Tensor:
+        tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
+        if tensor.device.type != "meta":
+            raise CheckpointError(file="f", found="a hole", expected="none")
+        return tensor
+
+    piece = Piece(name="a", read=read, pack=lambda tensor: None)
+    with pytest.raises(CheckpointError, match="a hole"):
+        load_pieces(tmp_path, [piece], on_progress=unwatched)
+
+
+def test_what_was_read_outlives_its_file(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        norm_D = checkpoint.read("model.norm.weight", shape=(64,), dtype=torch.float32)
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert norm_D.shape == (64,)
+
+
+@contextmanager
+def _nobody_special() -> Iterator[None]:
+    """Root may read everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_file_that_may_not_be_read_is_named_with_who_may_not() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        folder = Path(name)
+        save_tiny_model(folder)
+        folder.chmod(0o755)
+        (folder / "model.safetensors").chmod(0)
+        with (
+            _nobody_special(),
+            pytest.raises(CheckpointError, match=rf"model\.safetensors.*user {os.geteuid()}"),
+        ):
+            _load(folder, 0, 3)
+
+
+def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_path: Path) -> None:
+    size = write_wide_checkpoint(
+        tmp_path, num_layers=6, hidden_size=1024, intermediate_size=4096, vocab_size=4096
+    )
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.support.load_rank", str(tmp_path), "1", "4"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        told = json.loads(run.stdout)
+    finally:
+        shutil.rmtree(tmp_path)
+    assert size > 190 * MIB
+    # The embedding is whole on every rank.
+    embedding = 4096 * 1024 * 2
+    assert math.isclose(told["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
+    assert told["kept_bytes"] <= 1.2 * told["share_bytes"] + 8 * MIB
+    # Beyond that: the layer at hand, the next one, its mapped pages, and one matrix in float32.
+    layer = told["share_bytes"] / 6
+    assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + 4 * layer + 8 * MIB
+    assert told["peak_bytes"] < size / 2
+    assert not told["mapped"]
