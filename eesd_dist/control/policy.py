@@ -58,6 +58,19 @@ class DraftPolicy:
         self._controllers[request_id] = self._make(request_id, name, belief)
         self._names[request_id] = name
 
+    def check(self, name: ControllerName | None) -> None:
+        """Raises ConfigError where `admit` would."""
+        name = name or self._speculation.controller
+        if name != "goodput":
+            make_controller(
+                name,
+                config=self._speculation,
+                belief=Belief(),
+                calibrator=self._calibrator,
+                rng=Random(),
+                cost=self._cost,
+            )
+
     def advise(self, beliefs: Mapping[RequestId, Belief]) -> None:
         """The router's beliefs, from any thread: they count from each request's next round on."""
         if not self._speculation.learn:

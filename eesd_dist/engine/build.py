@@ -4,7 +4,7 @@ The only place that knows all the parts of a pipeline. It starts no process and 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -14,28 +14,33 @@ from torch import Tensor
 from eesd_dist.config import EngineConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
 from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.loading import OnProgress, unwatched
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
+from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
     RoundHeader,
     TensorGroup,
     VerifyChannel,
     VerifyReply,
 )
-from eesd_dist.transport.group import SingleGroup
+from eesd_dist.transport.group import LatestGroup, ProcessGroup, SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
+from eesd_dist.types import NO_TRAFFIC, LoadProgress, Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +96,28 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build_draft_stage(config: EngineConfig, layout: Layout, group: TensorGroup) -> DraftStage:
+def build_draft_shard(
+    config: EngineConfig,
+    layout: Layout,
+    group: TensorGroup,
+    *,
+    on_progress: OnProgress = unwatched,
+) -> OwnShard:
+    """One draft rank: its part of layers [0, split) and of the exit head, with their pages.
+
+    In the progress the exit head is one piece, as large as its file is whole; it is told last, when
+    all that the shard needs is in memory.
+    """
     model, cache = config.model, config.cache
+    folder = layout.head_folder if config.speculation.max_draft_tokens > 0 else None
+    head_bytes = 0 if folder is None else _stored_bytes(folder)
+    began_s, span_bytes = monotonic(), 0
+
+    def tell(progress: LoadProgress) -> None:
+        nonlocal span_bytes
+        span_bytes = progress.bytes_total
+        on_progress(replace(progress, bytes_total=span_bytes + head_bytes))
+
     span = LlamaSpan.load(
         model.path,
         layout.spec,
@@ -104,24 +129,65 @@ def build_draft_stage(config: EngineConfig, layout: Layout, group: TensorGroup) 
         device=layout.device,
         num_pages=cache.num_pages,
         page_size=cache.page_size,
+        on_progress=tell,
     )
     head = None
-    if layout.head_folder is not None and config.speculation.max_draft_tokens > 0:
-        head = load_exit_head(config, layout, layout.head_folder)
-    return DraftStage(
+    if folder is not None:
+        head = load_exit_head(config, layout, folder, group=group)
+        total = span_bytes + head_bytes
+        seconds = monotonic() - began_s
+        on_progress(
+            LoadProgress(bytes_done=total, bytes_total=total, piece="exit head", seconds=seconds)
+        )
+    return OwnShard(
         span=span,
         head=head,
+        group=group,
+        num_pages=cache.num_pages,
         page_size=cache.page_size,
         device=layout.device,
         numerics=model.numerics,
+    )
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def head_shelf(config: EngineConfig, layout: Layout, group: TensorGroup) -> HeadShelf:
+    """Where a draft follower gets its part of other exit heads from."""
+    return HeadShelf(lambda folder: load_next_head(config, layout, folder, group=group))
+
+
+def _draft_stage(config: EngineConfig, layout: Layout, compute: DraftCompute) -> DraftStage:
+    return DraftStage(
+        compute=compute,
+        page_size=config.cache.page_size,
+        device=layout.device,
         rejection=config.speculation.acceptance == "rejection",
         log_evidence=config.speculation.log_evidence,
         tree=config.speculation.tree,
     )
 
 
-def load_exit_head(config: EngineConfig, layout: Layout, folder: Path) -> ExitHead:
-    """Raises CheckpointError for a head that is damaged or does not fit the target."""
+def load_next_head(
+    config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup
+) -> ExitHead:
+    """One that takes another's place, and goes on with its pages: of its own it has a single one.
+
+    Raises what `load_exit_head` raises.
+    """
+    small = config.model_copy(update={"cache": config.cache.model_copy(update={"num_pages": 1})})
+    return load_exit_head(small, layout, folder, group=group)
+
+
+def load_exit_head(
+    config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup | None = None
+) -> ExitHead:
+    """This rank's part of the head; without a group, all of it.
+
+    Raises CheckpointError for a head that is damaged or does not fit the target.
+    """
     model, cache = config.model, config.cache
     return ExitHead.load(
         folder,
@@ -132,10 +198,13 @@ def load_exit_head(config: EngineConfig, layout: Layout, folder: Path) -> ExitHe
         device=layout.device,
         num_pages=cache.num_pages,
         page_size=cache.page_size,
+        group=group,
     )
 
 
-def build_verify_stage(config: EngineConfig, group: TensorGroup) -> VerifyStage:
+def build_verify_stage(
+    config: EngineConfig, group: TensorGroup, *, on_progress: OnProgress = unwatched
+) -> VerifyStage:
     """One verify rank: layers [split, L), final norm and this rank's share of the LM head."""
     layout = layout_of(config)
     span = LlamaSpan.load(
@@ -149,6 +218,7 @@ def build_verify_stage(config: EngineConfig, group: TensorGroup) -> VerifyStage:
         device=layout.device,
         num_pages=config.cache.num_pages,
         page_size=config.cache.page_size,
+        on_progress=on_progress,
     )
     return VerifyStage(
         span=span,
@@ -169,13 +239,24 @@ def build_draft_engine(
     clock: Callable[[], float] = monotonic,
     round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
     spool: SpoolSink | None = None,
+    group: TensorGroup | None = None,
+    commands: CommandSink | None = None,
+    on_progress: OnProgress = unwatched,
+    shard: OwnShard | None = None,
 ) -> EngineCore:
     """The drafting actor's engine: draft stage, page tables and scheduler, over any channel.
+
+    With a `group` of several ranks it is rank 0 of the draft stage; the others are in
+    `follow_commands` at the other end of `commands`. A `shard` was loaded before, for this `group`.
 
     Without a `cost` the draft step and the verify pass are measured now, through the channel.
     """
     layout = layout_of(config)
-    draft = build_draft_stage(config, layout, SingleGroup())
+    if shard is None:
+        shard = build_draft_shard(config, layout, group or SingleGroup(), on_progress=on_progress)
+    draft = _draft_stage(
+        config, layout, shard if commands is None else LeadingShard(shard, commands)
+    )
     if cost is None and draft.head is not None:
         cost = _cost_of(config, draft, channel, generation=generation)
     pages = PageAllocator(
@@ -194,6 +275,7 @@ def build_draft_engine(
     )
     return EngineCore(
         draft=draft,
+        draft_traffic=_traffic_of(group),
         channel=channel,
         scheduler=scheduler,
         speculation=config.speculation,
@@ -203,7 +285,16 @@ def build_draft_engine(
         generation=generation,
         round_span=round_span,
         spool=spool,
+        turns=TakingTurns(cost) if config.scheduler.overlap == "auto" else None,
     )
+
+
+def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
+    """What this rank has exchanged in a group of processes; nothing in any other."""
+    if isinstance(group, LatestGroup | ProcessGroup):
+        counted = group
+        return lambda: counted.counts().total
+    return lambda: NO_TRAFFIC
 
 
 def _cost_of(
@@ -234,11 +325,12 @@ def build_local_engine(
 
     Nothing overlaps here, so one cohort keeps the batches whole.
     """
-    if config.parallel.verify_tensor_parallel_size != 1:
-        raise ConfigError(
-            "one process holds one verify rank: leave parallel.verify_tensor_parallel_size at 1, "
-            "or start the service"
-        )
+    for name in ("draft", "verify"):
+        if getattr(config.parallel, f"{name}_tensor_parallel_size") != 1:
+            raise ConfigError(
+                f"one process holds one {name} rank: leave parallel.{name}_tensor_parallel_size "
+                "at 1, or start the service"
+            )
     torch.set_num_threads(config.parallel.num_threads)
     config = config.model_copy(
         update={

@@ -7,7 +7,7 @@ controllers how far to draft, the verify stage which tokens leave.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from eesd_dist.config import SpeculationConfig
@@ -15,16 +15,20 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.draft import DraftedRound, DraftRun, DraftStage
+from eesd_dist.engine.loop_clock import LoopClock, Unnamed
 from eesd_dist.engine.spool import SpoolSink, SpoolTap
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.schedule.lending import LentPages, PageLanding, PageLoan
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel, VerifyReply
 from eesd_dist.trees import ROOT
 from eesd_dist.types import (
+    NO_TRAFFIC,
     Branch,
     Emission,
     Outcome,
@@ -33,6 +37,7 @@ from eesd_dist.types import (
     RoundStats,
     TokenId,
     TokenLogprobs,
+    Traffic,
 )
 
 
@@ -65,6 +70,8 @@ class _InFlight:
     plan_s: float
     draft_s: float
     sent_at: float
+    send_s: float
+    ahead_s: float
     sent_bytes: int
     span: SpanIds
 
@@ -86,32 +93,51 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
         spool: SpoolSink | None = None,
+        draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
+        turns: TakingTurns | None = None,
     ) -> None:
-        """`round_span`: from the traceparents of a round's requests to the span it will have."""
+        """`turns`: chooses between one cohort and two; None leaves it to the scheduler.
+        `round_span`: from the traceparents of a round's requests to the span it will have.
+        `draft_traffic`: what this rank has exchanged with the other draft ranks so far."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
         self._speculation = speculation
         self._cost = cost
+        self._turns = turns
         self._book = book
         self._generation = generation
         self._clock = clock
         self._round_span = round_span
+        self._draft_traffic = draft_traffic
+        self._draft_traffic_before = draft_traffic()
+        self._loop_clock = LoopClock(now_s=clock())
+        self._last_reply_at = clock()
         self._tap = SpoolTap(spool) if spool is not None else None
         self._next_head: tuple[ExitHead, Calibrator] | None = None
         self._lock = threading.Lock()
         self._arrived = threading.Event()
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._in_flight: dict[int, _InFlight] = {}
+        self._returning: dict[RequestId, tuple[Request, DraftPlan | None]] = {}
+        """Waiting requests whose id an aborted one in flight still has: admitted when it leaves."""
         self._kv_moves: list[tuple[int, int]] = []
         """Slots of accepted branches that the verify stage has yet to move: the next header says
         so, before anything is read or written there, whoever's round that is."""
+        self._moves_sent: dict[int, tuple[tuple[int, int], ...]] = {}
+        """Those in headers whose replies have not come yet, by round."""
         self._next_cohort = 0
         self._round_id = 0
+        self._broken_by: Exception | None = None
+        """What ended the last turn after its tokens were committed; the next turn raises it."""
 
     @property
     def generation(self) -> int:
         return self._generation
+
+    @property
+    def draft_stage(self) -> DraftStage:
+        return self._draft
 
     @property
     def cost(self) -> CostModel | None:
@@ -125,27 +151,20 @@ class EngineCore:
         """
         self._refuse_odd_tree(request)
         with self._lock:
+            self._policy.check(request.speculation.controller)
+            before = self._scheduler.live(request.request_id)
             self._scheduler.add(request)
-            if plan is None and self._book is not None:
-                plan = self._book.admit(request.request_id, request.workload)
-            try:
-                self._policy.admit(
-                    request.request_id,
-                    request.speculation.controller,
-                    plan.belief if plan is not None else Belief(),
-                )
-            except ConfigError:
-                self._scheduler.abort(request.request_id)
-                self._let_go(request.request_id)
-                raise
-            if self._tap is not None:
-                self._tap.admit(request)
+            if before is None:
+                self._admit(request, plan)
+            else:  # aborted, and its round still goes by this id
+                self._returning[request.request_id] = request, plan
         self._arrived.set()
 
     def abort(self, request_id: RequestId) -> None:
         """Drops a request and frees its pages; unknown ids are ignored (it may just have ended)."""
         with self._lock:
             self._scheduler.abort(request_id)
+            self._returning.pop(request_id, None)
             if self._scheduler.live(request_id) is None:
                 self._let_go(request_id)
         self._arrived.set()
@@ -183,6 +202,45 @@ class EngineCore:
             num_pages=usage.num_pages,
         )
 
+    # -- pages of other pipelines; from any thread -----------------------------------------------
+
+    def lend_pages(self, request_ids: Collection[RequestId] | None) -> PageLoan:
+        """Full pages of live requests (None: of all) stay as they are until they are returned.
+
+        The requests go on meanwhile: their rounds write behind these pages.
+        """
+        with self._lock:
+            return self._scheduler.lend(request_ids, untouchable=self._moving_pages())
+
+    def return_pages(self, number: str) -> bool:
+        """Whether the loan's pages held the same all the while."""
+        with self._lock:
+            return self._scheduler.lending.take_back(number)
+
+    def reserve_pages(self, lent: Sequence[LentPages]) -> PageLanding:
+        """Pages that no round reads or writes until they are adopted or abandoned."""
+        with self._lock:
+            return self._scheduler.reserve(
+                lent, untouchable=self._moving_pages(), generation=self._generation
+            )
+
+    def adopt_pages(self, number: str) -> bool:
+        """Their content is there: who is added from now on finds it. False: nothing was adopted,
+        since the stores have been lost meanwhile."""
+        with self._lock:
+            return self._scheduler.lending.adopt(number)
+
+    def abandon_pages(self, number: str) -> None:
+        """Nobody writes into them any more, and nothing of it is to be found."""
+        with self._lock:
+            self._scheduler.lending.abandon(number)
+
+    def _moving_pages(self) -> set[int]:
+        """Pages that the verify stage has yet to move slots in: an accepted branch is not in its
+        place there, or lies in a page that its request has given back already."""
+        moves = [*self._kv_moves, *(move for sent in self._moves_sent.values() for move in sent)]
+        return {slot // self._draft.page_size for move in moves for slot in move}
+
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_work()
@@ -191,37 +249,62 @@ class EngineCore:
         """One turn: take the oldest verdict of a cohort, then draft that cohort's next round.
 
         While cohort A is drafted here, cohort B is verified over there. With nothing to do it
-        waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone: call
-        `attach` with a new channel, and every live request is computed again from its tokens.
+        waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone, or a rank
+        of the draft stage: call `attach` with a new channel, and every live request is computed
+        again from its tokens.
         """
+        if self._broken_by is not None:
+            raise self._broken_by
         self._take_next_head()
+        self._choose_turns()
         count = self._scheduler.num_cohorts
         for offset in range(count):
             cohort = (self._next_cohort + offset) % count
             waiting = self._in_flight.get(cohort)
-            result = self._finish(waiting) if waiting is not None else StepResult()
-            if self._begin(cohort) or waiting is not None:
+            if waiting is None:
+                result, has_begun = StepResult(), self._begin(cohort)
+            else:
+                result, has_begun = self._finish(waiting), self._begin_or_break(cohort)
+            if has_begun or waiting is not None:
                 self._next_cohort = (cohort + 1) % count
                 return result
+        idle_from = self._clock()
         self._arrived.wait(wait_s)
         self._arrived.clear()
+        self._loop_clock.idled(self._clock() - idle_from)
         return StepResult()
+
+    def _choose_turns(self) -> None:
+        if self._turns is not None:
+            with self._lock:
+                self._scheduler.take_turns(self._turns.pays(self._scheduler.num_running))
+
+    def _begin_or_break(self, cohort: int) -> bool:
+        """Tokens that were just committed leave, whatever happens here: it is raised next time."""
+        try:
+            return self._begin(cohort)
+        except Exception as error:  # nothing is swallowed: it is only late
+            self._broken_by = error
+            return False
 
     def attach(self, channel: VerifyChannel, *, generation: int) -> None:
         """Goes on with a new verify stage: nothing of its cache is known, so all is recomputed."""
         with self._lock:
+            self._broken_by = None
             self._in_flight.clear()
             self._kv_moves.clear()
+            self._moves_sent.clear()
             self._scheduler.reset_computed()
             self._draft.forget_all()
             for request_id in self._policy.live():
-                if self._scheduler.live(request_id) is None:  # aborted while in flight
-                    self._let_go(request_id)
+                self._settle_end(request_id)  # of those aborted while in flight
             self._channel = channel
             self._generation = generation
+            self._draft_traffic_before = self._draft_traffic()
 
     def close(self) -> None:
         self._channel.close()
+        self._draft.close()
 
     def _take_next_head(self) -> None:
         """Between two rounds: what prefixes the old head has seen is nothing to the new one."""
@@ -229,9 +312,9 @@ class EngineCore:
             waiting, self._next_head = self._next_head, None
             if waiting is None:
                 return
-            self._draft.swap_head(waiting[0])
             self._policy.recalibrate(waiting[1])
             self._scheduler.change_drafter()
+            self._draft.swap_head(waiting[0])  # last: a lost rank may end it, and the head is here
 
     # -- one turn -------------------------------------------------------------------------------
 
@@ -259,7 +342,8 @@ class EngineCore:
         drafted_at = self._clock()
         header = self._header(plan, drafted)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
-        self._in_flight[cohort] = _InFlight(
+        sent = self._clock()
+        waiting = self._in_flight[cohort] = _InFlight(
             plan=plan,
             drafted=drafted,
             round_id=header.round_id,
@@ -267,11 +351,15 @@ class EngineCore:
             plan_s=planned - started,
             draft_s=drafted_at - planned,
             sent_at=drafted_at,
+            send_s=sent - drafted_at,
+            ahead_s=0.0,
             sent_bytes=sent_bytes,
             span=SpanIds(trace_id=header.trace_id, span_id=header.span_id),
         )
         if self._speculation.draft_ahead and len(self._in_flight) == 1:
-            self._go_ahead(self._in_flight[cohort])
+            self._go_ahead(waiting)
+            waiting.ahead_s = self._clock() - sent
+        self._loop_clock.spent(sent - started + waiting.ahead_s)
         return True
 
     def _go_ahead(self, waiting: _InFlight) -> None:
@@ -291,8 +379,11 @@ class EngineCore:
     def _finish(self, waiting: _InFlight) -> StepResult:
         wait_from = self._clock()
         reply = self._channel.receive()
+        self._draft.check()  # nothing that was computed with a rank since lost may leave
         received = self._clock()
         del self._in_flight[waiting.plan.cohort]
+        with self._lock:
+            self._moves_sent.pop(waiting.round_id, None)
         results, outcomes = self._judge(waiting, reply)
         with self._lock:
             emissions = self._scheduler.commit(waiting.plan, results)
@@ -301,22 +392,29 @@ class EngineCore:
                     self._tap.commit(emission.request_id, len(emission.tokens))
             finished = [e.request_id for e in emissions if e.finish_reason is not None]
             self._policy.observe(outcomes)
+            if self._turns is not None:
+                self._turns.observe(
+                    num_drafted=sum(outcome.num_drafted for outcome in outcomes),
+                    num_requests=len(results),
+                )
             if self._book is not None and self._speculation.learn:
                 self._book.observe(outcomes)
             for item in waiting.plan.items:
-                request_id = item.live.request.request_id
-                if self._scheduler.live(request_id) is None:
-                    self._let_go(request_id)
+                self._settle_end(item.live.request.request_id)
         committed = self._clock()
+        self._loop_clock.spent(committed - wait_from)
         stats = self._stats(
             waiting,
             reply,
             outcomes,
             num_emitted=sum(len(e.tokens) for e in emissions),
+            queued_s=max(self._last_reply_at - waiting.sent_at, 0.0),
             in_flight_s=received - waiting.sent_at,
             blocked_s=received - wait_from,
             commit_s=committed - received,
+            unnamed=self._loop_clock.verdict(now_s=committed),
         )
+        self._last_reply_at = received
         return StepResult(
             emissions=tuple(emissions),
             rounds=(stats,),
@@ -357,7 +455,8 @@ class EngineCore:
                 outcomes.append(_outcome(run, path))
             at += k + 1
         self._draft.move(moves)
-        self._kv_moves += moves
+        with self._lock:
+            self._kv_moves += moves
         return results, outcomes
 
     # -- pieces ---------------------------------------------------------------------------------
@@ -373,7 +472,10 @@ class EngineCore:
 
     def _header(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
         self._round_id += 1
-        moves, self._kv_moves = tuple(self._kv_moves), []
+        with self._lock:
+            moves, self._kv_moves = tuple(self._kv_moves), []
+            if moves:
+                self._moves_sent[self._round_id] = moves
         span = self._round_span([item.live.request.traceparent for item in plan.items])
         return RoundHeader(
             generation=self._generation,
@@ -391,6 +493,25 @@ class EngineCore:
     def _spool_k(self, run: DraftRun) -> int:
         return 0 if self._tap is None else self._tap.top_k(run.request_id)
 
+    def _admit(self, request: Request, plan: DraftPlan | None) -> None:
+        if plan is None and self._book is not None:
+            plan = self._book.admit(request.request_id, request.workload)
+        self._policy.admit(
+            request.request_id,
+            request.speculation.controller,
+            plan.belief if plan is not None else Belief(),
+        )
+        if self._tap is not None:
+            self._tap.admit(request)
+
+    def _settle_end(self, request_id: RequestId) -> None:
+        """Lets a request go that has left, and in whoever has waited for its id."""
+        returning = self._returning.pop(request_id, None)
+        if returning is not None or self._scheduler.live(request_id) is None:
+            self._let_go(request_id)
+        if returning is not None:
+            self._admit(*returning)
+
     def _let_go(self, request_id: RequestId) -> None:
         if self._tap is not None:
             self._tap.end(request_id)
@@ -406,11 +527,16 @@ class EngineCore:
         outcomes: list[Outcome],
         *,
         num_emitted: int,
+        queued_s: float,
         in_flight_s: float,
         blocked_s: float,
         commit_s: float,
+        unnamed: Unnamed,
     ) -> RoundStats:
         items = waiting.plan.items
+        draft_traffic = self._draft_traffic()
+        draft_group = draft_traffic.since(self._draft_traffic_before)
+        self._draft_traffic_before = draft_traffic
         depths = [
             max(run.depths, default=0)
             for run in waiting.drafted.runs
@@ -428,11 +554,19 @@ class EngineCore:
             num_emitted=num_emitted,
             plan_s=waiting.plan_s,
             draft_s=waiting.draft_s,
-            transfer_s=max(0.0, min(in_flight_s - reply.received_to_sent_s, blocked_s)),
+            transfer_s=max(0.0, min(in_flight_s - queued_s - reply.received_to_sent_s, blocked_s)),
+            queued_s=queued_s,
             verify_s=reply.verify_s,
             commit_s=commit_s,
             started_unix_s=waiting.started_unix_s,
             sent_bytes=waiting.sent_bytes,
+            received_bytes=reply.wire_bytes,
+            waited_s=waiting.send_s + blocked_s,
+            ahead_s=waiting.ahead_s,
+            idle_s=unnamed.idle_s,
+            other_s=unnamed.other_s,
+            verify_group=reply.group,
+            draft_group=draft_group,
             request_ids=tuple(i.live.request.request_id for i in items),
             traceparents=tuple(i.live.request.traceparent for i in items),
             trace_id=waiting.span.trace_id,

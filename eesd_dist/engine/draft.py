@@ -4,7 +4,8 @@ Every token of every request passes through here, drafted or known; what comes o
 states that the verify stage goes on from. Drafts grow level by level: the exit head's best next
 tokens are offered to the policy, of every request at once, and those it takes are computed
 together. Of a tree alternatives are offered too, each with its own ancestors for history and noise.
-Knows nothing of queues, of the verifier's answers or of how rounds travel.
+Knows nothing of queues, of the verifier's answers, of how rounds travel or of how many ranks
+compute the rows.
 """
 
 # Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
@@ -18,17 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eesd_dist.config import Numerics, TreeConfig
+from eesd_dist.config import TreeConfig
 from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
 from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.rows import RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import evidence_of
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.rows import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
+from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
@@ -68,36 +71,42 @@ class DraftStage:
     def __init__(
         self,
         *,
-        span: LlamaSpan,
-        head: ExitHead | None,
+        compute: DraftCompute,
         page_size: int,
         device: torch.device,
-        numerics: Numerics,
         rejection: bool = False,
         log_evidence: bool = False,
         tree: TreeConfig | None = None,
     ) -> None:
         """`tree`: how many alternatives those requests are offered that draft trees."""
-        self.span = span
-        self.head = head
+        self._compute = compute
         self.page_size = page_size
         self.device = device
-        self._numerics: Numerics = numerics
         self._rejection = rejection
         self._log_evidence = log_evidence
         self._tree = tree or TreeConfig()
         self._states: dict[RequestId, DraftState] = {}
         self._ahead_of: set[RequestId] = set()
-        self._segments: list[RowSegment] = []
-        self._rows: RowPlan | None = None
-        """The plan of `_segments`, the rows computed last; None before the first ones."""
+
+    @property
+    def span(self) -> LlamaSpan:
+        """This rank's part of layers [0, N)."""
+        return self._compute.span
+
+    @property
+    def head(self) -> ExitHead | None:
+        """This rank's part of the exit head; None drafts nothing."""
+        return self._compute.head
+
+    @property
+    def group(self) -> TensorGroup:
+        """The ranks that hold this stage together."""
+        return self._compute.group
 
     def swap_head(self, head: ExitHead) -> None:
         """Between two rounds. The new head goes on with the old one's keys and values: for one that
         was trained on from it they are nearly its own, and a draft may be wrong at any time."""
-        if self.head is not None:
-            head.take_pages(self.head)
-        self.head = head
+        self._compute.take_head(head)
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
@@ -110,8 +119,18 @@ class DraftStage:
                 state.ahead = deque()
         self._ahead_of &= keep
 
+    @torch.inference_mode()
     def forget_all(self) -> None:
+        """A new generation: nothing of any page is known."""
         self._states.clear()
+        self._compute.begin()
+
+    def check(self) -> None:
+        """Raises PeerLost when what was drafted a while ago is not to be used."""
+        self._compute.check()
+
+    def close(self) -> None:
+        self._compute.close()
 
     @torch.inference_mode()
     def draft(
@@ -168,7 +187,7 @@ class DraftStage:
         for run in fresh:
             item = run.item
             tokens.extend(item.live.tokens[item.start : item.start + item.num_known])
-        hidden_TD, input_TE = self._forward(
+        hidden_TD, input_TE = self._compute.run_layers(
             tokens,
             [RowSegment(run.item.start, run.item.num_known, run.item.pages) for run in fresh],
         )
@@ -192,7 +211,6 @@ class DraftStage:
 
     def _catch_up(self, runs: list[DraftRun]) -> None:
         """Shows the exit head the rows it has not seen; leaves its output where guesses follow."""
-        assert self.head is not None
         pieces: list[Tensor] = []
         segments: list[RowSegment] = []
         for run in runs:
@@ -200,7 +218,7 @@ class DraftStage:
             pieces.extend(unseen)
             segments.append(segment)
         input_TE = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        out_TD = self.head.forward(input_TE, self._plan(segments))
+        out_TD = self._compute.run_head(input_TE, segments)
         end = 0
         for run, segment in zip(runs, segments, strict=True):
             end += segment.num_rows
@@ -251,7 +269,7 @@ class DraftStage:
         if not fresh:
             return
         levels = list(fresh.values())
-        hidden_AD, input_AE = self._forward(
+        hidden_AD, input_AE = self._compute.run_layers(
             [token for _, tokens in levels for token in tokens],
             [run.last_rows(len(tokens)) for run, tokens in levels],
         )
@@ -275,14 +293,13 @@ class DraftStage:
 
     def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[list[_Guess]]:
         """The exit head's next tokens for each run, drawn with the noise the verifier will use."""
-        assert self.head is not None
         behind = [run for run in runs if run.is_unseen]
         if behind:
             self._catch_up(behind)
         exit_rows = [run.exit_AD for run in runs if run.exit_AD is not None]
         assert len(exit_rows) == len(runs)
         exit_AD = exit_rows[0] if len(exit_rows) == 1 else torch.cat(exit_rows)
-        logits_AV = self.head.logits(exit_AD)
+        logits_AV = self._compute.logits(exit_AD)
         widths = [
             self._tree.width_at(run.depth_of(run.tips[0]), run.item.live.tree) for run in runs
         ]
@@ -382,7 +399,7 @@ class DraftStage:
                 [shadow], with_evidence=with_evidence or self._log_evidence
             )
         if guess.hidden_D is None:
-            hidden_1D, input_1E = self._forward(
+            hidden_1D, input_1E = self._compute.run_layers(
                 [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
             )
             run.state.lagging_TE.append(input_1E)
@@ -426,27 +443,7 @@ class DraftStage:
     @torch.inference_mode()
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Puts accepted branches into their places, in the pages of the layers and of the head."""
-        self.span.move(moves)
-        if self.head is not None:
-            self.head.move(moves)
-
-    def _forward(self, tokens: list[int], segments: list[RowSegment]) -> tuple[Tensor, Tensor]:
-        """Rows after layer N, and what the exit head reads of them."""
-        tokens_T = torch.tensor(tokens, device=self.device)
-        embedding_TD = self.span.embed(tokens_T)
-        hidden_TD = self.span.forward(embedding_TD, self._plan(segments))
-        if self.head is None:
-            return hidden_TD, hidden_TD
-        return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
-
-    def _plan(self, segments: list[RowSegment]) -> RowPlan:
-        """Made once for span and exit head when both run the same rows, as they mostly do."""
-        if segments != self._segments or self._rows is None:
-            self._segments = segments
-            self._rows = RowPlan.build(
-                segments, page_size=self.page_size, device=self.device, numerics=self._numerics
-            )
-        return self._rows
+        self._compute.move(moves)
 
 
 def _offer(guess: _Guess) -> Offer:

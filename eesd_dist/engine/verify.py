@@ -8,6 +8,7 @@ parameters stand in each round's header. It does not know requests, queues or co
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,8 @@ from eesd_dist.transport.contracts import (
     TensorGroup,
     VerifyReply,
 )
-from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.group import LatestGroup, ProcessGroup, finish_all
+from eesd_dist.transport.memory import Round
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -172,26 +174,41 @@ def serve_rounds(
 
     Returns when the draft stage closes the channel; raises PeerLost when a rank is gone.
     """
-    group = stage.group
-    shared = group if isinstance(group, ProcessGroup) and group.size > 1 else None
+    shared = _ranks_of(stage)
     while True:
         taken = source.next_round()
         if taken is None:
             if shared is not None:
                 share_close(shared)
             return
-        if shared is not None:
-            share_round(shared, *taken)
-        reply = stage.verify(*taken)
-        if shared is not None:
-            shared.check()  # a collective that was given up leaves garbage behind, not an error
+        reply = stage.verify(*taken) if shared is None else _verify_together(stage, shared, taken)
         source.reply(reply)
         observe(taken[0], reply)
 
 
+def _verify_together(stage: VerifyStage, group: ProcessGroup, taken: Round) -> VerifyReply:
+    """Rank 0 computes its part of a round while the other ranks are still being told of it."""
+    started_s, before = time.perf_counter(), group.counts().total
+    sharing = share_round(group, *taken)
+    reply = stage.verify(*taken)
+    finish_all(sharing, timeout_s=group.timeout_s)
+    group.check()  # a collective that was given up leaves garbage behind, not an error
+    took_s = time.perf_counter() - started_s
+    traffic = group.counts().total.since(before)
+    return replace(reply, verify_s=took_s, received_to_sent_s=took_s, group=traffic)
+
+
 def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> None:
     """The other ranks' loop: the same computation on the same rows, and nothing to decide."""
-    group = stage.group
-    assert isinstance(group, ProcessGroup), "a follower is a rank of a process group"
+    group = _ranks_of(stage)
+    assert group is not None, "a follower is a rank of a process group"
     while (taken := follow_round(group)) is not None:
         observe(taken[0], stage.verify(*taken))
+
+
+def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:
+    """The group to share rounds with; None for a stage of one rank."""
+    group = stage.group
+    if isinstance(group, LatestGroup):
+        group = group.current
+    return group if isinstance(group, ProcessGroup) and group.size > 1 else None

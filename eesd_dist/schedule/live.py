@@ -87,7 +87,11 @@ class LiveRequest:
     @property
     def salt(self) -> str:
         """Whose pages it can share: only a request that drafts fills the exit head's own KV."""
-        return f"exit {self.drafter}" if self.max_draft_tokens > 0 else "plain"
+        return salt_of(drafts=self.drafts, drafter=self.drafter)
+
+    @property
+    def drafts(self) -> bool:
+        return self.max_draft_tokens > 0
 
     @property
     def is_decoding(self) -> bool:
@@ -117,6 +121,11 @@ class LiveRequest:
             if len(self.tokens) >= self.max_len:
                 return FinishReason.LENGTH
         return None
+
+
+def salt_of(*, drafts: bool, drafter: int) -> str:
+    """Which pages requests can share, by whether they draft and with which exit head."""
+    return f"exit {drafter}" if drafts else "plain"
 
 
 def _draft_ceiling(request: Request, *, service: int) -> int:

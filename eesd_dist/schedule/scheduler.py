@@ -8,13 +8,15 @@ Refuses to know tensors, stages, controllers and text. One thread owns a schedul
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import QueueFull, RequestError
 from eesd_dist.schedule.gate import Gate
-from eesd_dist.schedule.live import LiveRequest
+from eesd_dist.schedule.lending import Lending, LentPages, PageLanding, PageLoan
+from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs
 
@@ -91,6 +93,8 @@ class Scheduler:
         self._config = config
         self._tree = tree or TreeConfig()
         self._pages = pages
+        self.lending = Lending(pages)
+        """Pages that another pipeline reads or writes."""
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._clock = clock
@@ -101,6 +105,7 @@ class Scheduler:
             page_size=pages.page_size,
         )
         self._num_cohorts = 2 if config.overlap else 1
+        self._takes_turns = self._num_cohorts == 2
         # A page table's fair share: the room a new run is given where there is more than it needs.
         self._fair_share = pages.num_pages // config.max_running
         self._waiting: list[LiveRequest] = []  # by ticket, so a preempted request comes first
@@ -118,6 +123,11 @@ class Scheduler:
     def num_cohorts(self) -> int:
         return self._num_cohorts
 
+    def take_turns(self, wanted: bool) -> None:
+        """Whether requests go into both cohorts from now on, or all into the first as soon as they
+        are at rest; where there is but one, nothing changes."""
+        self._takes_turns = wanted and self._num_cohorts == 2
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -130,10 +140,15 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def live(self, request_id: RequestId) -> LiveRequest | None:
-        """The request with this id, running or waiting."""
-        if request_id in self._running:
-            return self._running[request_id]
-        return next((live for live in self._waiting if live.request_id == request_id), None)
+        """The request with this id, running or waiting.
+
+        An aborted one only while its round is in flight and nobody waits under the same id.
+        """
+        running = self._running.get(request_id)
+        if running is not None and not running.is_aborted:
+            return running
+        waiting = (live for live in self._waiting if live.request_id == request_id)
+        return next(waiting, running)
 
     def usage(self) -> SchedulerUsage:
         return SchedulerUsage(
@@ -148,9 +163,14 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Puts a request into the queue, or raises RequestError or QueueFull."""
+        """Puts a request into the queue, or raises RequestError or QueueFull.
+
+        An aborted request's id is free again; who takes it waits until the round that the aborted
+        one is in has been committed, since results go by id.
+        """
         self._gate.check(request)
-        if self.live(request.request_id) is not None:
+        live = self.live(request.request_id)
+        if live is not None and not live.is_aborted:
             raise RequestError(
                 f"request {request.request_id} is being served already: choose another id",
                 param="request_id",
@@ -181,7 +201,7 @@ class Scheduler:
         if live is None or live.is_aborted:
             return False
         live.is_aborted = True
-        if request_id not in self._running:
+        if self._running.get(request_id) is not live:
             self._waiting.remove(live)
         elif not live.in_flight:
             self._leave(live)
@@ -239,6 +259,54 @@ class Scheduler:
         for live in self._waiting:
             live.drafter = self._drafter
 
+    def lend(self, request_ids: Collection[RequestId] | None, *, untouchable: Set[int]) -> PageLoan:
+        """The full pages of these running requests (None: of all), in front of untouchable ones."""
+        lent = []
+        for live in self._running.values():
+            wanted = request_ids is None or live.request_id in request_ids
+            if not wanted or live.is_aborted or (live.drafts and live.drafter != self._drafter):
+                continue
+            full = live.pages[: live.num_computed // self._pages.page_size]
+            pages = tuple(takewhile(lambda page: page not in untouchable, full))
+            lent.append(
+                LentPages(
+                    request_id=live.request_id,
+                    tokens=tuple(live.tokens[: len(pages) * self._pages.page_size]),
+                    pages=pages,
+                    drafts=live.drafts,
+                )
+            )
+        return self.lending.lend(lent)
+
+    def reserve(
+        self, lent: Iterable[LentPages], *, untouchable: Set[int], generation: int = 0
+    ) -> PageLanding:
+        """Room for another pipeline's pages: what is left beside those who run or wait here."""
+        return self.lending.reserve(
+            tuple(lent),
+            salt_of=lambda drafts: salt_of(
+                drafts=drafts and self._max_draft_tokens > 0, drafter=self._drafter
+            ),
+            num_kept=self._num_spoken_for(),
+            untouchable=untouchable,
+            generation=generation,
+        )
+
+    def _num_spoken_for(self) -> int:
+        """Free pages that its own requests may still ask for, each up to its fair share; beyond
+        that nobody has a right to any, and few answers get as long as they may."""
+        num_entering = self._config.max_running - len(self._running)
+        return sum(
+            max(1, self._fair_need(live) - len(live.pages)) for live in self._running.values()
+        ) + sum(
+            max(self._num_missing(live, ahead=0), self._fair_need(live))
+            for live in self._waiting[:num_entering]
+        )
+
+    def _fair_need(self, live: LiveRequest) -> int:
+        """Pages that it may grow to."""
+        return min(self._pages.pages_for(live.max_len - 1), self._fair_share)
+
     def check(self) -> None:
         """Raises AssertionError when page tables and the allocator disagree."""
         self._pages.check()
@@ -246,6 +314,8 @@ class Scheduler:
         for live in self._running.values():
             for page in live.pages:
                 num_owners[page] += 1
+        for page in self.lending.owned():
+            num_owners[page] += 1
         for page, count in zip(map(PageId, range(len(num_owners))), num_owners, strict=True):
             found = self._pages.num_owners(page)
             assert count == found, f"page {page} is in {count} tables and has {found} owners"
@@ -255,12 +325,17 @@ class Scheduler:
     # Cohorts.
 
     def _smaller_cohort(self, *, prefer: int) -> int:
+        if not self._takes_turns:
+            return 0
         sizes = self._sizes()
         return min(range(self._num_cohorts), key=lambda cohort: (sizes[cohort], cohort != prefer))
 
     def _balance(self) -> None:
         """While one cohort has two requests more than the other, one that is at rest moves."""
-        if self._num_cohorts == 1:
+        if not self._takes_turns:
+            for live in self._running.values():
+                if live.cohort and not live.in_flight:
+                    live.cohort = 0
             return
         sizes = self._sizes()
         larger = 0 if sizes[0] > sizes[1] else 1
@@ -299,15 +374,18 @@ class Scheduler:
         return budget
 
     def _admit(self, cohort: int, known: dict[LiveRequest, int], *, budget: int) -> None:
-        """Lets the head of the queue in while it finds pages, a place and a row to begin with."""
+        """Lets the head of the queue in while it finds pages, a place and a row to begin with.
+
+        Passed over is only who waits for an aborted request of the same id to leave.
+        """
         while self._waiting and len(self._running) < self._config.max_running:
             joined = self._smaller_cohort(prefer=cohort)
             if joined == cohort and budget <= 0:
                 return
-            live = self._waiting[0]
-            if not self._enter(live, cohort=joined):
+            live = next((v for v in self._waiting if v.request_id not in self._running), None)
+            if live is None or not self._enter(live, cohort=joined):
                 return
-            del self._waiting[0]
+            self._waiting.remove(live)
             if joined == cohort:
                 known[live] = self._chunk(live, budget=budget)
                 budget -= known[live]
@@ -350,11 +428,10 @@ class Scheduler:
 
     def _grow(self, live: LiveRequest, count: int) -> bool:
         """Appends `count` pages to its table, or none when there are not so many."""
-        longest = self._pages.pages_for(live.max_len - 1)
         added = self._pages.allocate(
             count,
             after=live.pages[-1] if live.pages else None,
-            expected=min(longest, self._fair_share) - len(live.pages),
+            expected=self._fair_need(live) - len(live.pages),
         )
         live.pages += added or ()
         return added is not None
@@ -406,6 +483,7 @@ class Scheduler:
             self._leave(live)
         self._outstanding.clear()
         self._preempted.clear()
+        self.lending.void()
         self._pages.forget_cached()
 
     def _in_order(self) -> list[LiveRequest]:

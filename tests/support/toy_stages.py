@@ -8,12 +8,19 @@ ranks only wait. Nothing imports torch.
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from eesd_dist.actors.contracts import Address, ControlReport, Generation, Stages
+from eesd_dist.actors.contracts import (
+    Address,
+    ControlReport,
+    Generation,
+    HandsPages,
+    LoadReport,
+    Stages,
+)
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CheckpointError, ConfigError, QueueFull
+from eesd_dist.errors import CheckpointError, ConfigError, EngineError, QueueFull, RequestError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
@@ -62,6 +69,11 @@ class ToyDrafter:
 
     def add(self, request: Request) -> None:
         with self._lock:
+            if request.request_id in self._live:  # as the real scheduler does
+                raise RequestError(
+                    f"request {request.request_id} is being served already: choose another id",
+                    param="request_id",
+                )
             if len(self._live) >= self._config.scheduler.max_waiting:
                 raise QueueFull(num_waiting=len(self._live), limit=len(self._live))
             self._live[request.request_id] = request
@@ -73,7 +85,9 @@ class ToyDrafter:
     def step(self, *, wait_s: float) -> ToyStep:
         time.sleep(ROUND_S)
         with self._lock:
-            emissions = tuple(self._advance(request) for request in list(self._live.values()))
+            requests = list(self._live.values())
+            self._meet(requests)
+            emissions = tuple(self._advance(request) for request in requests)
         if not emissions:
             return ToyStep()
         self._num_rounds += 1
@@ -86,6 +100,9 @@ class ToyDrafter:
             ),
             finished=tuple(e.request_id for e in emissions if e.finish_reason is not None),
         )
+
+    def _meet(self, requests: Sequence[Request]) -> None:
+        """Before the round they are all in; here nothing comes of it."""
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
         del plans
@@ -157,6 +174,9 @@ class ToyStages:
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)
 
+    def prepare_draft(self, *, rank: int, cost: Mapping[str, object] | None = None) -> None:
+        del rank, cost
+
     def connect_draft(self, generation: Generation) -> None:
         del generation
 
@@ -168,13 +188,19 @@ class ToyStages:
     def adopt(self, priors: Priors) -> None:
         del priors
 
-    def load_head(self, folder: str) -> None:
+    def load_head(self, folder: str, *, sha256: str | None = None) -> None:
         raise ConfigError(f"cannot take {folder}: toys draft without a head")
 
     def control(self) -> ControlReport:
         return ControlReport(head=None, calibration=None, cost=None, spool=None)
 
     def spool_counts(self) -> SpoolCounts | None:
+        return None
+
+    def pages(self) -> HandsPages:
+        raise EngineError("toys have no pages")
+
+    def loading(self) -> LoadReport | None:
         return None
 
     def flush(self) -> None:
@@ -185,6 +211,12 @@ class ToyStages:
             raise CheckpointError(
                 file=self._config.model.path, found="nothing", expected="a model folder"
             )
+        return ToyRank()
+
+    def load_head_part(self, folder: str) -> str:
+        raise ConfigError(f"cannot take {folder}: toys draft without a head")
+
+    def join_draft_follower(self, generation: Generation, *, rank: int) -> ToyRank:
         return ToyRank()
 
 

@@ -3,15 +3,17 @@
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.llm import LLM
-from eesd_dist.errors import RequestError
+from eesd_dist.errors import PeerLost, RequestError
 from eesd_dist.model.rows import RowPlan
 from eesd_dist.transport.group import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
@@ -68,6 +70,28 @@ def test_two_cohorts_take_turns_and_change_no_token(make_config: MakeConfig) -> 
         assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted], name
 
 
+def test_changing_between_one_batch_and_two_cohorts_changes_no_token(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap="auto"))
+    engine = late_engine(config, late_by_polls=0)
+    rng = random.Random(5)
+    answers: list[bool] = []
+
+    def tossed(self: TakingTurns, num_requests: int) -> bool:
+        answers.append(rng.random() < 0.5)
+        return answers[-1]
+
+    monkeypatch.setattr(TakingTurns, "pays", tossed)
+    plain = LLM(make_config())
+    for name, sampling in SAMPLING.items():
+        batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
+        wanted = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
+        found = drain(engine, batch)
+        assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted], name
+    assert set(answers) == {True, False}
+
+
 def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -> None:
     config = make_config()
     stage = build_verify_stage(config, SingleGroup())
@@ -89,6 +113,75 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
             found[emission.request_id].extend(emission.tokens)
     assert turns > 11
     assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PeerLost(peer="verify rank 0", operation="round 4", reason="it is gone"),
+        ZeroDivisionError("a bug of ours"),
+    ],
+    ids=["a peer", "a bug"],
+)
+def test_tokens_of_a_verdict_leave_before_the_loss_that_follows_it(
+    loss: Exception, make_config: MakeConfig
+) -> None:
+    config = make_config()
+    stage = build_verify_stage(config, SingleGroup())
+
+    class Breaking(MemoryChannel):
+        num_until_loss = 10_000
+
+        def send(self, *round_: Any) -> int:
+            self.num_until_loss -= 1
+            if self.num_until_loss == 0:
+                raise loss
+            return super().send(*round_)
+
+    channel = Breaking(stage.verify)
+    engine = build_draft_engine(config, channel)
+    channel.num_until_loss = 4
+    (request,) = requests(1, SAMPLING["warm"], SpeculationParams(controller="fixed"), "broken")
+    wanted = LLM(make_config()).generate([request])[0].tokens
+    engine.add(request)
+    found: list[TokenId] = []
+    num_losses = 0
+    while engine.has_work:
+        try:
+            emissions = engine.step(wait_s=0.0).emissions
+        except type(loss):
+            num_losses += 1
+            engine.attach(MemoryChannel(stage.verify), generation=2)
+            continue
+        found += [token for emission in emissions for token in emission.tokens]
+    assert num_losses == 1
+    assert found == wanted
+
+
+@pytest.mark.parametrize("turns_before", [1, 2, 3, 4])
+def test_a_request_dropped_in_flight_may_come_back_at_once(
+    turns_before: int, make_config: MakeConfig
+) -> None:
+    config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
+    engine = late_engine(config, late_by_polls=2)
+    batch = requests(3, SAMPLING["warm"], SpeculationParams(controller="beta"), "back")
+    wanted = LLM(make_config()).generate(batch)
+    for request in batch:
+        engine.add(request)
+    found: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
+    turns = 0
+    while engine.has_work:
+        for emission in engine.step(wait_s=0.0).emissions:
+            found[emission.request_id].extend(emission.tokens)
+        turns += 1
+        if turns == turns_before:
+            for request in batch:
+                engine.abort(request.request_id)
+                told = tuple(found[request.request_id])
+                engine.add(dataclasses.replace(request, generated=told))
+    assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
+    load = engine.load()
+    assert load.free_pages == load.num_pages
 
 
 def test_work_done_ahead_is_used_with_overlap_on(make_config: MakeConfig) -> None:

@@ -544,6 +544,34 @@ def test_an_aborted_request_in_flight_keeps_its_pages_until_its_round_is_over() 
     scheduler.check()
 
 
+def test_a_request_that_takes_an_aborted_ones_id_waits_for_its_round_and_no_longer() -> None:
+    scheduler = _scheduler()
+    scheduler.add(_request())
+    plan = _plan(scheduler)
+    scheduler.abort(RequestId("a"))
+    scheduler.add(_request(prompt=[7, 8]))
+    with pytest.raises(RequestError, match="being served already"):
+        scheduler.add(_request())
+    scheduler.add(_request("b"))
+    assert [item.live.request_id for item in _plan(scheduler).items] == ["b"]
+    assert scheduler.commit(plan, {}) == []
+    assert _live(scheduler, "a").tokens == [7, 8]
+    assert [item.live.tokens for item in _plan(scheduler).items] == [[7, 8]]
+    scheduler.check()
+
+
+def test_who_waits_for_an_aborted_ones_id_can_be_aborted_itself() -> None:
+    scheduler = _scheduler()
+    scheduler.add(_request())
+    plan = _plan(scheduler)
+    scheduler.abort(RequestId("a"))
+    scheduler.add(_request(prompt=[7, 8]))
+    assert scheduler.abort(RequestId("a"))
+    assert not scheduler.abort(RequestId("a"))
+    assert scheduler.commit(plan, {}) == []
+    assert not scheduler.has_work()
+
+
 def test_an_aborted_request_at_rest_or_in_the_queue_is_gone_at_once() -> None:
     pages = make_pages(prefix_caching=False)
     scheduler = _scheduler(pages)
@@ -634,6 +662,28 @@ def test_a_request_at_its_end_draws_no_tree() -> None:
     scheduler.add(_request(max_tokens=1))
     item = _only(_plan(scheduler))
     assert (item.max_draft, item.max_nodes) == (0, 0)
+
+
+def _each_says(plan: RoundPlan, token: int) -> dict[RequestId, Committed]:
+    return {item.live.request_id: _verifier_says(token) for item in plan.items}
+
+
+def test_without_turns_all_requests_come_together_in_the_first_cohort() -> None:
+    scheduler = _scheduler(config=SchedulerConfig(overlap=True))
+    for name in ("a", "b", "c", "d"):
+        scheduler.add(_request(name))
+    first, second = scheduler.plan(0), scheduler.plan(1)
+    assert first is not None
+    assert second is not None
+    scheduler.take_turns(False)
+    scheduler.commit(first, _each_says(first, 3))
+    again = scheduler.plan(0)
+    assert again is not None
+    assert len(again.items) == len(first.items)  # the others are in flight still
+    scheduler.commit(second, _each_says(second, 3))
+    assert scheduler.plan(1) is None
+    scheduler.commit(again, _each_says(again, 3))
+    assert len(_plan(scheduler).items) == 4
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -733,6 +783,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.requests.append(request)
         self.ledger.answers[request.request_id] = list(told)
 
+    @rule(wanted=st.booleans())
+    def take_turns(self, wanted: bool) -> None:
+        self.scheduler.take_turns(wanted)
+
     @rule(cohort=st.integers(0, 1))
     def plan(self, cohort: int) -> None:
         if cohort >= self.scheduler.num_cohorts or cohort in self.pending:
@@ -760,6 +814,16 @@ class AnyOrder(RuleBasedStateMachine):
         is_live = request_id not in self.ledger.reasons and request_id not in self.aborted
         assert self.scheduler.abort(request_id) == is_live
         self.aborted.add(request_id)
+
+    @precondition(lambda self: self.aborted and self.scheduler.num_waiting < 6)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.aborted)))
+        request = next(r for r in self.requests if r.request_id == request_id)
+        self.scheduler.add(request)
+        self.aborted.remove(request_id)
+        self.ledger.answers[request_id] = list(request.generated)
+        self.ledger.reasons.pop(request_id, None)
 
     @rule()
     def lose_a_stage(self) -> None:

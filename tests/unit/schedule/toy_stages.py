@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
+from eesd_dist.schedule.lending import KvLayout
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.trees import depths_of, path_to
@@ -207,6 +208,22 @@ def run_until_idle(
         if not scheduler.has_work():
             return
     raise AssertionError(f"work is left after {max_rounds} rounds: {scheduler.usage()}")
+
+
+def kv_layout(*, verify_ranks: int = 2, finds_prefixes: bool = True) -> KvLayout:
+    return KvLayout(
+        weights="w",
+        head="h",
+        dtype="float32",
+        numerics="invariant",
+        split=2,
+        num_layers=4,
+        draft_ranks=1,
+        verify_ranks=verify_ranks,
+        page_size=16,
+        machine="m",
+        finds_prefixes=finds_prefixes,
+    )
 
 
 def make_pages(

@@ -1,0 +1,312 @@
+"""The draft stage's tensors: what one rank computes, and how several compute it together.
+
+Rank 0 is the drafting actor. It keeps scheduler, controllers, page tables and sampling, and
+announces each operation before it takes its own part in it; the other ranks hold their part of
+layers [0, N) and of the exit head, with the KV pages of both, and run what they are told. Which
+operation comes next, and what becomes of its result, is decided elsewhere.
+"""
+
+# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
+# of a row, V vocabulary (or the draft vocabulary).
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eesd_dist.config import Numerics
+from eesd_dist.errors import CheckpointError, ConfigError, WireError
+from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.head_config import HeadIdentity
+from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.transport.command_stream import CommandSink, CommandSource
+from eesd_dist.transport.commands import (
+    Command,
+    MoveSlots,
+    RowsLike,
+    RunHead,
+    RunLayers,
+    RunLogits,
+    TakeHead,
+)
+from eesd_dist.transport.contracts import TensorGroup
+
+
+class DraftCompute(Protocol):
+    """All that drafting asks of layers and head."""
+
+    @property
+    def span(self) -> LlamaSpan: ...
+    @property
+    def head(self) -> ExitHead | None: ...
+    @property
+    def group(self) -> TensorGroup: ...
+
+    def run_layers(
+        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+    ) -> tuple[Tensor, Tensor]:
+        """Rows after layer N, and what the exit head reads of them."""
+        ...
+
+    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        """The exit head's layer; writes its keys and values."""
+        ...
+
+    def logits(self, exit_AD: Tensor) -> Tensor:
+        """[A, V] of rows that `run_head` returned."""
+        ...
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies slots, (from, to) each, in the pages of the layers and of the head."""
+        ...
+
+    def take_head(self, head: ExitHead) -> None:
+        """Another one goes on with the present one's pages."""
+        ...
+
+    def begin(self) -> None:
+        """A new generation: the ranks may be others, and nobody's pages hold anything."""
+        ...
+
+    def check(self) -> None:
+        """Raises PeerLost when results of a while ago are not to be used."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnShard:
+    """What one rank holds: everything, where it is the only one."""
+
+    def __init__(
+        self,
+        *,
+        span: LlamaSpan,
+        head: ExitHead | None,
+        group: TensorGroup,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        numerics: Numerics,
+    ) -> None:
+        self.span = span
+        self.head = head
+        self.group = group
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._device = device
+        self._numerics: Numerics = numerics
+        self._segments: list[RowSegment] = []
+        self._rows: RowPlan | None = None
+        """The plan of `_segments`, the rows computed last; None before the first ones."""
+
+    def run_layers(
+        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+    ) -> tuple[Tensor, Tensor]:
+        tokens_T = torch.tensor(tokens, device=self._device)
+        embedding_TD = self.span.embed(tokens_T)
+        hidden_TD = self.span.forward(embedding_TD, self._plan(segments))
+        if self.head is None:
+            return hidden_TD, hidden_TD
+        return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
+
+    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        return self._drafter.forward(input_TE, self._plan(segments))
+
+    def logits(self, exit_AD: Tensor) -> Tensor:
+        return self._drafter.logits(exit_AD)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.span.move(moves)
+        if self.head is not None:
+            self.head.move(moves)
+
+    def take_head(self, head: ExitHead) -> None:
+        if self.head is not None:
+            head.take_pages(self.head)
+        self.head = head
+
+    def begin(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    @property
+    def _drafter(self) -> ExitHead:
+        if self.head is None:
+            raise ConfigError(
+                "rank 0 of the draft stage drafts with an exit head and this rank has none: start "
+                "every rank with the same configuration"
+            )
+        return self.head
+
+    def _plan(self, segments: Sequence[RowSegment]) -> RowPlan:
+        """Made once for span and exit head when both run the same rows, as they mostly do."""
+        if segments != self._segments or self._rows is None:
+            self._segments = list(segments)
+            self._rows = RowPlan.build(
+                segments,
+                page_size=self.page_size,
+                device=self._device,
+                numerics=self._numerics,
+            )
+        return self._rows
+
+
+class LeadingShard:
+    """Rank 0 of several: says what it is about to compute, then takes its part in it."""
+
+    def __init__(self, own: OwnShard, commands: CommandSink) -> None:
+        self._own = own
+        self._commands = commands
+        self.begin()
+
+    @property
+    def span(self) -> LlamaSpan:
+        return self._own.span
+
+    @property
+    def head(self) -> ExitHead | None:
+        return self._own.head
+
+    @property
+    def group(self) -> TensorGroup:
+        return self._own.group
+
+    def run_layers(
+        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+    ) -> tuple[Tensor, Tensor]:
+        self._commands.announce(RunLayers(tokens=tokens, segments=segments))
+        return self._own.run_layers(tokens, segments)
+
+    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        self._commands.announce(RunHead(segments=segments, input_TE=input_TE))
+        return self._own.run_head(input_TE, segments)
+
+    def logits(self, exit_AD: Tensor) -> Tensor:
+        self._commands.announce(RunLogits(exit_AD=exit_AD))
+        return self._own.logits(exit_AD)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        if moves:
+            self._commands.announce(MoveSlots(moves=moves))
+            self._own.move(moves)
+
+    def take_head(self, head: ExitHead) -> None:
+        self._own.take_head(head)
+        self._agree_on_head()
+
+    def begin(self) -> None:
+        self._agree_on_head()
+
+    def check(self) -> None:
+        self._commands.check()
+
+    def close(self) -> None:
+        self._commands.close()
+
+    def _agree_on_head(self) -> None:
+        head = self._own.head
+        if head is not None:
+            assert head.identity is not None, "a part of a head knows which files it is a part of"
+            self._commands.announce(
+                TakeHead(folder=head.identity.folder, sha256=head.identity.sha256)
+            )
+
+
+class HeadShelf:
+    """A follower's part of the exit head that rank 0 will name next, read ahead of time.
+
+    What is not here when it is named is read then, while everybody waits for it.
+    """
+
+    def __init__(self, load: Callable[[Path], ExitHead]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._aside: ExitHead | None = None
+
+    def put_aside(self, folder: Path) -> HeadIdentity:
+        """From any thread. Raises CheckpointError or ConfigError for a head that does not fit."""
+        head = self._load(folder)
+        with self._lock:
+            self._aside = head
+        assert head.identity is not None
+        return head.identity
+
+    def take(self, wanted: TakeHead) -> ExitHead:
+        with self._lock:
+            head, self._aside = self._aside, None
+        if head is None or not _is(head, wanted):
+            head = self._load(Path(wanted.folder))
+        if not _is(head, wanted):
+            found = "none" if head.identity is None else head.identity.sha256[:12]
+            raise CheckpointError(
+                file=wanted.folder,
+                found=f"an exit head {found} on this node",
+                expected=f"{wanted.sha256[:12]}, as rank 0 of the draft stage has read there",
+                advice="put the same files on every node and restart the service",
+            )
+        return head
+
+
+def follow_commands(shard: OwnShard, source: CommandSource, *, heads: HeadShelf) -> None:
+    """A follower's loop: returns when rank 0 closes, raises PeerLost when a rank is gone."""
+    while (command := source.next_command()) is not None:
+        _obey(command, shard, heads)
+
+
+@torch.inference_mode()
+def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
+    match command:
+        case RunLayers(tokens=tokens, segments=segments):
+            _expect_below("token", max(tokens), shard.span.spec.vocab_size)
+            shard.run_layers(tokens, _row_segments(segments, shard))
+        case RunHead(segments=segments, input_TE=input_TE):
+            reads_embedding = shard.head is not None and shard.head.reads_embedding
+            _expect_rows(input_TE, shard.span, width_times=2 if reads_embedding else 1)
+            shard.run_head(input_TE, _row_segments(segments, shard))
+        case RunLogits(exit_AD=exit_AD):
+            _expect_rows(exit_AD, shard.span)
+            shard.logits(exit_AD)
+        case MoveSlots(moves=moves):
+            highest = max(max(move) for move in moves)
+            _expect_below("slot", highest, shard.num_pages * shard.page_size)
+            shard.move(moves)
+        case TakeHead():
+            if shard.head is None or not _is(shard.head, command):
+                shard.take_head(heads.take(command))
+
+
+def _row_segments(segments: Sequence[RowsLike], shard: OwnShard) -> list[RowSegment]:
+    for rows in segments:
+        _expect_below("page", max(rows.pages, default=0), shard.num_pages)
+        last = rows.start + rows.num_rows - 1
+        _expect_below("place", last, len(rows.pages) * shard.page_size)
+    return [RowSegment(rows.start, rows.num_rows, rows.pages, rows.parents) for rows in segments]
+
+
+def _expect_rows(x_TD: Tensor, span: LlamaSpan, *, width_times: int = 1) -> None:
+    found = x_TD.shape[-1], x_TD.dtype
+    expected = width_times * span.spec.hidden_size, span.compute_dtype
+    if found != expected:
+        raise WireError(
+            f"found rows of {found[0]} x {found[1]} beside a command, expected "
+            f"{expected[0]} x {expected[1]}: start every rank with the same configuration"
+        )
+
+
+def _expect_below(what: str, found: int, limit: int) -> None:
+    if found >= limit:
+        raise WireError(f"found {what} {found} in a command, expected less than {limit}")
+
+
+def _is(head: ExitHead, wanted: TakeHead) -> bool:
+    return head.identity is not None and head.identity.sha256 == wanted.sha256

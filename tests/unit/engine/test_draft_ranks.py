@@ -1,0 +1,219 @@
+"""Ranks of a draft stage as threads: together they compute what one computes alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_draft_shard, head_shelf, layout_of, load_next_head
+from eesd_dist.engine.draft_ranks import (
+    DraftCompute,
+    HeadShelf,
+    LeadingShard,
+    OwnShard,
+    follow_commands,
+)
+from eesd_dist.errors import CheckpointError, PeerLost, WireError
+from eesd_dist.model.rows import RowSegment
+from eesd_dist.transport.commands import (
+    Command,
+    MoveSlots,
+    Rows,
+    RunHead,
+    RunLayers,
+    RunLogits,
+    TakeHead,
+)
+from eesd_dist.transport.group import SingleGroup
+from eesd_dist.types import LoadProgress
+from tests.support.drafters import save_head
+from tests.support.thread_commands import ThreadCommandSource, thread_commands
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.unit.engine.conftest import MakeConfig
+
+NUM_RANKS = 2
+PAGES = (4, 2, 9)
+ROW = Rows(start=0, num_rows=1, pages=(0,), parents=())
+
+Result = TypeVar("Result")
+Work = Callable[[DraftCompute], Result]
+
+
+def alone(config: EngineConfig, work: Work[Result]) -> Result:
+    shard = build_draft_shard(config, layout_of(config), SingleGroup())
+    with torch.inference_mode():
+        return work(shard)
+
+
+def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1) -> Result:
+    """What `work` returns on rank 0, the others doing as they are told."""
+    torch.set_num_threads(1)
+    sink, sources = thread_commands(others, timeout_s=10.0)
+    found: list[Result] = []
+
+    def run(group: ThreadGroup) -> None:
+        layout = layout_of(config)
+        shard = build_draft_shard(config, layout, group)
+        if group.rank > 0:
+            heads = head_shelf(config, layout, group)
+            follow_commands(shard, sources[group.rank - 1], heads=heads)
+            return
+        leading = LeadingShard(shard, sink)
+        try:
+            with torch.inference_mode():
+                found.append(work(leading))
+        finally:
+            leading.close()
+
+    on_ranks(1 + others, run)
+    return found[0]
+
+
+def drafted(compute: DraftCompute) -> list[Tensor]:
+    """A prefill, two steps of a chain, a tree's level, and its branch moved into its place."""
+    results: list[Tensor] = []
+
+    def step(tokens: list[int], segment: RowSegment) -> None:
+        hidden_TD, input_TE = compute.run_layers(tokens, [segment])
+        exit_TD = compute.run_head(input_TE, [segment])
+        results.extend((hidden_TD, exit_TD, compute.logits(exit_TD[-2:])))
+
+    step(list(range(5, 18)), RowSegment(0, 13, PAGES))
+    step([40], RowSegment(13, 1, PAGES))
+    step([41], RowSegment(14, 1, PAGES))
+    step([50, 51], RowSegment(15, 2, PAGES, (-1, -1)))
+    compute.move([(2 * 16, 4 * 16 + 15)])
+    step([60], RowSegment(16, 1, PAGES))
+    return results
+
+
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_compute_what_one_computes(
+    head: str, dtype: str, make_config: MakeConfig
+) -> None:
+    config = make_config(head, dtype=dtype)
+    wanted, found = alone(config, drafted), together(config, drafted)
+    assert [x.shape for x in found] == [x.shape for x in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-4)
+
+
+def test_ranks_whose_parts_differ_by_a_row_give_whole_rows(
+    target: Path, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    config = make_config()
+    odd = save_head(target, tmp_path / "odd", "sometimes", draft_vocab=list(range(1, 96, 2))[:-1])
+    model = config.model.model_copy(update={"head": odd})
+    config = config.model_copy(update={"model": model})
+    wanted, found = alone(config, drafted), together(config, drafted)
+    assert found[-1].shape[-1] == 47
+    assert torch.allclose(found[-1], wanted[-1], atol=2e-4)
+
+
+def test_a_row_has_the_same_bits_beside_any_others(make_config: MakeConfig) -> None:
+    tokens = list(range(3, 33))
+
+    def in_pieces(compute: DraftCompute) -> tuple[Tensor, Tensor]:
+        whole_TD, _ = compute.run_layers(tokens, [RowSegment(0, 30, (0, 1))])
+        singles = [
+            compute.run_layers([token], [RowSegment(at, 1, (5, 7))])[0]
+            for at, token in enumerate(tokens)
+        ]
+        return whole_TD, torch.cat(singles)
+
+    whole_TD, singles_TD = together(make_config(), in_pieces)
+    assert torch.equal(whole_TD, singles_TD)
+
+
+def test_a_swapped_head_is_the_same_on_every_rank(
+    heads: dict[str, Path], make_config: MakeConfig
+) -> None:
+    def swapped(compute: DraftCompute) -> Tensor:
+        config = make_config("never")
+        segment = RowSegment(0, 3, (0,))
+        _, input_TE = compute.run_layers([5, 6, 7], [segment])
+        layout = layout_of(config)
+        compute.take_head(load_next_head(config, layout, heads["never"], group=compute.group))
+        return compute.logits(compute.run_head(input_TE, [segment]))
+
+    config = make_config("sometimes")
+    assert torch.allclose(together(config, swapped), alone(config, swapped), atol=2e-4)
+
+
+def test_progress_is_over_when_the_exit_head_is_there_too(
+    heads: dict[str, Path], make_config: MakeConfig
+) -> None:
+    seen: list[LoadProgress] = []
+    config = make_config("sometimes")
+    build_draft_shard(config, layout_of(config), SingleGroup(), on_progress=seen.append)
+    head_bytes = (heads["sometimes"] / "model.safetensors").stat().st_size
+    assert {p.bytes_total for p in seen} == {seen[-1].bytes_done}
+    assert [p.piece for p in seen][-2:] == ["embedding", "exit head"]
+    assert seen[-1].bytes_done - seen[-2].bytes_done == head_bytes
+
+
+def follower(config: EngineConfig) -> tuple[OwnShard, HeadShelf]:
+    layout, group = layout_of(config), SingleGroup()
+    return build_draft_shard(config, layout, group), head_shelf(config, layout, group)
+
+
+def told(config: EngineConfig, command: Command) -> None:
+    sink, (source,) = thread_commands(1, timeout_s=1.0)
+    sink.announce(command)
+    sink.close()
+    shard, shelf = follower(config)
+    follow_commands(shard, source, heads=shelf)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            RunLayers(tokens=(96,), segments=(Rows(start=0, num_rows=1, pages=(0,), parents=()),)),
+            "found token 96 in a command, expected less than 96",
+        ),
+        (
+            RunLayers(tokens=(1,), segments=(Rows(start=0, num_rows=1, pages=(96,), parents=()),)),
+            "found page 96 in a command, expected less than 96",
+        ),
+        (
+            RunLayers(tokens=(1,), segments=(Rows(start=16, num_rows=1, pages=(0,), parents=()),)),
+            "found place 16 in a command, expected less than 16",
+        ),
+        (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),
+        (
+            RunHead(segments=(ROW,), input_TE=torch.zeros(1, 3)),
+            "found rows of 3 x torch.float32 beside a command, expected",
+        ),
+        (
+            RunLogits(exit_AD=torch.zeros(1, 3, dtype=torch.float16)),
+            "found rows of 3 x torch.float16 beside a command, expected",
+        ),
+    ],
+)
+def test_a_follower_refuses_what_lies_outside_its_pages(
+    command: Command, said: str, make_config: MakeConfig
+) -> None:
+    with pytest.raises(WireError, match=said):
+        told(make_config(), command)
+
+
+def test_a_follower_says_when_its_head_is_another(
+    heads: dict[str, Path], make_config: MakeConfig
+) -> None:
+    wanted = TakeHead(folder=str(heads["never"]), sha256="0" * 64)
+    with pytest.raises(CheckpointError, match="put the same files on every node"):
+        told(make_config(), wanted)
+
+
+def test_a_follower_that_is_told_nothing_names_who_should_have(make_config: MakeConfig) -> None:
+    shard, shelf = follower(make_config())
+    _, (source,) = thread_commands(1, timeout_s=0.05)
+    assert isinstance(source, ThreadCommandSource)
+    with pytest.raises(PeerLost, match="waiting for a command"):
+        follow_commands(shard, source, heads=shelf)

@@ -1,0 +1,101 @@
+"""The loop's wall clock is told in full: what has a name, what was idle, and the rest."""
+
+import statistics
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eesd_dist.config import SchedulerConfig, SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.build import build_draft_engine, build_verify_stage
+from eesd_dist.engine.loop_clock import LoopClock
+from eesd_dist.transport.group import SingleGroup
+from eesd_dist.transport.memory import memory_pair
+from eesd_dist.types import RoundStats, SpeculationParams
+from tests.unit.engine.conftest import MakeConfig
+from tests.unit.engine.test_exactness import SAMPLING, requests
+from tests.unit.engine.test_overlap import late_engine
+
+
+def test_what_nobody_names_is_other_and_every_verdict_begins_anew() -> None:
+    clock = LoopClock(now_s=100.0)
+    clock.spent(2.0)
+    clock.idled(5.0)
+    clock.spent(1.0)
+    first = clock.verdict(now_s=108.5)
+    assert (first.idle_s, first.other_s) == (5.0, 0.5)
+    clock.spent(1.0)
+    second = clock.verdict(now_s=109.75)
+    assert (second.idle_s, second.other_s) == (0.0, 0.25)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_rounds_accounts_add_up_to_the_wall_clock(
+    overlap: bool, make_config: MakeConfig
+) -> None:
+    config = make_config(
+        speculation=SpeculationConfig(max_draft_tokens=4),
+        scheduler=SchedulerConfig(overlap=overlap),
+    )
+    engine = late_engine(config, late_by_polls=3)
+    sampling = next(iter(SAMPLING.values()))
+    for request in requests(3, sampling, SpeculationParams(controller="fixed"), "a"):
+        engine.add(request)
+    rounds: list[RoundStats] = []
+    while not rounds:  # the engine's own making is in the first account
+        rounds += engine.step(wait_s=0.0).rounds
+    started_s = time.perf_counter()
+    rounds.clear()
+    while engine.has_work:
+        time.sleep(0.002)  # the caller's own doings: nobody names them
+        rounds += engine.step(wait_s=0.0).rounds
+    wall_s = time.perf_counter() - started_s
+    told_s = sum(
+        r.plan_s + r.draft_s + r.waited_s + r.ahead_s + r.commit_s + r.idle_s + r.other_s
+        for r in rounds
+    )
+    assert told_s == pytest.approx(wall_s, rel=0.15)
+    assert 0.002 * len(rounds) < sum(r.other_s for r in rounds) < 0.9 * wall_s
+
+
+def test_a_round_behind_another_one_is_queued_and_that_is_no_transfer(
+    make_config: MakeConfig,
+) -> None:
+    torch.set_num_threads(1)
+    config = make_config(
+        speculation=SpeculationConfig(max_draft_tokens=2),
+        scheduler=SchedulerConfig(overlap=True),
+    )
+    stage = build_verify_stage(config, SingleGroup())
+    channel, source = memory_pair(timeout_s=20.0)
+
+    def verify_slowly() -> None:
+        while (taken := source.next_round()) is not None:
+            started_s = time.perf_counter()
+            reply = stage.verify(*taken)
+            time.sleep(0.1)
+            took_s = time.perf_counter() - started_s
+            source.reply(replace(reply, verify_s=took_s, received_to_sent_s=took_s))
+
+    verifier = threading.Thread(target=verify_slowly)
+    verifier.start()
+    cost = CostModel(draft_step_s=0.001, verify_s=(0.1,) * 9)
+    engine = build_draft_engine(config, channel, cost=cost)
+    sampling = next(iter(SAMPLING.values()))
+    for request in requests(2, sampling, SpeculationParams(mode="off"), "a"):
+        engine.add(request)
+    rounds: list[RoundStats] = []
+    while len(rounds) < 8:
+        rounds += engine.step(wait_s=0.0).rounds
+    for request in requests(2, sampling, SpeculationParams(mode="off"), "a"):
+        engine.abort(request.request_id)
+    engine.close()
+    verifier.join(10)
+    inner = rounds[3:]
+    queued = [stats.queued_s for stats in inner]
+    # One tenth of a second of verifying, and as long in the line behind the other cohort's.
+    assert statistics.median(queued) > 0.05
+    assert statistics.median(stats.transfer_s for stats in inner) < 0.05

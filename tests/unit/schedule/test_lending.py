@@ -1,0 +1,321 @@
+"""Lent pages keep their content, and landed ones are found with the right one or not at all."""
+
+from collections.abc import Mapping
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eesd_dist.config import SchedulerConfig, TreeConfig
+from eesd_dist.schedule.lending import KvLayout, Lending, LentPages, PageLanding
+from eesd_dist.schedule.pages import PageAllocator
+from eesd_dist.schedule.scheduler import Committed, RoundPlan, Scheduler
+from eesd_dist.types import (
+    PageId,
+    Request,
+    RequestId,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+from tests.unit.schedule.toy_stages import (
+    VOCAB_SIZE,
+    Ledger,
+    ToyStages,
+    kv_layout,
+    make_pages,
+    run_until_idle,
+    toy_answer,
+)
+
+PAGE = 4
+
+
+class Pipeline:
+    """A scheduler and toy stages that check every slot they read; one round in flight at most."""
+
+    def __init__(self, *, num_pages: int, seed: int, tree: TreeConfig | None = None) -> None:
+        self.scheduler = Scheduler(
+            config=SchedulerConfig(
+                max_running=4, max_waiting=32, token_budget=16, prefill_chunk=8, overlap=False
+            ),
+            pages=make_pages(num_pages, page_size=PAGE),
+            max_model_len=40,
+            max_draft_tokens=3,
+            vocab_size=VOCAB_SIZE,
+            clock=lambda: 0.0,
+            tree=tree,
+        )
+        self.stages = ToyStages(page_size=PAGE, random=Random(seed))
+        self.ledger = Ledger()
+        self._in_flight: tuple[RoundPlan, Mapping[RequestId, Committed]] | None = None
+
+    def step(self) -> None:
+        """Half a turn: a round leaves, or its verdict comes."""
+        if self._in_flight is not None:
+            plan, results = self._in_flight
+            self._in_flight = None
+            self.stages.settle(plan)
+            self.ledger.write(self.scheduler.commit(plan, results))
+        else:
+            plan_or_none = self.scheduler.plan(0)
+            if plan_or_none is not None:
+                self._in_flight = (plan_or_none, self.stages.run(plan_or_none))
+        self.scheduler.check()
+
+    def lose_stores(self) -> None:
+        self._in_flight = None
+        self.stages.lose()
+        self.scheduler.reset_computed()
+
+    def moving(self) -> set[int]:
+        slots = [slot for move in self.stages.pending for slot in move]
+        return {page for page, _ in slots}
+
+    def finish(self) -> None:
+        while self._in_flight is not None:
+            self.step()
+        run_until_idle(self.scheduler, self.stages, self.ledger)
+
+    def write_from(self, other: "Pipeline", landing: PageLanding) -> None:
+        """The bytes arrive."""
+        for there, here in landing.moves:
+            for offset in range(PAGE):
+                for theirs, mine in (
+                    (other.stages.keys, self.stages.keys),
+                    (other.stages.head_keys, self.stages.head_keys),
+                ):
+                    mine.pop((here, offset), None)
+                    if (there, offset) in theirs:
+                        mine[(here, offset)] = theirs[(there, offset)]
+
+
+def _request(name: str, *, length: int, seed: int, drafts: bool = True) -> Request:
+    prompt = tuple(TokenId(3 + i % 5) for i in range(length))
+    return Request(
+        request_id=RequestId(name),
+        prompt=prompt,
+        sampling=SamplingParams(seed=seed, max_tokens=12),
+        speculation=SpeculationParams(mode="auto" if drafts else "off"),
+    )
+
+
+def _resumed(pipeline: Pipeline, request: Request) -> Request:
+    generated = tuple(pipeline.ledger.answers.get(request.request_id, ()))
+    return Request(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        speculation=request.speculation,
+        generated=generated,
+    )
+
+
+def _hand_over(source: Pipeline, target: Pipeline) -> PageLanding:
+    loan = source.scheduler.lend(None, untouchable=source.moving())
+    landing = target.scheduler.reserve(loan.requests, untouchable=target.moving())
+    target.write_from(source, landing)
+    assert source.scheduler.lending.take_back(loan.number)
+    assert target.scheduler.lending.adopt(landing.number)
+    source.scheduler.check()
+    target.scheduler.check()
+    return landing
+
+
+def test_a_request_goes_on_elsewhere_from_its_full_pages() -> None:
+    source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
+    request = _request("a", length=19, seed=5)
+    source.scheduler.add(request)
+    while len(source.ledger.answers.get(request.request_id, ())) < 4:
+        source.step()
+    landing = _hand_over(source, target)
+    moved = _resumed(source, request)
+    source.scheduler.abort(request.request_id)
+    target.scheduler.add(moved)
+    plan = target.scheduler.plan(0)
+    assert plan is not None
+    assert plan.items[0].start == len(landing.moves) * PAGE
+    num_known = len(moved.prompt) + len(moved.generated)
+    assert plan.items[0].num_known == num_known - plan.items[0].start <= PAGE + 1
+    target.ledger.write(target.scheduler.commit(plan, target.stages.run(plan)))
+    target.finish()
+    whole, _ = toy_answer(request, max_model_len=40)
+    assert list(moved.generated) + target.ledger.answers[request.request_id] == whole
+
+
+def test_a_prefix_that_is_here_already_does_not_travel_and_a_shared_one_travels_once() -> None:
+    source, target = (Pipeline(num_pages=64, seed=seed) for seed in (1, 2))
+    for name in ("first", "second"):
+        source.scheduler.add(_request(name, length=24, seed=3))
+        for _ in range(8):
+            source.step()
+    landing = _hand_over(source, target)
+    lent = {page for live in source.scheduler._running.values() for page in live.pages}
+    assert 0 < len(landing.moves) <= len(lent)
+    assert len({there for there, _ in landing.moves}) == len(landing.moves)
+    again = _hand_over(source, target)
+    assert again.moves == ()
+    assert again.num_found > 0
+
+
+def test_lost_stores_void_loans_and_landings() -> None:
+    source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
+    source.scheduler.add(_request("a", length=17, seed=5))
+    for _ in range(8):
+        source.step()
+    loan = source.scheduler.lend(None, untouchable=set())
+    landing = target.scheduler.reserve(loan.requests, untouchable=set())
+    assert landing.moves
+    source.lose_stores()
+    target.lose_stores()
+    assert not source.scheduler.lending.take_back(loan.number)
+    assert not target.scheduler.lending.adopt(landing.number)
+    source.scheduler.check()
+    target.scheduler.check()
+    assert target.scheduler.usage().num_cached_pages == 0
+
+
+def test_an_abandoned_landing_leaves_every_page_free() -> None:
+    source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
+    source.scheduler.add(_request("a", length=17, seed=5))
+    for _ in range(8):
+        source.step()
+    loan = source.scheduler.lend(None, untouchable=set())
+    landing = target.scheduler.reserve(loan.requests, untouchable=set())
+    assert target.scheduler.usage().num_free_pages == 32 - len(landing.moves)
+    target.scheduler.lending.abandon(landing.number)
+    target.scheduler.check()
+    usage = target.scheduler.usage()
+    assert (usage.num_free_pages, usage.num_cached_pages) == (32, 0)
+
+
+def test_where_room_is_short_a_shorter_prefix_lands_and_running_requests_keep_a_page_each() -> None:
+    pages = PageAllocator(num_pages=6, page_size=PAGE, prefix_caching=True)
+    lending = Lending(pages)
+    lent = LentPages(
+        request_id=RequestId("a"),
+        tokens=tuple(TokenId(i) for i in range(8 * PAGE)),
+        pages=tuple(PageId(page) for page in range(8)),
+        drafts=True,
+    )
+    landing = lending.reserve(
+        [lent], salt_of=lambda _: "exit 0", num_kept=2, untouchable={PageId(3)}
+    )
+    assert [there for there, _ in landing.moves] == [0, 1, 2]
+    assert landing.num_refused == 5
+    assert pages.num_free == 3
+    assert lending.adopt(landing.number)
+    pages.check()
+    found = pages.match_prefix([*lent.tokens, TokenId(0)], salt="exit 0")
+    assert found == [here for _, here in landing.moves]
+
+
+def test_a_landing_leaves_a_busy_target_what_its_own_requests_grow_to() -> None:
+    target = Pipeline(num_pages=32, seed=2)
+    for i in range(5):  # one more than may run
+        target.scheduler.add(_request(f"r{i}", length=9, seed=i))
+    for _ in range(4):
+        target.step()
+    assert (target.scheduler.num_running, target.scheduler.num_waiting) == (4, 1)
+    lent = LentPages(
+        request_id=RequestId("a"),
+        tokens=tuple(TokenId(20 + i % 7) for i in range(60 * PAGE)),
+        pages=tuple(PageId(page) for page in range(60)),
+        drafts=True,
+    )
+    landing = target.scheduler.reserve([lent], untouchable=target.moving())
+    assert landing.moves
+    assert landing.num_refused
+    target.finish()
+    assert target.scheduler.usage().num_preemptions == 0
+    target.scheduler.lending.abandon(landing.number)
+    target.scheduler.check()
+
+
+def test_the_first_difference_between_two_layouts_is_said_in_words() -> None:
+    mine = kv_layout(finds_prefixes=False)
+    fields = {name: getattr(mine, name) for name in mine.__slots__}
+    same = KvLayout(**{**fields, "finds_prefixes": True})
+    assert mine.why_not(same) is None
+    assert same.why_not(mine) == "cache.prefix_caching is off there"
+    other = KvLayout(**{**fields, "finds_prefixes": True, "verify_ranks": 4})
+    assert mine.why_not(other) == "verify_ranks is 2 here and 4 there"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_interleaving_of_rounds_and_hand_overs_reads_a_wrong_page(data: st.DataObject) -> None:
+    """The toy stages check each slot they read, in both pipelines; every text comes out whole."""
+    tree = TreeConfig(shape="static", max_nodes=4) if data.draw(st.booleans()) else None
+    source = Pipeline(num_pages=data.draw(st.integers(12, 40)), seed=1, tree=tree)
+    target = Pipeline(num_pages=data.draw(st.integers(12, 40)), seed=2, tree=tree)
+    requests = [
+        _request(
+            f"r{i}",
+            length=data.draw(st.integers(1, 26)),
+            seed=i % 2,
+            drafts=data.draw(st.booleans()),
+        )
+        for i in range(data.draw(st.integers(1, 4)))
+    ]
+    for request in requests:
+        source.scheduler.add(request)
+    for i in range(data.draw(st.integers(0, 2))):
+        target.scheduler.add(_request(f"theirs{i}", length=data.draw(st.integers(1, 26)), seed=i))
+
+    def some_steps(*, at_most: int = 8) -> None:
+        for _ in range(data.draw(st.integers(0, at_most))):
+            data.draw(st.sampled_from((source, target))).step()
+
+    some_steps(at_most=40)
+    loan = source.scheduler.lend(None, untouchable=source.moving())
+    some_steps()
+    landing = target.scheduler.reserve(loan.requests, untouchable=target.moving())
+    some_steps()
+    for victim in (source, target):
+        if data.draw(st.integers(0, 5)) == 0:
+            victim.lose_stores()
+            some_steps()
+    target_lives = landing.number in target.scheduler.lending._landings
+    if target_lives:  # else its ranks have closed the landing: nothing is written any more
+        target.write_from(source, landing)
+    some_steps()
+    if source.scheduler.lending.take_back(loan.number):
+        assert target.scheduler.lending.adopt(landing.number) == target_lives
+    else:
+        target.scheduler.lending.abandon(landing.number)
+    some_steps()
+    for request in requests:
+        if request.request_id not in source.ledger.reasons:
+            target.scheduler.add(_resumed(source, request))
+            source.scheduler.abort(request.request_id)
+            some_steps(at_most=3)
+    target.finish()
+    for request in requests:
+        name = request.request_id
+        answers = [pipe.ledger.answers.get(name, []) for pipe in (source, target)]
+        assert answers[0] + answers[1] == toy_answer(request, max_model_len=40)[0]
+    target.scheduler.check()
+
+
+def test_a_page_that_waits_for_an_accepted_branch_is_neither_lent_nor_landed_on() -> None:
+    """At every moment at which moves are outstanding, at either end."""
+    tree = TreeConfig(shape="static", max_nodes=4)
+    num_moments = 0
+    for seed in range(40):
+        for num_steps in range(4, 24, 2):  # verdicts are in, and what they move is not moved yet
+            source, target = (Pipeline(num_pages=14, seed=seed + i, tree=tree) for i in range(2))
+            request = _request("a", length=10 + seed % 9, seed=5)
+            source.scheduler.add(request)
+            target.scheduler.add(_request("theirs", length=9 + seed % 9, seed=6))
+            for _ in range(num_steps):
+                source.step()
+                target.step()
+            if not source.moving() or request.request_id in source.ledger.reasons:
+                continue
+            num_moments += 1
+            _hand_over(source, target)
+            target.scheduler.add(_resumed(source, request))
+            target.scheduler.add(_request("their copy", length=9 + seed % 9, seed=6))
+            target.finish()
+    assert num_moments > 30
