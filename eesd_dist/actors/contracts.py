@@ -6,15 +6,18 @@ emissions of one or more rounds or the error that ended the stream: errors are h
 values, because a raised one would reach the other side wrapped in Ray's own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.lending import KvLayout, PageLanding, PageLoan, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
+
+StageName = Literal["draft", "verify"]
 
 StreamItem = tuple[Emission, ...] | EesdError
 
@@ -35,8 +38,13 @@ class Generation:
     store: Address
     num_verify_ranks: int
     timeout_s: float
+    num_draft_ranks: int = 1
+    """The drafting actor included."""
     shares_gpu: bool = False
     """Both stages on one GPU: rows go through the host, since NCCL wants a GPU for each rank."""
+    stands_in: bool = False
+    """The draft ranks live in the verify ranks' processes, and draft nothing: rows go through the
+    host, and each stage has its own group on the GPUs all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,30 @@ class Whereabouts:
     pid: int
     host: str
     node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How much of its weights a rank has read, and what memory that took."""
+
+    bytes_done: int
+    bytes_total: int
+    piece: str
+    """Packed last: a layer, the embedding or the LM head; empty before the first."""
+    seconds: float
+    peak_memory_bytes: int
+    """Of the process since it was started, mapped files included."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.bytes_done == self.bytes_total
+
+    @property
+    def told(self) -> str:
+        """For people: `43 % (12.0 of 28.0 GB)`."""
+        share = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
+        done, total = self.bytes_done / 1e9, self.bytes_total / 1e9
+        return f"{share:.0%} ({done:.1f} of {total:.1f} GB)".replace("%", " %", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +164,59 @@ class TelemetryOptions:
     """Spans as files, when there is none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Room in a pipeline for another one's pages, and where the two meet."""
+
+    pages: PageLanding
+    store: Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLink:
+    """One rank's end of a landing: which of its pages go to its like, or come from it."""
+
+    number: str
+    generation: int
+    """The receiving pipeline's, when it made room."""
+    store: Address
+    post: str
+    ends: tuple[str, str]
+    """Names of the sender and the receiver."""
+    pages: tuple[int, ...]
+    """This end's, in the order that both ends keep."""
+    timeout_s: float
+
+
+class HandsPages(Protocol):
+    """How an actor hands pages over; each call may take a while and none disturbs rounds.
+
+    `layout`, `send` and `receive` are every rank's, the others the drafting actor's.
+    """
+
+    def layout(self) -> KvLayout: ...
+    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan: ...
+    def take_back(self, number: str) -> bool:
+        """Whether what was lent held the same all the while."""
+        ...
+
+    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing: ...
+    def adopt(self, number: str) -> bool:
+        """Whether the pages are findable now; False when their landing was voided."""
+        ...
+
+    def abandon(self, number: str) -> None:
+        """Only when no rank can be writing into its pages any more."""
+        ...
+
+    def close(self, number: str) -> None:
+        """Nobody joins a link of this landing any more."""
+        ...
+
+    def send(self, link: PageLink) -> PageTraffic: ...
+    def receive(self, link: PageLink) -> PageTraffic: ...
+
+
 class StepLike(Protocol):
     """One turn of the round loop, as the drafting actor reads it."""
 
@@ -170,11 +255,11 @@ class DraftMember(Protocol):
         ...
 
 
-class VerifyMember(Protocol):
-    """A verify rank's part of one generation."""
+class RankMember(Protocol):
+    """An obeying rank's part of one generation: a verify rank's, or a draft follower's."""
 
     def run(self) -> None:
-        """The blocking loop; returns when the draft stage has closed the channel."""
+        """The blocking loop; returns when the drafting actor has closed the channel."""
         ...
 
     def abort(self) -> None: ...
@@ -185,6 +270,12 @@ class Stages(Protocol):
 
     def host_store(self) -> Address:
         """A fresh rendezvous store in this process; the one before it may go."""
+        ...
+
+    def prepare_draft(self, *, rank: int, cost: Mapping[str, object] | None = None) -> None:
+        """Loads what this rank of the draft stage holds, before there is a generation to join; does
+        nothing when it is there. `cost` is what the drafting actor's engine would measure, where
+        that is known. Raises what a bad checkpoint raises."""
         ...
 
     def connect_draft(self, generation: Generation) -> None:
@@ -203,9 +294,10 @@ class Stages(Protocol):
         """What new requests are warmed with before the router has answered for them."""
         ...
 
-    def load_head(self, folder: str) -> None:
+    def load_head(self, folder: str, *, sha256: str | None = None) -> None:
         """Drafts with this exit head from the next round on, and in every engine to come.
 
+        `sha256` is its digest where the other draft ranks have read it; None: there are none.
         Raises CheckpointError or ConfigError, and goes on with the old one, when it does not fit.
         """
         ...
@@ -218,11 +310,29 @@ class Stages(Protocol):
         """None where nothing is kept."""
         ...
 
+    def pages(self) -> HandsPages:
+        """Raises EngineError where there are none to hand over."""
+        ...
+
+    def loading(self) -> LoadReport | None:
+        """Answers at any time, from another thread than the one that loads; None before."""
+        ...
+
     def flush(self) -> None:
         """Writes what is still to be kept; before this process is taken down."""
         ...
 
-    def join_verify(self, generation: Generation, *, rank: int) -> VerifyMember: ...
+    def load_head_part(self, folder: str) -> str:
+        """Of a draft follower: reads its part of this exit head and keeps it aside, until the
+        drafting actor's commands name it; returns its digest. Raises CheckpointError or
+        ConfigError."""
+        ...
+
+    def join_verify(self, generation: Generation, *, rank: int) -> RankMember: ...
+
+    def join_draft_follower(self, generation: Generation, *, rank: int) -> RankMember:
+        """Rank `rank` of the draft stage; rank 0 is the drafting actor."""
+        ...
 
 
 StagesFactory = Callable[[EngineConfig, Tracing], Stages]

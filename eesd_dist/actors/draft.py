@@ -9,8 +9,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from eesd_dist.actors.contracts import (
     Address,
@@ -19,7 +21,10 @@ from eesd_dist.actors.contracts import (
     DraftStats,
     Generation,
     HeadReport,
+    Landing,
+    LoadReport,
     LoopEnd,
+    PageLink,
     RouterAdvice,
     RouterNews,
     StagesFactory,
@@ -35,13 +40,17 @@ from eesd_dist.actors.process import prepare_process, tracing_of, whereabouts
 from eesd_dist.actors.router_link import Plans, RouterLink
 from eesd_dist.actors.watch import DraftWatch
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.errors import EesdError, EngineError, PeerLost
+from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
 from eesd_dist.types import Request, RequestId, RoundStats
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.25
 _ABORT_WAIT_S = 5.0
+_NUM_EMPTY = 2
+"""Turns in a row without a result: one may have begun a round, two say that there is none."""
+_LEASE_MARGIN_S = 5.0
 
 
 class _Membership:
@@ -54,13 +63,25 @@ class _Membership:
         self._deliver = deliver
         self._event_loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
+        self._halting = threading.Event()
         self.thread = LoopThread(self._turn, name=name)
 
     def _turn(self) -> None:
+        num_empty = 0
         while not self._stopping.is_set():
             result = self.member.step(wait_s=_IDLE_WAIT_S)
             if result.rounds or result.emissions or result.finished:
                 self._event_loop.call_soon_threadsafe(self._deliver, result)
+                num_empty = 0
+            elif self._halting.is_set():
+                num_empty += 1
+                if num_empty == _NUM_EMPTY:
+                    return
+
+    async def halt(self) -> bool:
+        """Ends the loop when no round is under way any more; whether it has."""
+        self._halting.set()
+        return await self.thread.ended_within(_ABORT_WAIT_S)
 
     async def stop(self) -> bool:
         """Whether the loop has really ended."""
@@ -93,6 +114,8 @@ class DraftActor:
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
         """Requests whose reader left between generations."""
+        self._leases: set[asyncio.Task[None]] = set()
+        """One for each landing of another pipeline's pages."""
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
         self._router: RouterLink | None = None
@@ -110,6 +133,11 @@ class DraftActor:
     async def forever(self) -> None:
         """Never returns: a pending call is how the pipeline learns that this process has died."""
         await asyncio.Event().wait()
+
+    async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
+        """Loads its weights while there is no generation for it; joining one then takes no load.
+        With the `cost` that was measured here before, it takes no measuring either."""
+        await asyncio.to_thread(lambda: self._stages.prepare_draft(rank=0, cost=cost))
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._stages.host_store)
@@ -136,15 +164,23 @@ class DraftActor:
 
     async def ended(self) -> LoopEnd:
         """Waits for the end of the loop. Broken by a lost peer, live requests are kept; broken by
-        anything else, they are failed, since one of them may be what broke it."""
+        anything else, the engine is not to be trusted: it is built anew, and they are let go."""
         membership = self._membership
         if membership is None:
             return LoopEnd(error=None)
         end = await membership.thread.end()
         if end.error is not None and not isinstance(end.error, PeerLost):
             self._needs_new_engine = True
-            self._mail.fail_all(end.error)
+            await self.move_out(
+                None, PeerLost(peer=self._name, operation="rounds", reason=str(end.error))
+            )
         return end
+
+    async def halt(self) -> bool:
+        """Once its streams are let go: ends the rounds where no rank is in the middle of one. False
+        when they do not end."""
+        membership = self._membership
+        return membership is None or await membership.halt()
 
     async def leave(self) -> bool:
         """Ends the part in this generation; False when its loop or load cannot be stopped."""
@@ -153,12 +189,7 @@ class DraftActor:
         has_left = await self._joining.leave()
         return has_left and (membership is None or await membership.stop())
 
-    async def fail_all(self, error: EesdError) -> None:
-        """Ends every live stream with one clear error and starts anew at the next join."""
-        self._needs_new_engine = True
-        self._mail.fail_all(error)
-
-    async def submit(self, request: Request) -> AsyncIterator[StreamItem]:
+    async def submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
         """The request's tokens as they leave, then nothing; or the error that ended them."""
         membership = self._membership
         if membership is None or self._needs_new_engine:
@@ -187,11 +218,11 @@ class DraftActor:
             is_over = True
             yield error
         finally:
-            self._mail.close(request_id)
+            was_open = self._mail.close(request_id, box)
             self._watch.left(request_id)
             if is_admitted and self._router is not None:
                 self._router.observed((), (request_id,))
-            if not is_over:
+            if was_open and not is_over:  # else whoever closed it has seen to that
                 self._drop(request_id)
 
     async def cancel(self, request_id: RequestId) -> None:
@@ -221,17 +252,22 @@ class DraftActor:
         """The latest rounds, oldest first."""
         return tuple(self._watch.rounds())
 
+    async def loading(self) -> LoadReport | None:
+        """How much of its weights it has read; None before it was told to."""
+        return self._stages.loading()
+
     async def flush(self) -> None:
         """Sends spans and writes texts that still wait; before this process is taken down."""
         await asyncio.to_thread(self._watch.flush)
         await asyncio.to_thread(self._stages.flush)
 
-    async def load_head(self, folder: str) -> HeadReport:
-        """Another exit head drafts from the next round on; no stream is interrupted.
+    async def load_head(self, folder: str, sha256: str | None = None) -> HeadReport:
+        """Another exit head drafts from the next round on; no stream is interrupted. `sha256` is
+        its digest where the other draft ranks have read it.
 
         Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
         """
-        await asyncio.to_thread(self._stages.load_head, folder)
+        await asyncio.to_thread(lambda: self._stages.load_head(folder, sha256=sha256))
         head = (await self.control()).head
         assert head is not None, "it has just been loaded"
         return head
@@ -241,6 +277,86 @@ class DraftActor:
         report = await asyncio.to_thread(self._stages.control)
         drafted, accepted = self._watch.acceptance()
         return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
+
+    # -- handing live requests over; who asks decides, see serve_app._handover --------------------
+
+    async def kv_layout(self) -> KvLayout:
+        """What another pipeline has to agree in before pages may go to and fro."""
+        return await asyncio.to_thread(lambda: self._stages.pages().layout())
+
+    async def lend_pages(
+        self, request_ids: Collection[RequestId] | None, timeout_s: float
+    ) -> PageLoan:
+        """Live requests' full pages (None: of all) stay as they are; their streams go on.
+
+        A caller who is never heard of again loses the loan, not before its landing's own lease.
+        """
+        return await asyncio.shield(self._lend(request_ids, timeout_s=timeout_s))
+
+    async def _lend(
+        self, request_ids: Collection[RequestId] | None, *, timeout_s: float
+    ) -> PageLoan:
+        loan = await asyncio.to_thread(lambda: self._stages.pages().lend(request_ids))
+        self._keep(self._end_loan(loan.number, after_s=4 * timeout_s + _LEASE_MARGIN_S))
+        return loan
+
+    async def return_pages(self, number: str) -> bool:
+        """Whether they held the same all the while."""
+        return await asyncio.to_thread(lambda: self._stages.pages().take_back(number))
+
+    async def reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
+        """Room for another pipeline's pages; a caller who is never heard of again loses it.
+
+        A rank has `timeout_s` to join its like and as long again to write. When nobody has adopted
+        or abandoned the pages after that, nobody writes into them any more.
+        """
+        return await asyncio.shield(self._reserve(loan, timeout_s=timeout_s))
+
+    async def _reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
+        landing = await asyncio.to_thread(
+            lambda: self._stages.pages().reserve(loan, timeout_s=timeout_s)
+        )
+        self._keep(self._end_landing(landing.pages.number, timeout_s=timeout_s))
+        return landing
+
+    async def adopt_pages(self, number: str) -> bool:
+        """Every rank has written its part: whoever comes now finds the pages."""
+        return await asyncio.to_thread(lambda: self._stages.pages().adopt(number))
+
+    async def abandon_pages(self, number: str) -> None:
+        """Every rank's `receive_pages` has ended, one way or the other."""
+        await asyncio.to_thread(lambda: self._stages.pages().abandon(number))
+
+    async def send_pages(self, link: PageLink) -> PageTraffic:
+        return await asyncio.to_thread(lambda: self._stages.pages().send(link))
+
+    async def receive_pages(self, link: PageLink) -> PageTraffic:
+        return await asyncio.to_thread(lambda: self._stages.pages().receive(link))
+
+    async def move_out(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
+        """Ends these streams (None: all) with word of where they go on, or why they cannot go on
+        here; returns how many."""
+        moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
+        for request_id in moved:
+            self._mail.fail(request_id, error)
+            self._drop(request_id)
+        return len(moved)
+
+    def _keep(self, lease: Coroutine[Any, Any, None]) -> None:
+        self._leases.add(task := asyncio.ensure_future(lease))
+        task.add_done_callback(self._leases.discard)
+
+    async def _end_loan(self, number: str, *, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        with suppress(EngineError):  # an engine that is being built has lent nothing
+            await self.return_pages(number)
+
+    async def _end_landing(self, number: str, *, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        await asyncio.to_thread(lambda: self._stages.pages().close(number))
+        await asyncio.sleep(2 * timeout_s + _LEASE_MARGIN_S)
+        with suppress(EngineError):  # an engine that is being built has no landings
+            await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:
         if self._membership is None:

@@ -58,11 +58,18 @@ class Mailboxes:
         box = self._boxes[request_id] = Mailbox()
         return box
 
-    def close(self, request_id: RequestId) -> None:
-        """Whoever still reads from it is told that the request was cancelled."""
-        box = self._boxes.pop(request_id, None)
-        if box is not None:
-            box.fail(EngineError(f"request {request_id} was cancelled"))
+    def close(self, request_id: RequestId, box: Mailbox | None = None) -> bool:
+        """Whoever still reads from it is told that the request was cancelled.
+
+        With `box` only that one, and False where it is not there any more: another may stand in its
+        place, of the same request resumed.
+        """
+        if box is not None and self._boxes.get(request_id) is not box:
+            return False
+        found = self._boxes.pop(request_id, None)
+        if found is not None:
+            found.fail(EngineError(f"request {request_id} was cancelled"))
+        return found is not None
 
     def deliver(self, emissions: Iterable[Emission]) -> None:
         """Emissions of requests whose reader has left are dropped."""
@@ -70,6 +77,14 @@ class Mailboxes:
             box = self._boxes.get(emission.request_id)
             if box is not None:
                 box.put(emission)
+
+    def names(self) -> tuple[RequestId, ...]:
+        """Whose streams are open."""
+        return tuple(self._boxes)
+
+    def fail(self, request_id: RequestId, error: EesdError) -> None:
+        """Its reader gets the error after all that has arrived; the id is free again."""
+        self._boxes.pop(request_id).fail(error)
 
     def fail_all(self, error: EesdError) -> None:
         for box in self._boxes.values():

@@ -3,6 +3,7 @@
 Said once, when an actor is built: never at import, and never changed later.
 """
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -15,7 +16,13 @@ from eesd_dist.telemetry.tracing import Tracing, make_tracing
 
 
 def prepare_process() -> None:
-    """Nothing an actor needs lies on a hub, and one thread more than asked for is one too many."""
+    """Nothing an actor needs lies on a hub, and one thread more than asked for is one too many.
+
+    What it logs goes to its stderr, which Ray keeps in a file of each process.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for ours in ("eesd_dist", "serve_app"):
+        logging.getLogger(ours).setLevel(logging.INFO)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,7 +1,9 @@
 """Decides which pipeline serves a request, and keeps the pooled beliefs."""
 
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
+from eesd_dist.routing.choice import Choice, PipelineChooser
 from eesd_dist.routing.directory import (
+    Listed,
     Member,
     PipelineDirectory,
     PipelineId,
@@ -11,8 +13,11 @@ from eesd_dist.routing.directory import (
 
 __all__ = [
     "BeliefBook",
+    "Choice",
     "DraftPlan",
+    "Listed",
     "Member",
+    "PipelineChooser",
     "PipelineDirectory",
     "PipelineId",
     "PipelineReport",

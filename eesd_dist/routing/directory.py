@@ -35,12 +35,31 @@ class PipelineReport:
     pipeline_id: PipelineId
     address: str
     """How callers reach it; not looked at here."""
+    app: str = ""
+    """Which service it belongs to: a request of one is never handed to another's pipelines."""
     num_running: int = 0
     num_waiting: int = 0
+    is_whole: bool = True
+    """False has lost a member, or has not got them all yet: nothing comes out of it now."""
     draining: bool = False
     """True takes no new request, and goes on with the old ones."""
+    weight: float | None = None
+    """Its speed, in whatever unit its kind has in common; None where nobody measured it."""
     promotion: Promotion | None = None
     """None drafts with the exit head of its configuration."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_whole and not self.draining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A report as an ingress gets to see it: second hand."""
+
+    report: PipelineReport
+    age_s: float
+    """Seconds since the pipeline said so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +121,21 @@ class PipelineDirectory:
         """What a new pipeline of this configuration is to draft with, when it is not that."""
         return self._promotions.get(in_place_of)
 
-    def choose(self, *, excluded: Collection[PipelineId] = ()) -> PipelineReport:
+    def listed(self, app: str | None = None) -> tuple[Listed, ...]:
+        """What the pipelines of one service have said last, and how long ago; None: of all."""
+        now_s = self._clock()
+        return tuple(
+            Listed(report=member.report, age_s=now_s - member.heard_s)
+            for member in self.members()
+            if app in (None, member.report.app)
+        )
+
+    def choose(
+        self, *, app: str | None = None, excluded: Collection[PipelineId] = ()
+    ) -> PipelineReport:
         """The pipeline for one more request; `excluded` are those the caller has seen fail.
+
+        Of one service; None: of all that this directory knows.
 
         `two_choices` takes the less busy of two drawn at random: nearly as even as looking at all
         of them, and steadier when many routers act on old reports.
@@ -111,12 +143,15 @@ class PipelineDirectory:
         candidates = [
             member
             for member in self.members()
-            if not member.report.draining and member.report.pipeline_id not in excluded
+            if member.report.takes_requests
+            and app in (None, member.report.app)
+            and member.report.pipeline_id not in excluded
         ]
         if not candidates:
             raise CapacityError(
-                f"no pipeline takes requests now: {len(self._members)} known, all of them draining "
-                f"or among the {len(excluded)} that just failed; try again in a moment"
+                f"no pipeline takes requests now: {len(self._members)} known, all of them "
+                f"draining, not whole, another service's or among the {len(excluded)} that just "
+                "failed; try again in a moment"
             )
         if self._choice == "two_choices" and len(candidates) > 2:
             candidates = self._rng.sample(candidates, 2)

@@ -6,6 +6,11 @@ names, labels and buckets; it refuses to measure anything itself. Acceptance rat
     rate(eesd_spec_decode_num_accepted_tokens_total[5m]) /
     rate(eesd_spec_decode_num_draft_tokens_total[5m])
 
+A hop's bytes are those of rank 0 of its group: `sent` by it, `received` by it. Between the stages
+they are counted where rounds are drafted, there sent and from there received. A hop's seconds are
+spent waiting; those of the way back are in `draft_to_verify`, since without a common clock nobody
+can tell the two ways apart.
+
 Generated tokens are counted by rounds, prompt tokens by requests; each is counted once when one
 process is told of both, and when two processes are told of one each.
 """
@@ -15,7 +20,14 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from eesd_dist.telemetry.names import STAGES
+from eesd_dist.telemetry.names import (
+    HOP_DRAFT_GROUP,
+    HOP_DRAFT_TO_VERIFY,
+    HOP_VERIFY_GROUP,
+    HOP_VERIFY_TO_DRAFT,
+    HOPS,
+    STAGES,
+)
 from eesd_dist.types import FinishReason, RoundStats, SpoolCounts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -83,6 +95,17 @@ class ServiceMetrics:
             buckets=_STAGE_S,
             registry=self.registry,
         )
+        self._hop_bytes = Counter(
+            "eesd_hop_bytes",
+            "Bytes between ranks.",
+            ("model_name", "hop", "direction"),
+            registry=self.registry,
+        )
+        self._hop_seconds = self._labelled_counter(
+            "hop_seconds",
+            "Waiting for bytes between ranks; draft_to_verify: there and back.",
+            "hop",
+        )
         self._spooled: SpoolCounts | None = None
         """What was last told of the spool; None where there is none, and then no metric either."""
         self._begin_at_zero()
@@ -102,6 +125,25 @@ class ServiceMetrics:
         for stage in STAGES:
             seconds: float = getattr(stats, f"{stage}_s")
             self._stage.labels(self._model_name, stage).observe(seconds)
+        self._observe_hops(stats)
+
+    def _observe_hops(self, stats: RoundStats) -> None:
+        verify, draft = stats.verify_group, stats.draft_group
+        for hop, direction, size in (
+            (HOP_DRAFT_TO_VERIFY, "sent", stats.sent_bytes),
+            (HOP_VERIFY_TO_DRAFT, "received", stats.received_bytes),
+            (HOP_VERIFY_GROUP, "sent", verify.sent_bytes),
+            (HOP_VERIFY_GROUP, "received", verify.received_bytes),
+            (HOP_DRAFT_GROUP, "sent", draft.sent_bytes),
+            (HOP_DRAFT_GROUP, "received", draft.received_bytes),
+        ):
+            self._hop_bytes.labels(self._model_name, hop, direction).inc(size)
+        for hop, seconds in (
+            (HOP_DRAFT_TO_VERIFY, stats.transfer_s),
+            (HOP_VERIFY_GROUP, verify.wait_s),
+            (HOP_DRAFT_GROUP, draft.wait_s),
+        ):
+            self._hop_seconds.labels(self._model_name, hop).inc(seconds)
 
     def observe_request(self, timings: RequestTimings) -> None:
         self._prompt_tokens.inc(timings.num_prompt_tokens)
@@ -136,6 +178,12 @@ class ServiceMetrics:
             self._finished.labels(self._model_name, reason.value)
         for stage in STAGES:
             self._stage.labels(self._model_name, stage)
+        for hop in HOPS:
+            if hop != HOP_VERIFY_TO_DRAFT:
+                self._hop_bytes.labels(self._model_name, hop, "sent")
+                self._hop_seconds.labels(self._model_name, hop)
+            if hop != HOP_DRAFT_TO_VERIFY:
+                self._hop_bytes.labels(self._model_name, hop, "received")
 
     def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge(f"eesd_{name}", text, ("model_name",), registry=self.registry)

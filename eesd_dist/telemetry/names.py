@@ -16,6 +16,12 @@ SPAN_VERIFY_RANK = "eesd.verify.rank"
 
 STAGES = ("plan", "draft", "transfer", "verify", "commit")
 
+HOP_DRAFT_TO_VERIFY = "draft_to_verify"
+HOP_VERIFY_TO_DRAFT = "verify_to_draft"
+HOP_VERIFY_GROUP = "verify_group"
+HOP_DRAFT_GROUP = "draft_group"
+HOPS = (HOP_DRAFT_TO_VERIFY, HOP_VERIFY_TO_DRAFT, HOP_VERIFY_GROUP, HOP_DRAFT_GROUP)
+
 REQUEST_ID = "eesd.request.id"
 PIPELINE = "eesd.pipeline"
 ROUND_ID = "eesd.round.id"
@@ -27,6 +33,11 @@ DRAFT_TOKENS = "eesd.draft.tokens"
 ACCEPTED_TOKENS = "eesd.accepted.tokens"
 EMITTED_TOKENS = "eesd.emitted.tokens"
 TRANSFER_BYTES = "eesd.transfer.bytes"
+REPLY_BYTES = "eesd.transfer.reply_bytes"
+QUEUED_SECONDS = "eesd.transfer.queued_seconds"
+COLLECTIVE_SECONDS = "eesd.verify.collective_seconds"
+COLLECTIVE_SENT_BYTES = "eesd.verify.collective_sent_bytes"
+COLLECTIVE_RECEIVED_BYTES = "eesd.verify.collective_received_bytes"
 EXIT_LAYER = "eesd.exit_layer"
 CONTROLLER = "eesd.controller"
 RANK = "eesd.rank"

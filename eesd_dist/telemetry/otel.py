@@ -253,8 +253,25 @@ def _stages(stats: RoundStats) -> tuple[tuple[str, float, dict[str, Attribute]],
     return (
         (names.SPAN_PLAN, stats.plan_s, {}),
         (names.SPAN_DRAFT, stats.draft_s, {names.DRAFT_TOKENS: stats.num_drafted}),
-        (names.SPAN_TRANSFER, stats.transfer_s, {names.TRANSFER_BYTES: stats.sent_bytes}),
-        (names.SPAN_VERIFY, stats.verify_s, {names.NUM_ROWS: stats.num_rows}),
+        (
+            names.SPAN_TRANSFER,
+            stats.queued_s + stats.transfer_s,
+            {
+                names.TRANSFER_BYTES: stats.sent_bytes,
+                names.REPLY_BYTES: stats.received_bytes,
+                names.QUEUED_SECONDS: stats.queued_s,
+            },
+        ),
+        (
+            names.SPAN_VERIFY,
+            stats.verify_s,
+            {
+                names.NUM_ROWS: stats.num_rows,
+                names.COLLECTIVE_SECONDS: stats.collective_s,
+                names.COLLECTIVE_SENT_BYTES: stats.verify_group.sent_bytes,
+                names.COLLECTIVE_RECEIVED_BYTES: stats.verify_group.received_bytes,
+            },
+        ),
         (names.SPAN_COMMIT, stats.commit_s, {names.ACCEPTED_TOKENS: stats.num_accepted}),
     )
 

@@ -1,9 +1,13 @@
-"""What the router hears of requests that end before their last token."""
+"""What the router hears of requests that end before their last token, and how long loans last."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import pytest
+
+from eesd_dist.actors import draft
 from eesd_dist.actors.contracts import (
     Address,
     Generation,
@@ -14,6 +18,7 @@ from eesd_dist.actors.contracts import (
 )
 from eesd_dist.actors.draft import DraftActor
 from eesd_dist.config import EngineConfig
+from eesd_dist.schedule.lending import PageLoan
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from tests.support.toy_stages import toy_stages
 
@@ -70,5 +75,47 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused
         assert router.live == set()
         assert sorted(router.met) == ["cancelled", "left"]
         assert await actor.leave()
+
+    asyncio.run(run())
+
+
+class Lender:
+    """Pages of an actor, as far as lending goes."""
+
+    def __init__(self) -> None:
+        self.lent: set[str] = set()
+        self.may_lend = threading.Event()
+
+    def lend(self, request_ids: object) -> PageLoan:
+        del request_ids
+        self.may_lend.wait(5.0)
+        self.lent.add("n1")
+        return PageLoan(number="n1", requests=())
+
+    def take_back(self, number: str) -> bool:
+        self.lent.discard(number)
+        return True
+
+
+def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft, "_LEASE_MARGIN_S", 0.2)
+
+    async def run() -> None:
+        lender = Lender()
+        config = EngineConfig.model_validate({"model": {"path": "."}})
+        actor = DraftActor(
+            config, name="p", stages=toy_stages, telemetry=TelemetryOptions(model_name="toy")
+        )
+        monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+        borrowing = asyncio.ensure_future(actor.lend_pages(None, 0.01))
+        await asyncio.sleep(0.05)
+        borrowing.cancel()
+        lender.may_lend.set()
+        await asyncio.sleep(0.1)
+        assert lender.lent == {"n1"}
+        await asyncio.sleep(0.4)
+        assert lender.lent == set()
 
     asyncio.run(run())

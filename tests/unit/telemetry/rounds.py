@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from eesd_dist.types import RequestId, RoundStats
+from eesd_dist.types import RequestId, RoundStats, Traffic
 
 _ROUND = RoundStats(
     round_id=7,
@@ -21,6 +21,9 @@ _ROUND = RoundStats(
     commit_s=0.001,
     started_unix_s=1_700_000_000.0,
     sent_bytes=4096,
+    received_bytes=1024,
+    verify_group=Traffic(sent_bytes=300, received_bytes=200, wait_s=0.004),
+    draft_group=Traffic(sent_bytes=30, received_bytes=20, wait_s=0.003),
     request_ids=(RequestId("a"), RequestId("b")),
     drafted_by_position=(2, 2, 2, 1),
     accepted_by_position=(2, 1, 1, 0),

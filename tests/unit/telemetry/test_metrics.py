@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
-from eesd_dist.types import FinishReason
+from eesd_dist.types import FinishReason, Traffic
 from tests.unit.telemetry.rounds import a_round
 
 NAMES = {
@@ -22,6 +22,8 @@ NAMES = {
     "eesd_spec_decode_num_accepted_tokens_total",
     "eesd_spec_decode_num_accepted_tokens_per_pos_total",
     "eesd_round_stage_seconds_bucket",
+    "eesd_hop_bytes_total",
+    "eesd_hop_seconds_total",
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -64,6 +66,43 @@ def test_rounds_add_up() -> None:
     assert sum(by_position) == value(page, "eesd_spec_decode_num_accepted_tokens_total")
     assert value(page, "eesd_round_stage_seconds_count", stage="verify") == 2
     assert abs(value(page, "eesd_round_stage_seconds_sum", stage="verify") - 0.04) < 1e-9
+
+
+def test_bytes_and_seconds_of_each_hop_add_up() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    before = samples(metrics)
+    assert value(before, "eesd_hop_bytes_total", hop="verify_group", direction="sent") == 0
+    for _ in range(2):
+        metrics.observe_round(a_round())
+    page = samples(metrics)
+    found = {
+        (labels["hop"], labels["direction"]): amount
+        for (name, pairs), amount in page.items()
+        if name == "eesd_hop_bytes_total"
+        for labels in [dict(pairs)]
+    }
+    assert found == {
+        ("draft_to_verify", "sent"): 8192,
+        ("verify_to_draft", "received"): 2048,
+        ("verify_group", "sent"): 600,
+        ("verify_group", "received"): 400,
+        ("draft_group", "sent"): 60,
+        ("draft_group", "received"): 40,
+    }
+    for hop, seconds in (
+        ("draft_to_verify", 0.004),
+        ("verify_group", 0.008),
+        ("draft_group", 6e-3),
+    ):
+        assert abs(value(page, "eesd_hop_seconds_total", hop=hop) - seconds) < 1e-9
+
+
+def test_a_groups_counts_of_a_new_generation_are_taken_as_they_are() -> None:
+    old = Traffic(sent_bytes=900, received_bytes=90, wait_s=9.0)
+    later = Traffic(sent_bytes=950, received_bytes=95, wait_s=9.5)
+    anew = Traffic(sent_bytes=10, received_bytes=1, wait_s=0.1)
+    assert later.since(old) == Traffic(sent_bytes=50, received_bytes=5, wait_s=0.5)
+    assert anew.since(old) == anew
 
 
 def test_a_plain_round_is_no_draft() -> None:

@@ -122,6 +122,9 @@ def test_spans_say_what_happened(tmp_path: Path) -> None:
     assert whole["eesd.accepted.tokens"] == 4
     assert whole["eesd.exit_layer"] == 4
     assert one(spans, "eesd.transfer").attributes["eesd.transfer.bytes"] == 4096
+    assert one(spans, "eesd.transfer").attributes["eesd.transfer.reply_bytes"] == 1024
+    assert one(spans, "eesd.verify").attributes["eesd.verify.collective_seconds"] == 0.004
+    assert one(spans, "eesd.verify").attributes["eesd.verify.collective_sent_bytes"] == 300
     assert request["gen_ai.operation.name"] == "chat"
     assert request["gen_ai.request.temperature"] == 0.5
     assert request["gen_ai.response.finish_reasons"] == ["stop"]

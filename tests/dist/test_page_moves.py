@@ -1,0 +1,161 @@
+"""Two ranks hand pages over; a rank that has gone on to another generation writes none."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.actors import page_moves
+from eesd_dist.actors.contracts import Landing, PageLink
+from eesd_dist.actors.page_moves import PageMoves
+from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.schedule.lending import PageLanding, PageLoan, PageTraffic
+from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
+from eesd_dist.types import PageId
+
+pytestmark = pytest.mark.dist
+
+NUM_PAGES = 3
+PAGE_BYTES = MAX_CHUNK_BYTES  # a chunk each
+
+
+class Store:
+    """One layer of a few large pages."""
+
+    def __init__(self, fill: int, *, before_write: Callable[[int], None] = lambda _: None) -> None:
+        self.page_bytes = (PAGE_BYTES,)
+        self.pages_PB = torch.full((8, PAGE_BYTES), fill, dtype=torch.uint8)
+        self._before_write = before_write
+        self._num_written = 0
+
+    def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
+        return self.pages_PB[list(pages[chunk.first_page : chunk.last_page])].view(-1)
+
+    def write(self, chunk: Chunk, pages: Sequence[int], content_B: Tensor) -> None:
+        self.pages_PB[list(pages[chunk.first_page : chunk.last_page])] = content_B
+        self._num_written += 1
+        self._before_write(self._num_written)
+
+    def settle(self) -> None:
+        return
+
+
+class Engine:
+    """Makes room, and that is all."""
+
+    def reserve_pages(self, lent: object) -> PageLanding:
+        del lent
+        return PageLanding(
+            number="n1",
+            generation=5,
+            moves=tuple((PageId(i), PageId(7 - i)) for i in range(NUM_PAGES)),
+            num_found=0,
+            num_refused=0,
+        )
+
+
+def _none() -> object:
+    raise EngineError("there is none")
+
+
+def _moves(store: Store, engine: Callable[[], object] = _none) -> PageMoves:
+    moves = PageMoves(
+        here="127.0.0.1",
+        store=lambda: store,  # type: ignore[arg-type, return-value]
+        engine=engine,  # type: ignore[arg-type]
+        layout=_none,  # type: ignore[arg-type]
+    )
+    moves.enter(5)
+    return moves
+
+
+def _links(landing: Landing, *, timeout_s: float = 20.0) -> tuple[PageLink, PageLink]:
+    lent, here = zip(*landing.pages.moves, strict=True)
+    source, target = (
+        PageLink(
+            number=landing.pages.number,
+            generation=landing.pages.generation,
+            store=landing.store,
+            post="verify rank 0",
+            ends=("verify rank 0 of left", "verify rank 0 of right"),
+            pages=pages,
+            timeout_s=timeout_s,
+        )
+        for pages in (lent, here)
+    )
+    return source, target
+
+
+def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
+    landing = right.reserve(PageLoan(number="l1", requests=()), timeout_s=20.0)
+    source, target = _links(landing)
+    results: dict[int, PageTraffic | Exception] = {}
+
+    def run(at: int, work: Callable[[], PageTraffic]) -> None:
+        try:
+            results[at] = work()
+        except Exception as error:  # for the test to look at
+            results[at] = error
+
+    threads = [
+        threading.Thread(target=run, args=(0, lambda: left.send(source))),
+        threading.Thread(target=run, args=(1, lambda: right.receive(target))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[0], results[1]]
+
+
+def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
+    theirs = Store(0)
+    for page in range(NUM_PAGES):
+        theirs.pages_PB[page] = page + 1
+    mine = Store(0)
+    sent, received = _exchange(_moves(theirs), _moves(mine, Engine))
+    assert isinstance(sent, PageTraffic)
+    assert isinstance(received, PageTraffic)
+    assert sent.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
+    assert mine.pages_PB[:, 0].tolist() == [0, 0, 0, 0, 0, 3, 2, 1]
+    assert torch.equal(mine.pages_PB[[7, 6, 5]], theirs.pages_PB[:NUM_PAGES])
+
+
+def test_a_rank_that_goes_on_to_another_generation_writes_no_page_after_that() -> None:
+    def leave(num_written: int) -> None:
+        if num_written == 1:
+            threading.Thread(target=right.enter, args=(6,)).start()
+            # It has to wait for this write, and no other one gets in before it.
+            late.wait(0.3)
+
+    late = threading.Event()
+    mine = Store(0, before_write=leave)
+    right = _moves(mine, Engine)
+    sent, received = _exchange(_moves(Store(9)), right)
+    assert isinstance(received, PeerLost)
+    assert "it belongs to generation 6 now" in str(received)
+    assert isinstance(sent, PeerLost)
+    assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
+
+
+def test_nobody_joins_a_landing_that_is_closed() -> None:
+    right = _moves(Store(0), Engine)
+    landing = right.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
+    right.close(landing.pages.number)
+    source, _ = _links(landing, timeout_s=1.0)
+    with pytest.raises(PeerLost, match="rendezvous store"):
+        _moves(Store(9)).send(source)
+
+
+def test_a_landing_that_finds_no_place_to_meet_takes_no_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError("no port is left")
+
+    monkeypatch.setattr(page_moves, "StoreHost", refuse)
+    right = _moves(Store(0), lambda: pytest.fail("pages were reserved"))
+    with pytest.raises(OSError, match="no port"):
+        right.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
