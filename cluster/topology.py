@@ -26,7 +26,7 @@ HEALTH_FLAGS = (
     "RAY_health_check_timeout_ms",
     "RAY_health_check_failure_threshold",
 )
-"""With Ray's defaults a cut link takes 65 s to be noticed."""
+"""Of the head. With Ray's defaults a cut link takes 65 s to be noticed."""
 
 _SEPARATORS = re.compile(r"\s*(?:;|&&|\|\||\n)\s*")
 

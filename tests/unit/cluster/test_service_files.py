@@ -1,6 +1,7 @@
 """The service's own files: Serve configurations and the RayService manifest."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,39 @@ def test_the_kubernetes_workers_offer_what_one_pipeline_asks_for() -> None:
     ranks = config.engine.parallel.verify_tensor_parallel_size
     assert config.placement.draft.resources["eesd_draft"] <= offered["eesd_draft"]
     assert config.placement.verify.resources["eesd_verify"] * ranks <= offered["eesd_verify"]
+
+
+def _labels_asked_for(name: str) -> set[str]:
+    placement = _service(name).placement
+    return {
+        f"{key}={value}"
+        for bundle in (placement.draft, placement.verify)
+        for key, value in bundle.labels.items()
+    }
+
+
+def test_the_aws_nodes_have_the_labels_that_are_asked_for() -> None:
+    types = yaml.safe_load((CONFIGS / "aws.yaml").read_text())["available_node_types"].values()
+    given = {f"{k}={v}" for entry in types for k, v in entry.get("labels", {}).items()}
+    asked = _labels_asked_for("serve.yaml")
+    assert asked
+    assert asked <= given
+
+
+def test_the_hosts_of_ones_own_start_with_the_labels_that_are_asked_for() -> None:
+    commands = "\n".join(
+        yaml.safe_load((CONFIGS / "onprem.yaml").read_text())["worker_start_ray_commands"]
+    )
+    key = re.findall(r'--labels="([^=]+)=\$stage"', commands)
+    stages = re.findall(r"stage=(\w+) ;;", commands)
+    assert {f"{key[0]}={stage}" for stage in stages} == _labels_asked_for("serve.yaml")
+
+
+def test_the_kubernetes_workers_have_the_labels_that_are_asked_for() -> None:
+    manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
+    groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    given = {group["rayStartParams"]["labels"] for group in groups}
+    assert given == _labels_asked_for("kuberay-rayservice.yaml")
 
 
 def test_every_container_of_the_manifest_has_shared_memory_and_one_auth_mode() -> None:
