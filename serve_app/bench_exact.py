@@ -1,20 +1,31 @@
 """`eesd bench exact`: the comparison of `eesd_dist.bench.exact`, given real actors to run on.
 
-Each topology is the service itself, pipeline, router and all, on a Ray instance of its own and
-without HTTP; requests go in over the same handle that the ingress uses.
+Each topology is the service itself, pipeline, router and all, without HTTP, on a Ray instance of
+its own or, under a name of its own, on a cluster that is there; requests go in over the same handle
+that the ingress uses.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 from eesd_dist.bench import exact
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.llm import Generation
 from eesd_dist.types import Request
-from serve_app._environment import prepare_for_local_ray
-from serve_app.config import ServiceConfig
+from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
+
+if TYPE_CHECKING:  # imports Ray, which reads the environment then
+    from serve_app.pipeline import PipelineState
+
+_NAME = "eesd-exact"
+"""Of the application: a service that runs on the same cluster has another one."""
+_ANSWER_TIMEOUT_S = 30.0
 
 
 class ActorRunner:
@@ -26,17 +37,26 @@ class ActorRunner:
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         return asyncio.run(self._all(requests))
 
+    def hosts(self) -> Sequence[str]:
+        from ray import serve
+
+        pipeline = serve.get_deployment_handle("Pipeline", self._config.app_name)
+        state: PipelineState = pipeline.state.remote().result(timeout_s=_ANSWER_TIMEOUT_S)
+        return [member.host for member in state.members]
+
     async def _all(self, requests: Sequence[Request]) -> list[Generation]:
         from ray import serve
 
         from eesd_dist.telemetry.tracing import make_tracing
         from serve_app._service_client import ServiceClient
+        from serve_app._steering import Steering
 
         pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
         client = ServiceClient(
             pipelines,
             recovery=self._config.recovery,
             tracing=make_tracing(process="bench", service="bench", endpoint=None, folder=None),
+            steering=Steering(self._config),
         )
 
         async def one(request: Request) -> Generation:
@@ -67,6 +87,48 @@ def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
             serve.shutdown()
 
 
+@contextmanager
+def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorRunner]:
+    """The same on a cluster that goes on without it; ranks are spread over its nodes."""
+    import ray
+    from ray import serve
+
+    from serve_app._local_ray import joined_ray
+    from serve_app._serving import deploy
+    from serve_app.app import build_app
+
+    config = ServiceConfig(
+        engine=engine,
+        app_name=_NAME,
+        router=RouterConfig(name=f"{_NAME}-router"),
+        placement=PlacementConfig(strategy="SPREAD"),
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with joined_ray(address, shows_logs=False):
+        serve.start(proxy_location="Disabled")  # where Serve runs already it stays as it is
+        try:
+            deploy(build_app(config), name=_NAME, route_prefix=None, wait=_patiently)
+            yield ActorRunner(config)
+        finally:
+            serve.delete(_NAME)
+            with suppress(ValueError):  # no pipeline got as far as starting one
+                ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+
+
+def _patiently(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 def main(argv: Sequence[str]) -> int:
-    prepare_for_local_ray()  # once: a process keeps the first token it has read
-    return exact.main(argv, actors=service_without_http)
+    parser = exact.parser()
+    parser.add_argument(
+        "--address", help="a running Ray cluster to compare on; without it, Ray is started here"
+    )
+    options = parser.parse_args(argv)
+    if options.address is None:
+        prepare_for_local_ray()  # once: a process keeps the first token it has read
+        return exact.run(options, actors=service_without_http, is_cluster=False)
+    prepare_for_cluster()
+    actors = partial(service_on_cluster, address=options.address)
+    return exact.run(options, actors=actors, is_cluster=True)

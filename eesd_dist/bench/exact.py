@@ -1,19 +1,21 @@
 """Is a single token different? Speculation on against plain decoding on the same stages.
 
-    eesd bench exact [--tokens N] [--json]
+    eesd bench exact [--tokens N] [--topology V[xD]]... [--address HOST:PORT] [--json]
 
 Every controller with chains, static and dynamic trees, temperatures 0, 0.7 and 1.0 with top_p,
 penalties and logit_bias, batches of 1, 4 and 16, in one process and over actors with one and two
-verify ranks; float32, and bfloat16 with `numerics: invariant`. Shapes take turns: each controller
-meets each of them under every sampling, in one of the three batches. What bfloat16 gives with
-`numerics: fast` is printed beside it. The last line of the output is one JSON object. Exit status 1
-when a promised equality fails.
+verify ranks and one and two draft ranks; float32, and bfloat16 with `numerics: invariant`. Shapes
+take turns: each controller meets each of them under every sampling, in one of the three batches.
+What bfloat16 gives with `numerics: fast` is printed beside it. With --address all of it runs on
+that Ray cluster, four verify ranks too, spread over its nodes, and nothing in one process. The last
+line of the output is one JSON object. Exit status 1 when a promised equality fails.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,14 +73,50 @@ class Runner(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
 
 
-Actors = Callable[[EngineConfig], AbstractContextManager[Runner]]
+class PlacedRunner(Runner, Protocol):
+    """One that says where it is."""
+
+    def hosts(self) -> Sequence[str]:
+        """The host of each of its ranks."""
+        ...
+
+
+Actors = Callable[[EngineConfig], AbstractContextManager[PlacedRunner]]
 """Starts the drafting and verify-rank actors of one engine, and ends them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How many actors hold each stage."""
+
+    verify_ranks: int
+    draft_ranks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """`4`, or `2x2`: verify ranks, then draft ranks."""
+        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+        if found is None:
+            raise argparse.ArgumentTypeError(
+                f"found {text!r}, expected verify ranks or verify x draft ranks, like 4 or 2x2"
+            )
+        return cls(verify_ranks=int(found[1]), draft_ranks=int(found[2] or 1))
+
+
+HERE = (
+    Topology(verify_ranks=1),
+    Topology(verify_ranks=2),
+    Topology(verify_ranks=1, draft_ranks=2),
+    Topology(verify_ranks=2, draft_ranks=2),
+)
+ACROSS = (*HERE, Topology(verify_ranks=4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     verify_ranks: int
     """0: both stages in this process."""
+    draft_ranks: int = 1
     dtype: DType
     numerics: Numerics
 
@@ -90,7 +128,8 @@ class Case:
     @property
     def label(self) -> str:
         where = f"actors, verify TP {self.verify_ranks}" if self.verify_ranks else "one process"
-        return f"{where}, {self.dtype}, {self.numerics}"
+        draft = f", draft TP {self.draft_ranks}" if self.draft_ranks > 1 else ""
+        return f"{where}{draft}, {self.dtype}, {self.numerics}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +177,9 @@ def engine_config(model: Path, head: Path | None, case: Case) -> EngineConfig:
         scheduler=SchedulerConfig(max_running=16),
         speculation=SpeculationConfig(max_draft_tokens=6),
         parallel=ParallelConfig(
-            verify_tensor_parallel_size=max(1, case.verify_ranks), timeout_s=60.0
+            verify_tensor_parallel_size=max(1, case.verify_ranks),
+            draft_tensor_parallel_size=case.draft_ranks,
+            timeout_s=60.0,
         ),
     )
 
@@ -216,34 +257,75 @@ def compare(
     return Comparison(by_shape=by_shape)
 
 
-CASES = (
-    Case(verify_ranks=0, dtype="float32", numerics="invariant"),
-    Case(verify_ranks=1, dtype="float32", numerics="invariant"),
-    Case(verify_ranks=2, dtype="float32", numerics="invariant"),
-    Case(verify_ranks=0, dtype="bfloat16", numerics="invariant"),
-    Case(verify_ranks=1, dtype="bfloat16", numerics="invariant"),
-    Case(verify_ranks=2, dtype="bfloat16", numerics="invariant"),
-    Case(verify_ranks=0, dtype="bfloat16", numerics="fast"),
-)
+def cases_of(topologies: Sequence[Topology], *, with_one_process: bool) -> tuple[Case, ...]:
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
+    cases: list[Case] = []
+    for dtype in dtypes:
+        if with_one_process:
+            cases.append(Case(verify_ranks=0, dtype=dtype, numerics="invariant"))
+        cases += [
+            Case(
+                verify_ranks=topology.verify_ranks,
+                draft_ranks=topology.draft_ranks,
+                dtype=dtype,
+                numerics="invariant",
+            )
+            for topology in topologies
+        ]
+    if with_one_process:
+        cases.append(Case(verify_ranks=0, dtype="bfloat16", numerics="fast"))
+    return tuple(cases)
+
+
+class _Here:
+    """Both stages in this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._llm = LLM(config)
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        return self._llm.generate(requests)
+
+    def hosts(self) -> Sequence[str]:
+        return ("this process",)
+
+    def close(self) -> None:
+        self._llm.close()
 
 
 @contextmanager
-def _here(config: EngineConfig) -> Iterator[Runner]:
-    llm = LLM(config)
+def _here(config: EngineConfig) -> Iterator[PlacedRunner]:
+    runner = _Here(config)
     try:
-        yield llm
+        yield runner
     finally:
-        llm.close()
+        runner.close()
 
 
-def main(argv: Sequence[str], *, actors: Actors) -> int:
-    parser = argparse.ArgumentParser(prog="eesd bench exact", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--head", type=Path)
-    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
-    parser.add_argument("--tokens", type=int, default=20_000, help="tokens to compare, about")
-    parser.add_argument("--json", action="store_true", help="only the last line")
-    options = parser.parse_args(argv)
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eesd bench exact",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True)
+    add("--head", type=Path)
+    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
+    add("--tokens", type=int, default=20_000, help="tokens to compare, about")
+    add(
+        "--topology",
+        type=Topology.parse,
+        action="append",
+        metavar="V[xD]",
+        help="verify ranks, and draft ranks where there is more than one; may be repeated",
+    )
+    add("--json", action="store_true", help="only the last line")
+    return parser
+
+
+def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int:
+    """`is_cluster`: the actors run elsewhere, and nothing is compared in this process."""
 
     def say(text: str) -> None:
         if not options.json:
@@ -251,14 +333,17 @@ def main(argv: Sequence[str], *, actors: Actors) -> int:
             sys.stdout.flush()
 
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
-    compared = len(CASES) * len(CONTROLLERS) * len(SAMPLING) * len(BATCHES)
+    topologies = options.topology or (ACROSS if is_cluster else HERE)
+    cases = cases_of(topologies, with_one_process=not is_cluster)
+    compared = len(cases) * len(CONTROLLERS) * len(SAMPLING) * len(BATCHES)
     # Texts end when they end: a third is added for those that end before they are cut.
     max_tokens = max(8, round(1.33 * options.tokens / compared))
     rows = []
-    for case in CASES:
+    for case in cases:
         config = engine_config(options.model, options.head, case)
         started = time.perf_counter()
         with (actors if case.verify_ranks else _here)(config) as runner:
+            num_hosts = len(set(runner.hosts()))
             compared_here = compare(
                 runner,
                 prompts,
@@ -269,11 +354,12 @@ def main(argv: Sequence[str], *, actors: Actors) -> int:
             )
         tally = compared_here.total
         row = dataclasses.asdict(case) | dataclasses.asdict(tally)
-        row |= dataclasses.asdict(compared_here)
+        row |= dataclasses.asdict(compared_here) | {"num_hosts": num_hosts}
         rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
-        say(f"{case.label:42} {tally.tokens:7} tokens, {tally.mismatches} differ")
-    promised = [row for case, row in zip(CASES, rows, strict=True) if case.is_promised]
-    free = [row for case, row in zip(CASES, rows, strict=True) if not case.is_promised]
+        where = f" on {num_hosts} hosts" if num_hosts > 1 else ""
+        say(f"{case.label:42} {tally.tokens:7} tokens, {tally.mismatches} differ{where}")
+    promised = [row for case, row in zip(cases, rows, strict=True) if case.is_promised]
+    free = [row for case, row in zip(cases, rows, strict=True) if not case.is_promised]
     report = {
         "tokens": sum(row["tokens"] for row in promised),
         "mismatches": sum(row["mismatches"] for row in promised),

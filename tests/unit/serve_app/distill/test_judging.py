@@ -13,13 +13,12 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome, RequestId, TokenId
 from serve_app.distill._rounds import MAX_DRAFT_TOKENS, Asked, Machine, Ran
+from serve_app.distill._timing import Timing, speed_of
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
 from serve_app.distill.evaluate import (
     EvaluateRequest,
-    Timing,
     acceptance_of,
     evaluate,
-    speed_of,
     table,
 )
 from tests.support.drafters import Agreement, save_head, save_target

@@ -1,0 +1,110 @@
+"""One streamed request as its client sees it: what came, when, and how it ended.
+
+Speaks HTTP and server-sent events, and reports broken streams instead of raising: whoever asks is
+interested in exactly those. Refuses to know what a right answer would have been.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """A stream from its request to its end; times on the client's monotonic clock."""
+
+    name: str
+    tokens: tuple[int, ...]
+    text: str
+    num_tokens: int | None
+    """By the service's own count; None when the stream ended before that was said."""
+    finish_reason: str | None
+    is_done: bool
+    """Whether `[DONE]` came."""
+    error: str | None
+    """What the service or the connection said instead of an end."""
+    asked_s: float
+    arrivals_s: tuple[float, ...]
+    """When chunks with tokens came."""
+    ended_s: float
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finish_reason is not None and self.is_done and self.error is None
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two chunks with tokens, and before the first."""
+        times = (self.asked_s, *self.arrivals_s)
+        return max((b - a for a, b in pairwise(times)), default=0.0)
+
+
+class Listener:
+    """Takes in one stream line by line; what has come so far is always there to be read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asked_s = time.monotonic()
+        self._tokens: list[int] = []
+        self._text = ""
+        self._num_tokens: int | None = None
+        self._finish_reason: str | None = None
+        self._is_done = False
+        self._error: str | None = None
+        self._arrivals_s: list[float] = []
+
+    def hear(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self._is_done = True
+        elif line.startswith("data: "):
+            self._take(json.loads(line.removeprefix("data: ")))
+
+    def fail(self, error: str) -> None:
+        self._error = self._error or error
+
+    def heard(self) -> Streamed:
+        return Streamed(
+            name=self._name,
+            tokens=tuple(self._tokens),
+            text=self._text,
+            num_tokens=self._num_tokens,
+            finish_reason=self._finish_reason,
+            is_done=self._is_done,
+            error=self._error,
+            asked_s=self._asked_s,
+            arrivals_s=tuple(self._arrivals_s),
+            ended_s=time.monotonic(),
+        )
+
+    def _take(self, chunk: Mapping[str, Any]) -> None:
+        if "error" in chunk:
+            self.fail(str(chunk["error"]["message"]))
+            return
+        if chunk.get("usage"):
+            self._num_tokens = chunk["usage"]["completion_tokens"]
+        for choice in chunk["choices"]:
+            self._text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if choice.get("token_ids"):
+                self._tokens += choice["token_ids"]
+                self._arrivals_s.append(time.monotonic())
+
+
+async def stream(client: httpx.AsyncClient, listener: Listener, body: Mapping[str, object]) -> None:
+    """Sends the request and listens to its end, whatever that is."""
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    try:
+        async with client.stream("POST", route, json=dict(body)) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                listener.fail(f"the service answered {response.status_code}: {text[:500]}")
+                return
+            async for line in response.aiter_lines():
+                listener.hear(line)
+    except httpx.HTTPError as error:
+        listener.fail(f"the connection broke: {type(error).__name__}: {error}")
