@@ -1,277 +1,420 @@
-"""The actors of one pipeline: spawned into a placement group, brought together, watched, replaced.
+"""The members of one pipeline brought together into generations, watched, and let go.
 
-A crew knows processes and generations. What they compute, and whose requests they serve, is none
-of its business.
+A generation is full, with everyone at a post, or degraded: stand-ins, which live in the verify
+ranks' processes, take the draft stage's part while its own processes are replaced.
+
+A crew knows members and generations. How one comes to a post is `_members`' business; what they
+compute, and whose requests they serve, is neither's.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from eesd_dist.actors.contracts import (
-    Generation,
-    HeadReport,
-    LoopEnd,
-    RouterAdvice,
-    RouterNews,
-    StagesFactory,
-    TelemetryOptions,
-    Whereabouts,
-)
-from eesd_dist.actors.draft import DraftActor
-from eesd_dist.actors.process import thread_environment
-from eesd_dist.actors.verify import VerifyActor
-from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, PeerLost
-from serve_app._placement import Post, why_unplaced
-from serve_app.config import PlacementConfig
+from eesd_dist.actors.contracts import ControlReport, Generation, HeadReport, LoopEnd
+from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
+from serve_app._members import LEAVE_TIMEOUT_S, Member, Members
+from serve_app._placement import Post
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_LEAVE_TIMEOUT_S = 8.0
-"""A little longer than an actor waits for its own loop to end."""
 _GRACE_S = 0.3
 """A killed rank's peers notice a moment before Ray says who has died."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recruiting:
-    """How an actor of this crew is made."""
-
-    pipeline: str
-    engine: EngineConfig
-    stages: StagesFactory
-    telemetry: TelemetryOptions
-    ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
-
-    def with_head(self, folder: str) -> "Recruiting":
-        """The same with another exit head."""
-        model = self.engine.model.model_copy(update={"head": Path(folder)})
-        return replace(self, engine=self.engine.model_copy(update={"model": model}))
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Member:
-    """One actor at its post."""
-
-    post: Post
-    handle: Any
-    whereabouts: Whereabouts
-    death: asyncio.Future[None]
-    """Done when the process behind the actor is gone."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.post.name} (pid {self.whereabouts.pid} on {self.whereabouts.host})"
-
-    @property
-    def is_dead(self) -> bool:
-        return self.death.done()
+_CALL_EVERY_S = 1.0
+_BUSY_S = 10.0
+"""Least patience with whoever comes: opening libraries may hold up all of a process for seconds."""
 
 
 class Crew:
     """Everyone is at a post, or the crew says who is not."""
 
-    def __init__(
-        self, group: PlacementGroup, posts: Sequence[Post], *, recruiting: Recruiting
-    ) -> None:
-        self._group = group
-        self._posts = tuple(posts)
-        self._recruiting = recruiting
-        self._as_configured = recruiting
-        self._members: dict[str, Member] = {}
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self._pipeline = members.recruiting.pipeline
+        self._parallel = members.recruiting.engine.parallel
+        self._as_configured = members.recruiting
+        self._draft_posts = tuple(post for post in members.posts if post.stage == "draft")
+        self._verify_posts = tuple(post for post in members.posts if post.stage == "verify")
+        self._broken: set[str] = set()
+        """Posts whose member cannot stay: its loop ended by a bug, and what else that has spoilt
+        nobody knows, or it does not answer."""
+        self._stand_ins: tuple[Member, ...] = ()
+        """Who drafts in a degraded generation, rank 0 first; nobody in a full one."""
+        self._unprepared: set[str] = set()
+        """Draft posts filled since the last full generation, weights still to be loaded."""
+        self._has_been_full = False
+        self._preparing: set[asyncio.Task[None]] = set()
+        """Stand-ins that load, and what is learnt for the day of need."""
+        self._cost: tuple[str, Mapping[str, object]] | None = None
+        """Node of the last drafting actor, and what its engine measured there."""
         self._generation = 0
+        self._recruited_s = 0.0
+        """When the last post was filled, by the clock of `time.monotonic`."""
 
     @property
     def generation(self) -> int:
         return self._generation
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """Who is there, in the order of the posts."""
-        return tuple(self._members[p.name] for p in self._posts if p.name in self._members)
+    def recruited_s(self) -> float:
+        return self._recruited_s
 
     @property
     def drafter(self) -> Member:
-        """Raises PeerLost when the post is empty."""
-        return self._at(self._posts[0])
+        """Who leads the present generation, or led the last one; raises PeerLost when gone."""
+        if not self._stand_ins:
+            return self.members.at(self.members.posts[0])
+        leader = self._stand_ins[0]
+        if self.members.at((leader.host or leader).post) is not leader.host:
+            raise PeerLost(peer=leader.post.name, operation="call", reason="its process is gone")
+        return leader
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the present generation, or the last one, has stand-ins."""
+        return bool(self._stand_ins)
+
+    @property
+    def may_stand_in(self) -> bool:
+        """Whether the draft stage is away, or not ready, and all verify ranks are there."""
+        is_empty = self.members.is_empty
+        return (
+            self._parallel.stand_in
+            and self._has_been_full
+            and not any(is_empty(post) for post in self._verify_posts)
+            and any(is_empty(p) or p.name in self._unprepared for p in self._draft_posts)
+        )
 
     @property
     def has_other_head(self) -> bool:
         """Whether recruits get another exit head than the configuration names."""
-        return self._recruiting is not self._as_configured
+        return self.members.recruiting is not self._as_configured
 
     def recruit_with_head(self, folder: str) -> None:
         """From now on recruits draft with this exit head."""
-        self._recruiting = self._as_configured.with_head(folder)
+        self.members.recruiting = self._as_configured.with_head(folder)
 
     async def recruit_as_configured(self) -> None:
         """Everyone who was recruited with another head is sent away."""
-        await self.disband()
-        for member in self.members:
-            self._dismiss(member)
-        self._recruiting = self._as_configured
+        await self.members.send_all_away()
+        self._unprepared.clear()
+        self.members.recruiting = self._as_configured
 
     async def load_head(self, folder: str) -> HeadReport:
-        """The drafter takes another exit head, and so will every later one in its place.
+        """The draft stage takes another exit head, and so will every later one in its place.
 
         Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
         """
-        report: HeadReport = await self._ask(self.drafter, "load_head", "load_head", folder)
+        followers = [m for m in self.members if m.post.stage == "draft" and m.post.rank is not None]
+        asked = [member.ask("load_head", "load_head", folder) for member in followers]
+        digests: list[str] = await asyncio.gather(*asked)
+        if len(set(digests)) > 1:
+            raise ConfigError(
+                f"{folder} is not the same exit head on every node of the draft ranks: found "
+                f"{' and '.join(sorted({digest[:12] for digest in digests}))}; copy it again"
+            )
+        report: HeadReport = await self.drafter.ask(
+            "load_head", "load_head", folder, digests[0] if digests else None
+        )
         self.recruit_with_head(folder)
-        return replace(report, pipeline=self._recruiting.pipeline)
+        return replace(report, pipeline=self._pipeline)
 
     async def form(self, *, timeout_s: float) -> None:
         """Fills empty posts and brings everyone into a new generation."""
         self._generation += 1
+        self._stand_ins = ()
         operation = f"start of generation {self._generation}"
+        keeping = asyncio.ensure_future(self.members.places.keep())
         try:
             async with asyncio.timeout(timeout_s):
-                await _all(self._fill(p, operation) for p in self._posts)
-                store = await self._ask(self.drafter, "host_store", operation)
-                generation = Generation(
-                    number=self._generation,
-                    store=store,
-                    num_verify_ranks=len(self._posts) - 1,
-                    timeout_s=self._recruiting.engine.parallel.timeout_s,
-                    shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self._posts),
-                )
-                drafter, *ranks = [self._at(post) for post in self._posts]
-                await _all(
-                    [
-                        self._ask(drafter, "connect", operation, generation),
-                        *[self._ask(rank, "join", operation, generation) for rank in ranks],
-                    ]
-                )
-                await self._ask(drafter, "join", operation, generation)
+                await self._while_all_answer(self._gather(operation))
         except TimeoutError as error:
             raise PeerLost(
-                peer=f"pipeline {self._recruiting.pipeline}",
+                peer=f"pipeline {self._pipeline}",
+                operation=operation,
+                reason=". ".join(
+                    [f"not everyone was there after {timeout_s:g} s", *self.members.places.missing]
+                ),
+            ) from error
+        finally:
+            keeping.cancel()
+        self._has_been_full = True
+        self._unprepared.clear()
+        self._prepare_for_deaths()
+
+    async def form_degraded(self, *, timeout_s: float) -> None:
+        """Brings the verify ranks and their stand-ins into a new generation; `may_stand_in` holds.
+
+        Raises what a stand-in raises that cannot load.
+        """
+        self._generation += 1
+        operation = f"start of generation {self._generation} with stand-ins"
+        verify = [self.members.at(post) for post in self._verify_posts]
+        self._stand_ins = tuple(host.stand_in() for host in verify[: len(self._draft_posts)])
+        self._recruited_s = time.monotonic()
+        drafter, *followers = self._stand_ins
+        try:
+            async with asyncio.timeout(timeout_s):
+                meeting = self._meet(drafter, [*followers, *verify], operation)
+                await self._while_all_answer(meeting)
+        except TimeoutError as error:
+            raise PeerLost(
+                peer=f"pipeline {self._pipeline}",
                 operation=operation,
                 reason=f"not everyone was there after {timeout_s:g} s",
             ) from error
 
+    async def replace_drafters(self, *, timeout_s: float) -> None:
+        """Beside a degraded generation: fills the draft stage's empty posts, and has weights
+        loaded. Ended early, it goes on where it was.
+
+        Raises PeerLost when either takes too long; who does not load is dismissed.
+        """
+        operation = "return of the draft stage"
+        keeping = asyncio.ensure_future(self.members.places.keep())
+        try:
+            empty = [post for post in self._draft_posts if self.members.is_empty(post)]
+            await _all(self._fill_beside(post, operation, timeout_s=timeout_s) for post in empty)
+            unprepared = [post for post in self._draft_posts if post.name in self._unprepared]
+            await _all(self._prepare(p, operation, timeout_s=timeout_s) for p in unprepared)
+        finally:
+            keeping.cancel()
+
+    async def _gather(self, operation: str) -> None:
+        members = self.members
+        self._recruited_s = time.monotonic()
+        empty = [post for post in members.posts if members.is_empty(post)]
+        await _all(self._fill(post, operation) for post in empty)
+        drafter, *ranks = [members.at(post) for post in members.posts]
+        await self._meet(drafter, ranks, operation)
+
+    async def _fill(self, post: Post, operation: str) -> None:
+        """A draft rank loads at once; a verify rank when the generation begins."""
+        await self.members.fill(post, operation)
+        self._recruited_s = time.monotonic()
+        if post.stage == "draft":
+            self._unprepared.add(post.name)
+            member = self.members.at(post)
+            await member.ask("prepare", operation, *self._cost_known_to(member))
+            self._unprepared.discard(post.name)
+
+    async def _meet(self, drafter: Member, ranks: Sequence[Member], operation: str) -> None:
+        store = await drafter.ask("host_store", operation)
+        generation = Generation(
+            number=self._generation,
+            store=store,
+            num_verify_ranks=len(self._verify_posts),
+            num_draft_ranks=len(self._draft_posts),
+            timeout_s=self._parallel.timeout_s,
+            shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self.members.posts),
+            stands_in=self.is_degraded,
+        )
+        await _all(
+            [
+                drafter.ask("connect", operation, generation),
+                *[rank.ask("join", operation, generation) for rank in ranks],
+            ]
+        )
+        await drafter.ask("join", operation, generation)
+
     async def trouble(self) -> EesdError:
         """Waits until this generation is broken, and says by whom."""
         ends = {
-            member: asyncio.ensure_future(
-                self._ask(member, "ended", f"generation {self._generation}")
-            )
-            for member in self.members
+            member: asyncio.ensure_future(member.ask("ended", f"generation {self._generation}"))
+            for member in self._engaged
         }
-        waiting = {*ends.values(), *(member.death for member in self.members)}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if not any(member.is_dead for member in self.members):
-            await asyncio.wait([m.death for m in self.members], timeout=_GRACE_S)
-        for end in ends.values():
-            if not end.done():
-                end.cancel()
-        return self._culprit({m: _result(end) for m, end in ends.items() if end.done()})
+        timeout_s = self._parallel.timeout_s
+        silences = {
+            m: asyncio.ensure_future(self._silence_of(m, timeout_s=timeout_s))
+            for m in self._engaged
+        }
+        deaths = [member.death for member in self._engaged]
+        waiting = {*ends.values(), *silences.values(), *deaths}
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not any(member.is_dead for member in self._engaged):
+                await asyncio.wait(deaths, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pending in (*ends.values(), *silences.values()):
+                pending.cancel()  # nothing to those that are done
+        errors = {m: _result(end) for m, end in ends.items() if end.done()}
+        self._broken = {
+            m.post.name
+            for m, error in errors.items()
+            if error is not None and not isinstance(error, PeerLost)
+        }
+        for member, silence in silences.items():
+            if silence.done() and not silence.cancelled() and member not in errors:
+                errors[member] = silence.result()
+                self._broken.add(member.post.name)
+        return self._culprit(errors)
+
+    async def _while_all_answer(self, work: Coroutine[Any, Any, None]) -> None:
+        """The work, ended by PeerLost as soon as someone who takes part in it is frozen: loading is
+        done in threads, and whoever loads answers calls."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._first_silence())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise watching.result()
+            working.result()
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _first_silence(self) -> EesdError:
+        """Of those at a post, and those who come to one meanwhile."""
+        calls: dict[Member, asyncio.Task[EesdError]] = {}
+        try:
+            while True:
+                for member in {m.host or m: None for m in self._engaged if not m.is_dead}:
+                    if member not in calls:
+                        calls[member] = asyncio.ensure_future(self._silence_while_busy(member))
+                await asyncio.sleep(_CALL_EVERY_S)
+                for call in calls.values():
+                    if call.done():
+                        return call.result()
+        finally:
+            for call in calls.values():
+                call.cancel()
+
+    async def _silence_while_busy(self, member: Member) -> EesdError:
+        timeout_s = max(self._parallel.timeout_s, _BUSY_S)
+        return await self._silence_of(member, timeout_s=timeout_s)
+
+    async def _silence_of(self, member: Member, *, timeout_s: float) -> EesdError:
+        """Returns when it has not answered a call by the deadline: frozen, or cut off. Its peers
+        cannot always tell: they wait for rounds as long as the link lives."""
+        while True:
+            try:
+                await asyncio.wait_for(member.ask("whereabouts", "call"), timeout_s)
+            except TimeoutError:
+                return PeerLost(
+                    peer=member.label,
+                    operation="call",
+                    reason=f"no answer within {timeout_s:g} s",
+                    generation=self._generation,
+                )
+            except EngineError as error:  # its death is told elsewhere too
+                return error
+            await asyncio.sleep(_CALL_EVERY_S)
+
+    async def halt(self) -> None:
+        """Lets the last round end, once its streams have come out: whoever is told to leave in the
+        middle of one may be waiting for a rank that has left."""
+        try:
+            halting = self.drafter.ask("halt", "halt")
+            await asyncio.wait_for(halting, LEAVE_TIMEOUT_S)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("not halted: generation=%d error=%r", self._generation, error)
 
     async def disband(self) -> None:
         """Ends the generation: survivors leave it, and who cannot is taken for dead."""
-        members = self.members
-        left = await asyncio.gather(*[self._leaves(member) for member in members])
-        for member, has_left in zip(members, left, strict=True):
-            if not has_left:
-                self._dismiss(member)
+        await asyncio.gather(*[self._leave_or_go(member) for member in self._engaged])
+        self._broken.clear()
+
+    async def _leave_or_go(self, member: Member) -> None:
+        if member.post.name not in self._broken and await member.leaves():
+            return
+        host = member.host or member
+        if host not in self.members:
+            return  # sent away with its stand-in, or the other way round
+        self._dismiss(host)
+        self.members.send_for(host.post, f"start of generation {self._generation + 1}")
 
     async def stop(self) -> None:
-        await self.disband()
-        for member in self.members:
-            self._dismiss(member)
-        remove_placement_group(self._group)
+        await self.members.send_all_away()
+        self.members.places.remove()
 
-    def _at(self, post: Post) -> Member:
-        member = self._members.get(post.name)
-        if member is None or member.is_dead:
-            raise PeerLost(peer=post.name, operation="call", reason="its process is gone")
-        return member
-
-    async def _fill(self, post: Post, operation: str) -> None:
-        member = self._members.get(post.name)
-        if member is not None and not member.is_dead:
-            return
-        handle = self._spawn(post)
-        try:
-            whereabouts = await handle.whereabouts.remote()
-        except BaseException as error:
-            ray.kill(handle)  # else it keeps the bundle that the next attempt needs
-            if isinstance(error, Exception):
-                raise _ours(error, peer=post.name, operation=operation) from error
-            raise
-        self._members[post.name] = Member(
-            post=post,
-            handle=handle,
-            whereabouts=whereabouts,
-            death=asyncio.ensure_future(_death_of(handle)),
-        )
-        logger.info("recruited: %s", self._members[post.name].label)
-
-    def _spawn(self, post: Post) -> Any:
-        how = self._recruiting
-        resources = dict(post.resources)
-        options = {
-            "num_cpus": resources.pop("CPU", 0),
-            "num_gpus": resources.pop("GPU", 0),
-            "resources": resources,
-            # Replaced by the pipeline: Ray would take a second longer to say that one has died.
-            "max_restarts": 0,
-            "max_concurrency": 10_000,
-            "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._posts.index(post)
-            ),
-        }
-        name = f"{post.name} of {how.pipeline}"
-        common = {"name": name, "stages": how.stages, "telemetry": how.telemetry}
-        if post.rank is None:
-            drafter = ray.remote(DraftActor).options(**options)
-            return drafter.remote(how.engine, **common, ask_router=how.ask_router)
-        rank = ray.remote(VerifyActor).options(**options)
-        return rank.remote(how.engine, **common, rank=post.rank)
-
-    async def _ask(self, member: Member, method: str, operation: str, *args: object) -> Any:
-        """Calls an actor; whatever goes wrong comes back as an error of ours that names it."""
-        try:
-            return await getattr(member.handle, method).remote(*args)
-        except Exception as error:
-            raise _ours(error, peer=member.label, operation=operation) from error
-
-    async def _leaves(self, member: Member) -> bool:
-        if member.is_dead:
-            return False
-        try:
-            return bool(
-                await asyncio.wait_for(self._ask(member, "leave", "leave"), _LEAVE_TIMEOUT_S)
-            )
-        except (EngineError, TimeoutError) as error:
-            logger.warning("does not leave: %s error=%r", member.label, error)
-            return False
+    @property
+    def _engaged(self) -> tuple[Member, ...]:
+        """Who is in the present generation."""
+        if not self._stand_ins:
+            return tuple(self.members)
+        return (*self._stand_ins, *(m for m in self.members if m.post.stage == "verify"))
 
     def _dismiss(self, member: Member) -> None:
-        ray.kill(member.handle)
-        self._members.pop(member.post.name, None)
-        if not member.is_dead:
-            member.death.cancel()
+        self.members.dismiss(member)
+        self._unprepared.discard(member.post.name)
+
+    async def _fill_beside(self, post: Post, operation: str, *, timeout_s: float) -> None:
+        await self.members.fill_beside(post, operation, timeout_s=timeout_s)
+        self._unprepared.add(post.name)
+
+    async def _prepare(self, post: Post, operation: str, *, timeout_s: float) -> None:
+        member = self.members.at(post)
+        known = self._cost_known_to(member)
+        preparing = asyncio.ensure_future(member.ask("prepare", operation, *known))
+        silence = asyncio.ensure_future(self._silence_while_busy(member))
+        try:
+            await asyncio.wait(
+                {preparing, silence}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not preparing.done():
+                self._dismiss(member)
+                raise (
+                    silence.result()
+                    if silence.done()
+                    else PeerLost(
+                        peer=member.label,
+                        operation=operation,
+                        reason=f"its weights are not loaded after {timeout_s:g} s",
+                    )
+                )
+            preparing.result()
+        finally:
+            preparing.cancel()
+            silence.cancel()
+        self._unprepared.discard(post.name)
+
+    def _cost_known_to(self, member: Member) -> list[Mapping[str, object]]:
+        """What the drafting actor before it has measured on its node; at most one."""
+        if member.post.rank is not None or self._cost is None:
+            return []
+        node_id, cost = self._cost
+        return [cost] if node_id == member.whereabouts.node_id else []
+
+    def _prepare_for_deaths(self) -> None:
+        """Beside the first rounds: what would otherwise be done while streams wait."""
+        preparations = [self._learn_cost(self.drafter)]
+        if self._parallel.stand_in:
+            verify = [m for m in self.members if m.post.stage == "verify"]
+            hosts = verify[: len(self._draft_posts)]
+            preparations += [self._prepare_stand_in(host.stand_in()) for host in hosts]
+        for preparation in preparations:
+            task = asyncio.ensure_future(preparation)
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+
+    async def _prepare_stand_in(self, stand_in: Member) -> None:
+        try:
+            await stand_in.ask("prepare", "preparation")
+        except EesdError as error:  # asked again when it is needed
+            logger.warning("not prepared: %s error=%s", stand_in.label, error)
+
+    async def _learn_cost(self, drafter: Member) -> None:
+        """For the next one on its node: measuring again would make streams wait."""
+        try:
+            control: ControlReport = await drafter.ask("control", "preparation")
+        except EesdError as error:
+            logger.warning("costs not learnt: %s error=%s", drafter.label, error)
+        else:
+            cost = control.cost
+            self._cost = None if cost is None else (drafter.whereabouts.node_id, cost)
 
     def _culprit(self, ends: dict[Member, EesdError | None]) -> EesdError:
         """The most telling of what is known: a death, then a bug, then a rank's complaint."""
         operation = f"generation {self._generation}"
-        for member in self.members:
+        for member in self._engaged:
             if member.is_dead:
-                return PeerLost(
-                    peer=member.label, operation=operation, reason="its process has died"
-                )
+                death = member.death
+                reason = PROCESS_DIED if death.cancelled() else death.result()
+                return PeerLost(peer=member.label, operation=operation, reason=reason)
         errors = [error for error in ends.values() if error is not None]
         bugs = [error for error in errors if not isinstance(error, PeerLost)]
         of_ranks = [
@@ -280,29 +423,7 @@ class Crew:
         for candidates in (bugs, of_ranks, errors):
             if candidates:
                 return candidates[0]
-        return EngineError(f"{operation} of pipeline {self._recruiting.pipeline} ended by itself")
-
-
-async def placed(posts: Sequence[Post], *, placement: PlacementConfig, name: str) -> PlacementGroup:
-    """A placement group with a bundle for each post, or an error that says what is lacking."""
-    group = placement_group(
-        [post.resources for post in posts], strategy=placement.strategy, name=name
-    )
-    try:
-        await asyncio.wait_for(_when(group.ready()), placement.timeout_s)
-    except TimeoutError as error:
-        why = why_unplaced(
-            posts,
-            strategy=placement.strategy,
-            nodes={n["NodeID"]: n["Resources"] for n in ray.nodes() if n["Alive"]},
-            free=ray.available_resources(),
-        )
-        remove_placement_group(group)
-        raise ConfigError(
-            f"no room for pipeline {name} within {placement.timeout_s:g} s: {why}. Change "
-            "placement in the configuration, or add nodes"
-        ) from error
-    return group
+        return EngineError(f"{operation} of pipeline {self._pipeline} ended by itself")
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
@@ -315,17 +436,6 @@ async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
         raise group.exceptions[0] from None
 
 
-async def _when(reference: Awaitable[T]) -> T:
-    return await reference
-
-
-async def _death_of(handle: Any) -> None:
-    try:
-        await handle.forever.remote()
-    except ray.exceptions.RayActorError:
-        return
-
-
 def _result(end: "asyncio.Future[LoopEnd]") -> EesdError | None:
     if end.cancelled():
         return None
@@ -333,20 +443,3 @@ def _result(end: "asyncio.Future[LoopEnd]") -> EesdError | None:
     if error is not None:
         return error if isinstance(error, EesdError) else EngineError(repr(error))
     return end.result().error
-
-
-def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
-    """Ray's exceptions in our terms."""
-    cause = getattr(error, "cause", None)
-    for candidate in (error, cause):
-        if isinstance(candidate, EesdError) and not isinstance(candidate, CapacityError):
-            return _plain(candidate)
-    if isinstance(error, ray.exceptions.RayActorError):
-        return PeerLost(peer=peer, operation=operation, reason="its process has died")
-    return EngineError(f"{peer} failed during {operation}: {cause or error!r}")
-
-
-def _plain(error: EesdError) -> EesdError:
-    """Without the class that Ray derives on the fly from ours and its own."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, EesdError) else error

@@ -21,6 +21,8 @@ def prepare_for_local_ray() -> None:
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_metrics_collection": "0",
+            # A process that hangs cannot end itself, and its place is not free before it has ended.
+            "RAY_kill_worker_timeout_milliseconds": "1000",
         }
     )
     # On a busy machine the HTTP proxy takes longer to come up than Serve's five seconds, and one

@@ -15,12 +15,14 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.actors.contracts import HeadReport
 from eesd_dist.errors import ConfigError, EesdError, EngineError
+from serve_app._draining import Drained
 from serve_app._local_ray import joined_ray
 from serve_app.config import RouterConfig
 from serve_app.router import find_router
 
 _ANSWER_TIMEOUT_S = 15.0
 _LOAD_TIMEOUT_S = 900.0
+_DRAIN_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,30 @@ class JoinedService:
         if not reports:
             raise EngineError(f"no pipeline of {self.app_name!r} is running")
         return reports
+
+    def drain(self, pipeline: str) -> Drained:
+        """Its live streams go on elsewhere, and it takes no more requests.
+
+        Raises ConfigError where no pipeline has this name, or no other one takes requests.
+        """
+        drained: Drained = self._ask_pipeline("drain", pipeline)
+        return drained
+
+    def undrain(self, pipeline: str) -> None:
+        self._ask_pipeline("undrain", pipeline)
+
+    def _ask_pipeline(self, method: str, name: str) -> Any:
+        """The answer of the one that is meant; the others have none."""
+        answers = self._ask_pipelines(method, name, timeout_s=_DRAIN_TIMEOUT_S)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise _ours(answer)
+            if answer is not None:
+                return answer
+        raise ConfigError(
+            f"no pipeline {name!r} in {self.app_name!r}, which has {len(answers)}: `eesd "
+            "pipelines` lists them"
+        )
 
     def _require_drafts_with(self, expected: Collection[str], *, new: str) -> None:
         for answer in self._ask_pipelines("control", timeout_s=_ANSWER_TIMEOUT_S):

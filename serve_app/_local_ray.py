@@ -90,7 +90,10 @@ def _short_folder() -> str:
 def _num_cpus(config: ServiceConfig) -> int:
     """Logical ones: as many as the placement asks for, on however small a machine."""
     placement = config.placement
-    ranks = config.engine.parallel.verify_tensor_parallel_size
-    per_pipeline = placement.draft.num_cpus + ranks * placement.verify.num_cpus
+    parallel = config.engine.parallel
+    per_pipeline = (
+        parallel.draft_tensor_parallel_size * placement.draft.num_cpus
+        + parallel.verify_tensor_parallel_size * placement.verify.num_cpus
+    )
     wanted = math.ceil(per_pipeline * config.pipelines.max_count)
     return max(os.cpu_count() or 1, wanted)

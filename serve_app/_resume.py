@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from eesd_dist.actors.contracts import StreamItem
-from eesd_dist.errors import CapacityError, EesdError, EngineError, PeerLost
+from eesd_dist.errors import CapacityError, EesdError, EngineError, Moved, PeerLost
 from eesd_dist.types import Emission, Request
 
 logger = logging.getLogger(__name__)
@@ -20,30 +20,45 @@ logger = logging.getLogger(__name__)
 Source = Callable[[Request], AsyncGenerator[StreamItem, None]]
 
 
+class Again(EesdError):
+    """A source's word that it has let go of the stream for now: not lost, submit it again."""
+
+
 async def resumed(
     request: Request,
     *,
     source: Source,
     until_whole: Callable[[EesdError], Awaitable[None]],
-    max_interruptions: int,
+    max_interruptions: int | None,
     room_wait_s: float,
+    max_moves: int = 0,
     breath_s: float = 0.25,
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
     """The request's emissions to the last, over as many submissions as it takes.
 
     A lost peer is waited out by `until_whole`, which raises when it has taken too long. A request
-    that is interrupted again and again may be what breaks its engine, and is given up. Any other
+    that is interrupted again and again without a token in between is given up; None leaves that to
+    `source` and `until_whole`. Interruptions with progress between them are not bounded. Any other
     error is the request's own and is raised, except that a stream which has begun waits for room
     instead of being refused, `room_wait_s` at most.
+
+    A stream that is handed over goes on at once, `source` knowing where. Whoever cannot follow has
+    no `max_moves`: the word is passed on. Handed on so often without a token, it waits as if lost,
+    which is held against nobody: the clock alone ends it, after `room_wait_s`.
+
+    Strikes are an engine's word about the request and are passed on; nothing here adds to them.
     """
-    num_interruptions = 0
+    num_moves = 0
+    num_losses = 0
     is_resumed = False
     refused_since_s: float | None = None
+    moved_since_s: float | None = None
     while True:
         try:
             async with aclosing(_until_error(source, request)) as parts:
                 async for part in parts:
-                    refused_since_s = None
+                    refused_since_s = moved_since_s = None
+                    num_moves = num_losses = 0
                     emissions = _as_first_seen(part) if is_resumed else part
                     request = _with_tokens(request, emissions)
                     yield emissions
@@ -52,10 +67,31 @@ async def resumed(
             lost: EesdError = PeerLost(
                 peer="pipeline", operation="stream", reason="it ended without a last token"
             )
+            num_losses += 1
+        except Again:
+            is_resumed = True
+            continue
         except PeerLost as error:
             lost = error
+            num_losses += 1
+        except Moved as error:
+            if max_moves == 0:
+                raise
+            is_resumed = True
+            request = replace(request, strikes=max(request.strikes, error.strikes))
+            num_moves += 1
+            moved_since_s = moved_since_s or time.monotonic()
+            if num_moves <= max_moves:
+                logger.info("stream moved: request=%s error=%s", request.request_id, error)
+                continue
+            if time.monotonic() - moved_since_s > room_wait_s:
+                raise EngineError(
+                    f"handed to and fro for {room_wait_s:g} s without a token: {error}"
+                ) from error
+            num_moves = 0
+            lost = error
         except CapacityError as error:
-            if not request.generated:
+            if not request.generated and not is_resumed:
                 raise
             is_resumed = True
             refused_since_s = refused_since_s or time.monotonic()
@@ -66,15 +102,16 @@ async def resumed(
             await asyncio.sleep(breath_s)
             continue
         is_resumed = True
-        num_interruptions += 1
         logger.warning(
             "stream interrupted: request=%s tokens=%d error=%s",
             request.request_id,
             len(request.generated),
             lost,
         )
-        if num_interruptions > max_interruptions:
-            raise EngineError(f"given up after {num_interruptions} interruptions: {lost}") from lost
+        if max_interruptions is not None and num_losses > max_interruptions:
+            raise EngineError(
+                f"given up after {num_losses} interruptions without a token: {lost}"
+            ) from lost
         await asyncio.sleep(breath_s)  # who lost a peer may know it before those who replace it
         await until_whole(lost)
 
@@ -96,4 +133,6 @@ def _as_first_seen(emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
 
 def _with_tokens(request: Request, emissions: tuple[Emission, ...]) -> Request:
     new = tuple(token for emission in emissions for token in emission.tokens)
-    return replace(request, generated=request.generated + new)
+    return replace(
+        request, generated=request.generated + new, strikes=0 if new else request.strikes
+    )

@@ -87,6 +87,22 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
     say("stopped: no process is left" if address is None else "stopped")
 
 
+@contextmanager
+def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
+    """The whole service for as long as the block runs: for what measures it from outside."""
+    where = (
+        local_ray(config, shows_logs=False)
+        if address is None
+        else joined_ray(address, shows_logs=False)
+    )
+    with where:
+        try:
+            _bring_up(config, Stopping())
+            yield
+        finally:
+            _take_down(config, is_ours=address is None)
+
+
 def _serve_until_stopped(
     config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
 ) -> None:
@@ -180,11 +196,14 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
         try:
             states = pipelines.broadcast("state").results(timeout_s=_LOOK_EVERY_S)
         except Exception as error:  # whatever Ray raises when it is going under
-            missed += 1
             logger.info("no answer from the pipelines: error=%r", error)
+            if _is_kept_up(config.app_name):
+                continue
+            missed += 1
             if missed == _MAX_MISSED_LOOKS:
                 raise EngineError(
-                    f"no pipeline has answered {missed} times: the service has ended by itself"
+                    f"no pipeline has answered {missed} times, and Serve brings none back: the "
+                    "service has ended by itself"
                 ) from error
             continue
         missed = 0
@@ -196,6 +215,16 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
             if state.is_whole and state.pipeline in mending:
                 mending.remove(state.pipeline)
                 say(f"pipeline {state.pipeline} is whole again")
+
+
+def _is_kept_up(name: str) -> bool:
+    """Serve is there and goes on replacing what it has lost: a large model takes its time."""
+    try:
+        status = serve.status().applications.get(name)
+    except Exception as error:  # as above: Serve's controller, or Ray, is gone
+        logger.info("no answer from Serve: error=%r", error)
+        return False
+    return status is not None and status.status != ApplicationStatus.DEPLOY_FAILED
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
@@ -237,13 +266,18 @@ def _why(messages: Sequence[str]) -> EesdError:
     return EngineError(f"the service could not be started: {lines[-1] if lines else 'no reason'}")
 
 
+def _several(count: int, stage: str) -> list[str]:
+    return [f"{count} {stage} rank{'s' if count > 1 else ''}"] if count else []
+
+
 def _welcome(config: ServiceConfig, *, took_s: float) -> str:
     url = f"http://{config.host}:{config.port}"
-    ranks = config.engine.parallel.verify_tensor_parallel_size
-    several = "s" if ranks > 1 else ""
+    parallel = config.engine.parallel
+    drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
+    crew = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
     return f"""\
 ready after {took_s:.0f} s: {config.served_model_name} on {url}
-(a drafting actor and {ranks} verify rank{several}; Ctrl-C stops them)
+({crew}; Ctrl-C stops them)
 
 Try it:
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from eesd_dist.actors.contracts import StagesFactory
 from serve_app._stages import stages_of
+from serve_app._targeting import TargetedRouter
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress import Ingress
 from serve_app.pipeline import Pipeline
@@ -30,18 +32,19 @@ def build_app(
     pipelines = serve.deployment(
         Pipeline,
         name="Pipeline",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
         max_ongoing_requests=_MANY,
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(request_router_class=TargetedRouter),
         **_how_many(config),
     ).bind(config, stages)
     ingress = serve.deployment(
         serve.ingress(None)(Ingress),
         name="Ingress",
         num_replicas=config.num_ingresses,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,

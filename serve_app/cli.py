@@ -30,14 +30,18 @@ _DELEGATED = {
     "bench online": "eesd_dist.bench.online",
     "bench exact": "serve_app.bench_exact",
     "bench control": "eesd_dist.bench.control",
+    "bench chaos": "serve_app.bench_chaos",
+    "bench handover": "serve_app.bench_handover",
+    "bench rounds": "serve_app.bench_rounds",
     "bench router": "serve_app.bench_router",
     "controllers": "serve_app.controllers",
     "distill": "serve_app.distill.main",
+    "pipelines": "serve_app.pipelines",
     "plan": "cluster.planner",
     "preflight": "cluster.preflight",
 }
 """Commands with a module and options of their own, loaded when they are asked for."""
-_WANT_MODEL = frozenset({"bench offline", "bench exact", "bench control"})
+_WANT_MODEL = frozenset({"bench offline", "bench exact", "bench control", "bench rounds"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,7 +194,9 @@ _FLAGS = {
     "dtype": "engine.model.dtype",
     "numerics": "engine.model.numerics",
     "device": "engine.model.device",
+    "draft_tp": "engine.parallel.draft_tensor_parallel_size",
     "verify_tp": "engine.parallel.verify_tensor_parallel_size",
+    "stand_in": "engine.parallel.stand_in",
     "controller": "engine.speculation.controller",
     "max_draft_tokens": "engine.speculation.max_draft_tokens",
     "tree": "engine.speculation.tree.shape",
@@ -252,8 +258,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd",
         description="Lossless early-exit speculative decoding. A model that is not named is the "
         "bundled one.",
-        epilog="Also: eesd bench offline|online|exact|control|router, eesd controllers, eesd plan, "
-        "eesd preflight, eesd distill; each explains itself with --help.",
+        epilog="Also: eesd bench offline|online|exact|control|router|rounds|chaos|handover, "
+        "eesd controllers, eesd pipelines, eesd plan, eesd preflight, eesd distill; "
+        "each explains itself with --help.",
     )
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -273,6 +280,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--host", help="address to listen on (127.0.0.1)")
     add("--port", type=int, help="port to listen on (8000)")
     add("--name", help="the model's name in the API (its folder's name)")
+    add(
+        "--stand-in",
+        action="store_const",
+        const=True,
+        help="verify ranks also hold the draft ranks' layers: plain decoding while one is replaced",
+    )
     add("--pipelines", type=int, help="how many pipelines serve (1)")
     add("--address", help="a running Ray cluster to join; without it, Ray is started here")
     add("--otlp-endpoint", help="OpenTelemetry collector, e.g. http://localhost:4318")
@@ -317,6 +330,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=get_args(DType), help="type of the weights (bfloat16)")
     add("--numerics", choices=get_args(Numerics), help="invariant keeps texts bit for bit")
     add("--device", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    add("--draft-tp", type=int, metavar="N", help="ranks of the draft stage (1)")
     add("--verify-tp", type=int, metavar="N", help="ranks of the verify stage (1)")
     add("--controller", choices=get_args(ControllerName), help="who ends a draft")
     add("--tree", choices=get_args(TreeShape), help="alternatives beside first choices (none)")

@@ -14,6 +14,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -23,9 +24,12 @@ from eesd_dist.errors import ConfigError
 
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
 
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""Ray's four: together if possible, apart if possible, on one node, each on a node of its own."""
+
 
 class BundleConfig(Section):
-    """What one actor reserves on its node."""
+    """What one actor of a stage reserves on its node, and how the actors of the stage stand."""
 
     num_cpus: PositiveFloat = 0.5
     """Logical CPUs: for placing actors, not a limit on what they use."""
@@ -37,21 +41,63 @@ class BundleConfig(Section):
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom Ray resources, for nodes that offer them."""
 
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels the node must have (`ray start --labels`), e.g. `eesd.io/stage: draft`; Ray's
+    `"!x"`, `"in(a,b)"` and `"!in(a,b)"` are understood."""
+
+    strategy: Strategy | None = None
+    """The ranks of this stage among themselves; None: PACK."""
+
+    @field_validator("labels")
+    @classmethod
+    def _no_blanks(cls, labels: dict[str, str]) -> dict[str, str]:
+        for name, selector in labels.items():
+            if len((name + selector).split()) != 1:
+                raise ValueError(
+                    f"{name}: {selector} has a blank, which Ray takes for a part of the value: "
+                    "write in(a,b)"
+                )
+        return labels
+
 
 class PlacementConfig(Section):
-    """Where the actors of one pipeline stand: one placement group of one bundle each."""
+    """Where the actors of one pipeline stand: one bundle each, in one placement group or two."""
 
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's four: together if possible, apart if possible, or nowhere else."""
+    strategy: Strategy | None = None
+    """Short form: all actors of the pipeline by one strategy. Not beside the three others."""
+
+    stages: Strategy | None = None
+    """The two stages relative to each other; None: PACK. PACK and SPREAD are wishes; STRICT_PACK:
+    all on one node; STRICT_SPREAD: no node holds ranks of both stages."""
 
     draft: BundleConfig = BundleConfig()
-    """The drafting actor."""
+    """The drafting actor, and the other draft ranks."""
 
     verify: BundleConfig = BundleConfig()
     """Each verify rank."""
 
+    front: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Custom Ray resources of the nodes for what holds connections and ledgers: HTTP replicas, the
+    pipelines' replicas and the router, a little for each, e.g. {stable: 0.001}. Without it they
+    stand on any node, those included that come and go."""
+
     timeout_s: PositiveFloat = 120.0
     """Longest wait for the cluster to offer the bundles, autoscaling included."""
+
+    @model_validator(mode="after")
+    def _is_said_once(self) -> Self:
+        others = {
+            "stages": self.stages,
+            "draft.strategy": self.draft.strategy,
+            "verify.strategy": self.verify.strategy,
+        }
+        given = [f"{name} is {value}" for name, value in others.items() if value is not None]
+        if self.strategy is not None and given:
+            raise ValueError(
+                f"strategy is {self.strategy}, which places everything, and {given[0]}: drop "
+                "strategy, or the keys per stage"
+            )
+        return self
 
 
 class PipelinesConfig(Section):
@@ -87,12 +133,18 @@ class RecoveryConfig(Section):
     drain_s: PositiveFloat = 20.0
     """How long streams may go on when the service or a pipeline is taken down."""
 
-    max_interruptions: PositiveInt = 4
-    """So many within `window_s`, and live requests are ended with an error: one of them may be
-    what breaks the pipeline."""
+    handover: Literal["pages", "recompute"] = "pages"
+    """What streams take along when they leave a pipeline that is drained: their KV pages, copied
+    while they go on, or nothing, to be computed again from their tokens. Pages only go where the
+    same model is served the same way; elsewhere, and where copying fails, it is `recompute` too."""
 
-    window_s: PositiveFloat = 60.0
-    """The time in which interruptions are counted."""
+    max_interruptions: PositiveInt = 4
+    """So many in a row without a token: more, and a stream is given up, or the whole pipeline when
+    nothing comes out of it any more."""
+
+    suspect_after: PositiveInt = 2
+    """A request under which the engine broke so often since its last token is tested alone; when it
+    breaks the engine alone, it is refused, and the others go on."""
 
 
 class HealthConfig(Section):

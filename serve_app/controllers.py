@@ -13,25 +13,23 @@ started on --port, or to the cluster at --address: nothing over HTTP changes any
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
-from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import read_snapshot, write_snapshot
+from serve_app._looking import add_service, fetched, not_ours, url_of
 from serve_app._passes import prepare_to_join
-from serve_app.config import RouterConfig, ServiceConfig
+from serve_app.config import RouterConfig
 from serve_app.promotion import promote
 
-_TIMEOUT_S = 30.0
-_NOT_FOUND = 404
+_PAGE = "/debug/controllers"
 _SHAPE = {"default": dict, "pinned": bool, "workloads": dict, "pipelines": list}
 """What tells an answer of ours from anybody else's JSON."""
 _UNTIL_HEARD = "pipelines hear of it within a second"
@@ -52,15 +50,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(options: argparse.Namespace) -> None:
-    url = options.url or f"http://127.0.0.1:{options.port}"
-    state = _fetched(url)
+    url = url_of(options)
+    state = fetched(url, _PAGE, shape=_SHAPE)
     if options.json:
         _say(json.dumps(state, indent=2))
         return
     try:
         _show_state(state)
     except KeyError as error:
-        raise _not_ours(url, f"no {error} in its answer") from error
+        raise not_ours(url, f"no {error} in its answer") from error
 
 
 def _show_state(state: Mapping[str, Any]) -> None:
@@ -116,43 +114,6 @@ def _show_pipeline(console: Console, pipeline: Mapping[str, Any]) -> None:
             f"spool       {spool['num_written']} texts, {spool['num_dropped']} dropped, "
             f"{spool['num_bytes'] / 2**20:.1f} MiB"
         )
-
-
-def _fetched(url: str) -> Mapping[str, Any]:
-    key = os.environ.get(ServiceConfig.model_fields["api_key_env"].default)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    page = f"{url.rstrip('/')}/debug/controllers"
-    try:
-        answer = httpx.get(page, headers=headers, timeout=_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EngineError(f"{url}: {error}: is the service running there?") from error
-    if answer.status_code == _NOT_FOUND:
-        raise _not_ours(url, "it has no /debug/controllers")
-    if not answer.is_success:
-        raise EngineError(f"{page}: HTTP {answer.status_code}: {_said(answer)}")
-    try:
-        state = answer.json()
-    except ValueError as error:
-        raise _not_ours(url, "its answer is no JSON") from error
-    if not isinstance(state, dict):
-        raise _not_ours(url, "its answer is no JSON object")
-    for name, kind in _SHAPE.items():
-        if not isinstance(state.get(name), kind):
-            raise _not_ours(url, f"no {name!r} in its answer")
-    return state
-
-
-def _said(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase
-
-
-def _not_ours(url: str, found: str) -> EngineError:
-    return EngineError(
-        f"{url} answers, but is no eesd service of this version ({found}): look at --url or --port"
-    )
 
 
 # -- changing -------------------------------------------------------------------------------------
@@ -219,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd controllers",
         description="What a running service believes about acceptance, and the means to pin it.",
     )
-    _add_service(parser, is_top=True)
+    add_service(parser, is_top=True)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     described = {
         "show": "what is believed, and what decides from it (the default)",
@@ -231,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in described.items():
         action = actions.add_parser(name, help=text)
-        _add_service(action, is_top=False)
+        add_service(action, is_top=False)
         if name in ("save", "load"):
             action.add_argument("file", type=Path, metavar="FILE")
         elif name == "promote":
@@ -240,21 +201,6 @@ def _parser() -> argparse.ArgumentParser:
             action.set_defaults(file=None)
     actions.choices["pin"].add_argument("--file", type=Path, help="pools to pin; else as they are")
     return parser
-
-
-def _add_service(parser: argparse.ArgumentParser, *, is_top: bool) -> None:
-    """The same flags before and behind the action; what is not given behind it changes nothing."""
-
-    def add(flag: str, default: object, **how: Any) -> None:
-        parser.add_argument(flag, default=default if is_top else argparse.SUPPRESS, **how)
-
-    add("--url", None, help="the service's URL, to look (http://127.0.0.1:PORT)")
-    add("--port", 8000, type=int, help="port of a service on this machine (8000)")
-    add("--address", None, help="Ray cluster the service runs on, to change something there")
-    add("--app", "eesd", help="name of the Serve application (eesd)")
-    add("--router", RouterConfig().name, help="the router's Ray name")
-    add("--namespace", RouterConfig().namespace, help="the router's Ray namespace")
-    add("--json", False, action="store_true", help="JSON instead of a table")
 
 
 if __name__ == "__main__":

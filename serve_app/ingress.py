@@ -12,14 +12,16 @@ from itertools import zip_longest
 from typing import Any
 
 from fastapi import FastAPI
+from ray import serve
 
 from eesd_dist.actors.process import prepare_process, tracing_of
 from eesd_dist.errors import EngineError
 from eesd_dist.text import Tokenizer
 from serve_app._metrics import merged
 from serve_app._service_client import ServiceClient
+from serve_app._steering import Steering
 from serve_app.config import ServiceConfig
-from serve_app.openai.api import build_api
+from serve_app.openai.api import Degraded, build_api
 from serve_app.pipeline import PipelineControl
 from serve_app.router import find_router
 
@@ -33,10 +35,14 @@ class Ingress:
         prepare_process()
         self._config = config
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
-        self._client = ServiceClient(pipelines, recovery=config.recovery, tracing=self._tracing)
+        self._steering = Steering(config, ingress=serve.get_replica_context().replica_id.unique_id)
+        self._client = ServiceClient(
+            pipelines, recovery=config.recovery, tracing=self._tracing, steering=self._steering
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
+        self._steering.start()
         app = build_api(
             self._client,
             tokenizer=Tokenizer.load(config.engine.model.path),
@@ -60,18 +66,22 @@ class Ingress:
         await asyncio.to_thread(self._tracing.flush)
 
     async def _health(self) -> str | None:
-        """Healthy as soon as one pipeline is."""
+        """Healthy as soon as one pipeline is; degraded when none is that is not."""
         timeout_s = self._config.health.probe_timeout_s + _ANSWER_TIMEOUT_S
         try:
             answers = await self._client.health(timeout_s=timeout_s)
         except EngineError as error:
             return str(error)
-        if any(answer.is_healthy for answer in answers):
+        healthy = [answer for answer in answers if answer.is_healthy]
+        if healthy and all(answer.degraded for answer in healthy):
+            return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
+        if healthy:
             return None
         return "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
 
     async def _metrics(self) -> bytes:
-        return merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
+        pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)
+        return merged(pages) + self._steering.page()
 
     async def _rounds(self) -> dict[str, object]:
         """Where the time of the latest rounds went."""

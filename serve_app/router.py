@@ -9,7 +9,7 @@ over Ray: whoever may do that may do anything here anyway.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -18,10 +18,11 @@ from uuid import uuid4
 
 import ray
 
-from eesd_dist.actors.contracts import RouterAdvice, RouterNews
+from eesd_dist.actors.contracts import RouterAdvice, RouterNews, Whereabouts
+from eesd_dist.actors.process import prepare_process, whereabouts
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.errors import CapacityError, EesdError, EngineError
 from eesd_dist.routing.beliefs import (
     BeliefBook,
     Priors,
@@ -29,7 +30,13 @@ from eesd_dist.routing.beliefs import (
     priors_to_json,
     read_snapshot,
 )
-from eesd_dist.routing.directory import PipelineDirectory, PipelineReport, Promotion
+from eesd_dist.routing.directory import (
+    Listed,
+    PipelineDirectory,
+    PipelineId,
+    PipelineReport,
+    Promotion,
+)
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
@@ -42,6 +49,7 @@ class Router:
     """Wrapped as an actor by `router_handle`."""
 
     def __init__(self, config: RouterConfig, speculation: SpeculationConfig) -> None:
+        prepare_process()
         self._config = config
         self._book = BeliefBook(discount=speculation.discount)
         self._directory = PipelineDirectory(
@@ -79,12 +87,28 @@ class Router:
             self._turned_s = time.monotonic()
             self._book.turn_page()
 
+    async def pipelines(self, app: str) -> tuple[Listed, ...]:
+        """The pipelines of one service, as they last said."""
+        return self._directory.listed(app)
+
+    async def choose(
+        self, app: str, excluded: Collection[PipelineId] = ()
+    ) -> PipelineReport | None:
+        """A whole pipeline of this service that takes one more request; None: there is none."""
+        try:
+            return self._directory.choose(app=app, excluded=excluded)
+        except CapacityError:
+            return None
+
     async def promotion(self, in_place_of: str) -> Promotion | None:
         """The exit head that pipelines of this configuration were told to take; None: none was.
 
         Nothing is kept on disk: pipelines say so with every heartbeat, to a restarted router too.
         """
         return self._directory.promotion(in_place_of)
+
+    async def whereabouts(self) -> Whereabouts:
+        return whereabouts()
 
     async def describe(self) -> dict[str, object]:
         """Plain JSON, for an operator's eyes."""
@@ -191,6 +215,7 @@ def router_handle(config: ServiceConfig) -> Any:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
+            resources=config.placement.front,
             max_concurrency=1000,
         )
         .remote(config.router, config.engine.speculation)
@@ -222,12 +247,54 @@ async def promotion_of(
     return promotion
 
 
-async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> None:
-    """One heartbeat; a silent router is not the sender's concern."""
+async def pipelines_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> tuple[Listed, ...]:
+    """What the directory knows of a service's pipelines. Raises EngineError: the router is silent.
+
+    A router that has just been restarted knows of none until they have said that they are there.
+    """
+    try:
+        listed: tuple[Listed, ...] = await asyncio.wait_for(
+            _settled(handle.pipelines.remote(app)), timeout_s
+        )
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise EngineError(f"router does not say which pipelines there are: {error!r}") from error
+    return listed
+
+
+async def another_pipeline(
+    handle: Any, *, app: str, excluded: Collection[PipelineId], timeout_s: float = 1.0
+) -> PipelineReport | None:
+    """A whole pipeline other than these that takes requests; None also when nobody can say."""
+    try:
+        found: PipelineReport | None = await asyncio.wait_for(
+            _settled(handle.choose.remote(app, tuple(excluded))), timeout_s
+        )
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        logger.warning("router names no pipeline: error=%r", error)
+        return None
+    return found
+
+
+async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> bool:
+    """One heartbeat; a silent router is not the sender's concern. False: its actor is no more, or
+    not yet again, and is to be looked for under its name."""
     try:
         await asyncio.wait_for(_settled(handle.heartbeat.remote(report)), timeout_s)
+    except ray.exceptions.RayActorError as error:
+        logger.debug("router is gone: error=%r", error)
+        return False
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.debug("router does not hear: error=%r", error)
+    return True
+
+
+async def found_again(handle: Any, config: ServiceConfig) -> Any:
+    """The router under its name, started when there is none; `handle` while nobody can say."""
+    try:
+        return await asyncio.to_thread(router_handle, config)
+    except (ValueError, ray.exceptions.RayError) as error:
+        logger.warning("no router: error=%r", error)
+        return handle
 
 
 async def _settled(reference: Any) -> Any:

@@ -43,8 +43,13 @@ from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
 
+
+class Degraded(str):
+    """In a health check's answer: text can be generated now, though not as usual."""
+
+
 Health = Callable[[], Awaitable[str | None]]
-"""None when text can be generated now, else the reason why not."""
+"""None when text can be generated now, else the reason why not, unless it is `Degraded`."""
 Metrics = Callable[[], Awaitable[bytes]]
 """The Prometheus text."""
 
@@ -175,8 +180,11 @@ def _add_tokens(
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
     @app.get("/health", response_model=None)
     async def ready() -> Response:
-        """200 with an empty body when text can be generated now, else 503 with the reason."""
+        """200 when text can be generated now, with a body only where something is less than usual,
+        else 503 with the reason."""
         reason = await health()
+        if isinstance(reason, Degraded):
+            return Response(reason, media_type="text/plain")
         return Response() if reason is None else _refusal(http_error_of(NotReady(reason)))
 
     @app.get("/ping", response_model=None)

@@ -339,7 +339,7 @@ def test_a_promoted_head_survives_the_death_of(
 ) -> None:
     with _joined(learning) as admin:
         (report,) = admin.load_head(str(heads["always"]))
-    before = learning.state()
+    before, cost = learning.state(), _controllers(learning)["pipelines"][0]["cost"]
     if victim == "drafting actor":
         learning.signal(victim, signal.SIGKILL)
     else:
@@ -358,6 +358,8 @@ def test_a_promoted_head_survives_the_death_of(
 
     until(reborn, timeout_s=120)
     assert _sha(learning) == report.sha256
+    if victim == "drafting actor":
+        assert _controllers(learning)["pipelines"][0]["cost"] == cost, "it was not measured again"
     emissions = _emissions(learning, _request(f"after {victim}"))
     assert all(e.num_accepted == e.num_drafted for e in emissions[:-1])
 

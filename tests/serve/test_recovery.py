@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -12,14 +14,16 @@ import pytest
 import ray
 from ray import serve
 
-from eesd_dist.errors import ConfigError, EngineError, RequestError
+from eesd_dist.actors.contracts import StagesFactory
+from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app._serving import deploy
 from serve_app.app import build_app
 from serve_app.config import service_config
-from serve_app.pipeline import Pipeline
+from serve_app.pipeline import Health, Pipeline
 from tests.support.running import Running, tokens_of, until
+from tests.support.toy_poison import POISON, WAYS, poisoned_stages
 from tests.support.toy_stages import toy_stages, toy_token
 
 
@@ -84,12 +88,19 @@ def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
     )
 
 
-def _toy_pipeline(name: str, folder: Path, **sections: object) -> Running:
+def _toy_pipeline(
+    name: str,
+    folder: Path,
+    *,
+    stages: StagesFactory = toy_stages,
+    timeout_s: float = 20.0,
+    **sections: object,
+) -> Running:
     tree: dict[str, object] = {
         "engine": {
             "model": {"path": str(folder)},
-            "scheduler": {"max_waiting": 4},
-            "parallel": {"verify_tensor_parallel_size": 2},
+            "scheduler": {"max_waiting": 4 if stages is toy_stages else 16},
+            "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": timeout_s},
         },
         "app_name": name,
         "router": {"name": f"{name}-router"},
@@ -104,7 +115,7 @@ def _toy_pipeline(name: str, folder: Path, **sections: object) -> Running:
         max_constructor_retry_count=1,
         health_check_period_s=1.0,
     )
-    deploy(deployment.bind(config, toy_stages), name=name, route_prefix=None, wait=Event().wait)
+    deploy(deployment.bind(config, stages), name=name, route_prefix=None, wait=Event().wait)
     return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
 
 
@@ -132,6 +143,28 @@ def test_a_member_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
     assert after["drafting actor"] == before["drafting actor"]
     assert after["verify rank 0"] != before["verify rank 0"]
     assert after["verify rank 1"] != before["verify rank 1"]
+
+
+def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
+    ray_port: int, tmp_path: Path
+) -> None:
+    freezing = _toy_pipeline("freezing", tmp_path, timeout_s=2.0)
+    request = _request("frozen", max_tokens=300)
+    items = freezing.items(request)
+    tokens = tokens_of([next(items)])
+    pids = {member.name: member.pid for member in freezing.state().members}
+    freezing.signal("drafting actor", signal.SIGSTOP)
+    assert tokens + tokens_of(items) == _expected(request)
+    after = freezing.state()
+    pid = pids["drafting actor"]
+    assert re.fullmatch(
+        rf"lost drafting actor \(pid {pid} on .*\) during call \(generation 1\): "
+        r"no answer within 2 s",
+        after.last_trouble,
+    ), after.last_trouble
+    assert {m.name: m.pid for m in after.members}["drafting actor"] != pid
+    assert after.num_interruptions == 1
+    serve.delete("freezing")
 
 
 def test_drafting_goes_on_without_a_router_and_the_router_comes_back(toy: Running) -> None:
@@ -162,20 +195,98 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(toy: Running) -> 
     assert len(tokens_of(owner)) >= 56
 
 
-def test_a_stream_that_is_interrupted_again_and_again_ends_with_an_error(toy: Running) -> None:
-    items = toy.items(_request("poison", max_tokens=3000))
-    next(items)
-    last: object = None
-    for _ in range(4):
+def _has_turned_rounds_since(toy: Running, generation: int) -> bool:
+    state = toy.state()
+    if state.generation == generation or not state.is_whole:
+        return False
+    return bool(toy.pipelines.stats.remote().result(timeout_s=30).num_rounds)
+
+
+def test_a_stream_that_makes_progress_outlives_any_number_of_interruptions(toy: Running) -> None:
+    request = _request("stubborn", max_tokens=1500)
+    items = toy.items(request)
+    before = toy.state()
+    limit = toy.config.recovery.max_interruptions + toy.config.recovery.suspect_after
+    tokens: list[int] = []
+    for _ in range(limit + 1):
+        tokens += tokens_of([next(items)])
         generation = toy.state().generation
         toy.signal("drafting actor", signal.SIGKILL)
-        until(lambda old=generation: toy.state().generation > old and toy.state().is_whole)
-    for item in items:
-        last = item
-    assert isinstance(last, EngineError)
-    assert "interruptions" in str(last)
-    assert "drafting actor" in str(last)
-    assert toy.pipelines.health.remote().result(timeout_s=20).is_healthy
+        until(lambda old=generation: _has_turned_rounds_since(toy, old), timeout_s=60.0)
+    assert tokens + tokens_of(items) == _expected(request)
+    after = toy.state()
+    assert after.pipeline == before.pipeline
+    assert after.num_interruptions >= before.num_interruptions + limit
+    assert after.recovery_s is not None
+    assert 0.0 < after.recovery_s < toy.config.recovery.stream_pause_s
+
+
+@pytest.fixture(scope="module")
+def poisoned(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """A pipeline of toys that certain requests break."""
+    return _toy_pipeline(
+        "poisoned",
+        tmp_path_factory.mktemp("poisoned"),
+        stages=poisoned_stages,
+        recovery={"stream_pause_s": 60.0},
+    )
+
+
+def _poison(name: str, *, way: str) -> Request:
+    return replace(_request(name, max_tokens=10), prompt=(POISON, WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Running) -> None:
+    before = poisoned.state().num_interruptions
+    good = [_request(f"good-{i}", max_tokens=200) for i in range(6)]
+    streams = [poisoned.items(request) for request in good]
+    firsts = [next(stream) for stream in streams]
+    (refusal,) = poisoned.items(_poison("bad", way=way))
+    assert type(refusal).__name__ == "Poisonous"
+    assert "request bad is refused: the engine broke 3 times under it" in str(refusal)
+    for request, first, stream in zip(good, firsts, streams, strict=True):
+        assert tokens_of([first]) + tokens_of(stream) == _expected(request)
+    assert poisoned.state().num_interruptions == before + 3
+
+
+def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) -> None:
+    before = poisoned.state()
+    (refusal,) = poisoned.items(_poison("lonely", way="death of the drafting actor"))
+    assert "request lonely is refused: the engine broke 2 times under it" in str(refusal)
+    assert "lost drafting actor" in str(refusal)
+    request = _request("after", max_tokens=20)
+    assert tokens_of(poisoned.items(request)) == _expected(request)
+    after = poisoned.state()
+    assert after.pipeline == before.pipeline
+    assert after.num_interruptions == before.num_interruptions + 2
+
+
+def test_health_says_that_a_pipeline_is_being_formed_again_and_why(toy: Running) -> None:
+    toy.signal("verify rank 0", signal.SIGKILL)
+    said = until(lambda: h.reason if not (h := _health(toy)).is_healthy else None, timeout_s=10.0)
+    assert said is not None
+    assert re.match(r"re-forming for \d\.\d s \(generation \d+\): lost verify rank 0", said)
+    assert until(lambda: _health(toy).is_healthy)
+
+
+def _health(running: Running) -> Health:
+    health: Health = running.pipelines.health.remote().result(timeout_s=20)
+    return health
+
+
+def test_an_engine_that_breaks_under_everybody_is_given_up_with_a_clear_error(
+    ray_port: int, tmp_path: Path
+) -> None:
+    hopeless = _toy_pipeline(
+        "hopeless", tmp_path, stages=poisoned_stages, recovery={"max_interruptions": 1}
+    )
+    names = [f"bad-{i}" for i in range(4)]
+    streams = [hopeless.items(_poison(name, way="bug in the drafting actor")) for name in names]
+    said = [str(error) for stream in streams for error in stream]
+    assert sum("is refused" in text for text in said) == 2
+    assert sum("is given up: it broke 4 times in a row without a token" in s for s in said) == 2
+    serve.delete("hopeless")
 
 
 def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Path) -> None:
@@ -207,7 +318,7 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
 def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
     ray_port: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"verify rank 0 needs CPU 0\.5, no_such_thing 1"):
+    with pytest.raises(ConfigError, match=r"verify rank 1 need CPU 0\.5, no_such_thing 1"):
         _toy_pipeline(
             "nowhere",
             tmp_path,

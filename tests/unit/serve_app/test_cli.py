@@ -25,10 +25,12 @@ def test_with_no_words_the_bundled_model_is_served_on_this_machine_alone() -> No
 def test_flags_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("engine: {model: {path: /m, dtype: float32}}\nport: 9000\nhost: 0.0.0.0\n")
-    config = _config("serve", "--config", str(file), "--port", "9001", "--verify-tp", "2")
+    flags = ("--port", "9001", "--verify-tp", "2", "--draft-tp", "4")
+    config = _config("serve", "--config", str(file), *flags)
     assert config.engine.model.path == Path("/m")
     assert config.engine.model.dtype == "float32"
     assert config.engine.parallel.verify_tensor_parallel_size == 2
+    assert config.engine.parallel.draft_tensor_parallel_size == 4
     assert (config.host, config.port) == ("0.0.0.0", 9001)
 
 

@@ -10,9 +10,11 @@ import pytest
 from eesd_dist.actors.contracts import TelemetryOptions
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError
-from serve_app import _crew
-from serve_app._crew import Crew, Recruiting
+from serve_app import _members
+from serve_app._crew import Crew
+from serve_app._members import Members, Recruiting
 from serve_app._placement import Post
+from serve_app._places import Places
 
 
 async def _never() -> None:
@@ -24,7 +26,7 @@ async def _breaks() -> None:
     raise RuntimeError("no such device")
 
 
-class _Recruits(Crew):
+class _Recruits(Members):
     """Real but for the processes: each post's answer is given."""
 
     def __init__(self, answers: dict[str, Callable[[], Awaitable[None]]]) -> None:
@@ -39,7 +41,7 @@ class _Recruits(Crew):
             Post(name=name, rank=None if rank < 0 else rank, resources={})
             for rank, name in enumerate(answers, start=-1)
         ]
-        super().__init__(None, posts, recruiting=recruiting)
+        super().__init__(Places([], name="p"), posts, recruiting=recruiting)
         self._answers = answers
 
     def _spawn(self, post: Post) -> Any:
@@ -51,13 +53,13 @@ def test_when_one_recruit_fails_those_who_are_still_coming_are_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[str] = []
-    monkeypatch.setattr(_crew.ray, "kill", lambda handle: killed.append(handle.name))
+    monkeypatch.setattr(_members.ray, "kill", lambda handle: killed.append(handle.name))
 
     async def run() -> None:
-        crew = _Recruits({"drafting actor": _never, "verify rank 0": _breaks})
+        crew = Crew(_Recruits({"drafting actor": _never, "verify rank 0": _breaks}))
         with pytest.raises(EngineError, match="verify rank 0 failed during start"):
             await crew.form(timeout_s=10.0)
-        assert crew.members == ()
+        assert not list(crew.members)
 
     asyncio.run(run())
     assert sorted(killed) == ["drafting actor", "verify rank 0"]

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import pytest
 
 from eesd_dist.actors.contracts import StreamItem
-from eesd_dist.errors import EesdError, EngineError, PeerLost, QueueFull, RequestError
+from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, QueueFull, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
-from serve_app._resume import resumed
+from serve_app._resume import Again, resumed
 
 TEXT = tuple(TokenId(t) for t in range(100, 110))
 LOST = PeerLost(peer="verify rank 1", operation="round 3", reason="its process has died")
@@ -59,7 +60,11 @@ async def _at_once(_: EesdError) -> None:
 
 
 def _run(
-    source: Source, *, max_interruptions: int = 4, room_wait_s: float = 10.0
+    source: Source,
+    *,
+    max_interruptions: int = 4,
+    room_wait_s: float = 10.0,
+    max_moves: int = 0,
 ) -> list[Emission]:
     async def collect() -> list[Emission]:
         parts = resumed(
@@ -68,6 +73,7 @@ def _run(
             until_whole=_at_once,
             max_interruptions=max_interruptions,
             room_wait_s=room_wait_s,
+            max_moves=max_moves,
             breath_s=0.0,
         )
         return [emission async for part in parts for emission in part]
@@ -89,9 +95,41 @@ def test_only_the_first_submission_says_what_was_cached_of_the_prompt() -> None:
     assert cached == [7, 7, 0, 0, 0]
 
 
-def test_a_request_that_is_interrupted_again_and_again_is_given_up() -> None:
-    with pytest.raises(EngineError, match="3 interruptions: lost verify rank 1"):
-        _run(Source([2, 4, 6, 8]), max_interruptions=2)
+def test_a_request_that_is_interrupted_again_and_again_without_a_token_is_given_up() -> None:
+    with pytest.raises(EngineError, match="3 interruptions without a token: lost verify rank 1"):
+        _run(Source([2, 4, 4, 4, 4]), max_interruptions=2)
+
+
+def test_interruptions_with_progress_between_them_are_not_bounded() -> None:
+    source = Source([2, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8, 8, 9])
+    assert tuple(token for e in _run(source, max_interruptions=2) for token in e.tokens) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("error", "strikes"),
+    [(LOST, [0, 0, 0, 0, 0]), (Moved(by="p", to=None, reason="", strikes=2), [0, 2, 2, 2, 2])],
+)
+def test_strikes_are_those_that_an_engine_gave_and_a_token_clears_them(
+    error: EesdError, strikes: list[int]
+) -> None:
+    seen: list[int] = []
+
+    class Watched(Source):
+        async def __call__(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+            seen.append(request.strikes)
+            async for item in super().__call__(request):
+                yield item
+
+    emissions = _run(Watched([2, 2, 2, 4], error=error), max_moves=1)
+    assert seen == strikes
+    assert tuple(token for e in emissions for token in e.tokens) == TEXT
+
+
+def test_a_source_that_lets_a_stream_go_for_a_while_gets_it_again_and_nothing_is_counted() -> None:
+    source = Source([2] * 50, error=Again())
+    emissions = _run(source, max_interruptions=0)
+    assert tuple(token for e in emissions for token in e.tokens) == TEXT
+    assert len(source.calls) == 51
 
 
 def test_a_refusal_of_the_request_itself_is_not_tried_again() -> None:
@@ -167,3 +205,45 @@ def test_waiting_for_a_whole_pipeline_may_end_the_stream() -> None:
 
     with pytest.raises(EngineError, match="not whole again: lost verify rank 1"):
         asyncio.run(read())
+
+
+MOVED = Moved(by="one", to="two", reason="it is drained")
+
+
+@pytest.mark.parametrize("breaks", [[0], [4], [0, 0, 0], [2, 2, 2, 5, 5], [2, 4, 6, 8]])
+def test_a_stream_that_is_handed_over_goes_on_at_once_and_has_suffered_nothing(
+    breaks: list[int],
+) -> None:
+    source = Source(breaks, error=MOVED)
+    emissions = _run(source, max_interruptions=0, max_moves=3)
+    assert tuple(t for e in emissions for t in e.tokens) == TEXT
+    assert source.calls == [0, *breaks]
+
+
+def test_whoever_cannot_follow_a_stream_passes_the_word_on() -> None:
+    with pytest.raises(Moved, match="hands its stream over to two"):
+        _run(Source([4], error=MOVED))
+
+
+def test_a_stream_handed_to_and_fro_is_ended_by_the_clock_and_not_by_the_count() -> None:
+    source = Source([4] * 100, error=MOVED)
+    emissions = _run(source, max_interruptions=1, max_moves=3)
+    assert tuple(t for e in emissions for t in e.tokens) == TEXT
+    assert len(source.calls) == 101
+    with pytest.raises(EngineError, match=r"to and fro for 0\.05 s .*hands its stream over"):
+        _run(Source([4] * 1_000_000, error=MOVED), max_moves=3, room_wait_s=0.05)
+
+
+def test_a_stream_that_has_begun_nowhere_waits_for_room_where_it_was_handed_to() -> None:
+    class ToAFullOne(Source):
+        async def __call__(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+            if 0 < len(self.calls) < 4:
+                self._breaks, self._error = [0], QueueFull(num_waiting=4, limit=4)
+            async with aclosing(super().__call__(request)) as items:
+                async for item in items:
+                    yield item
+
+    source = ToAFullOne([0], error=MOVED)
+    emissions = _run(source, max_moves=3)
+    assert tuple(t for e in emissions for t in e.tokens) == TEXT
+    assert len(source.calls) == 5

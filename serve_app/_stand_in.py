@@ -1,0 +1,51 @@
+"""A stand-in, as a pipeline reaches it: an actor without a process of its own.
+
+It answers to the calls of a drafting actor or of a draft rank, through the verify rank that it
+lives in. When it is called upon is for others to decide; how long it was is on its metrics page.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StandInHandle:
+    """In the place of a Ray actor handle; may be sent to other processes like one."""
+
+    host: Any
+    """The verify rank's own handle."""
+
+    def __getattr__(self, method: str) -> "_Method":
+        if method.startswith("__"):  # what copying and pickling ask for
+            raise AttributeError(method)
+        if method == "submit":
+            return _Method(self.host.stand_in_submit)
+        return _Method(self.host.stand_in, method)
+
+
+class _Method:
+    """One remote method of a stand-in."""
+
+    def __init__(self, call: Any, *first: str) -> None:
+        self._call = call
+        self._first = first
+
+    def options(self, **options: object) -> "_Method":
+        return _Method(self._call.options(**options), *self._first)
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        return lambda *arguments: self._call.remote(*self._first, *arguments)
+
+
+def degraded_page(*, is_degraded: bool, seconds: float) -> bytes:
+    """A pipeline's word in Prometheus' text form."""
+    return (
+        "# HELP eesd_degraded Whether stand-ins take the draft stage's part: plain decoding.\n"
+        "# TYPE eesd_degraded gauge\n"
+        f"eesd_degraded {int(is_degraded)}\n"
+        "# HELP eesd_degraded_seconds_total Seconds in which they did.\n"
+        "# TYPE eesd_degraded_seconds_total counter\n"
+        f"eesd_degraded_seconds_total {seconds:.3f}\n"
+    ).encode()

@@ -1,0 +1,135 @@
+"""An ingress's lookout: which pipelines there are, and which one a request goes to.
+
+Asks the router's directory twice a second and decides from its latest answer: choosing calls
+nobody, and a silent router leaves the last answer standing. What cannot be decided is left to
+Serve. The decision itself is `eesd_dist.routing.choice`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from ray.exceptions import RayError
+
+from eesd_dist.errors import EesdError, Moved
+from eesd_dist.routing.choice import Choice, PipelineChooser
+from eesd_dist.routing.directory import PipelineId
+from serve_app.config import ServiceConfig
+from serve_app.router import find_router, pipelines_of
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class Steering:
+    """One per ingress."""
+
+    def __init__(self, config: ServiceConfig, *, ingress: str = "") -> None:
+        self._config = config
+        cache = config.engine.cache
+        self._chooser = PipelineChooser(
+            block_size=cache.page_size,
+            max_blocks=cache.num_pages if cache.prefix_caching else 0,
+            clock=time.monotonic,
+            rng=Random(),
+            expiry_s=config.router.expiry_s,
+        )
+        self._counts = _Counts(ingress)
+        self._looking: asyncio.Task[None] | None = None
+        """None before the first request."""
+        self._is_silent = False
+
+    def start(self) -> None:
+        """Looks out from now on; needs a running event loop."""
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+
+    def choose(
+        self, tokens: Sequence[int], *, moved: Moved | None, refused: Collection[str] = ()
+    ) -> Choice | None:
+        """Where a request with these tokens goes, moved there or not, and not to those that have
+        `refused` it; None: Serve shall choose."""
+        if moved is not None:
+            self._counts.moves.inc()
+        choice = self._chosen(tokens, moved, refused)
+        self._counts.count(choice)
+        return choice
+
+    def taken(self, choice: Choice | None, *, by: str) -> None:
+        self._chooser.taken(choice, by=PipelineId(by))
+
+    def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
+        """A stream is over; `tokens` are all that its pipeline has computed."""
+        self._chooser.ended(PipelineId(pipeline), tokens)
+
+    def lost(self, pipeline: str) -> None:
+        self._chooser.lost(PipelineId(pipeline))
+
+    def is_gone(self, pipeline: str) -> bool:
+        """Whether nothing will come from it any more, as far as the router can tell."""
+        return self._chooser.is_gone(PipelineId(pipeline))
+
+    @property
+    def num_usable(self) -> int:
+        """Pipelines that requests can be sent to, as last heard of."""
+        return sum(bool(each["is_usable"]) for each in self._chooser.describe())
+
+    def page(self) -> bytes:
+        """Its counts, in Prometheus' text form."""
+        return generate_latest(self._counts.registry)
+
+    def _chosen(
+        self, tokens: Sequence[int], moved: Moved | None, refused: Collection[str]
+    ) -> Choice | None:
+        if moved is None:
+            return self._chooser.choose(tokens, excluded=refused)
+        if moved.to is not None:
+            there = self._chooser.choose(tokens, only=moved.to)
+            if there is not None:
+                return there
+        return self._chooser.choose(tokens, excluded={moved.by, *refused})
+
+    async def _look(self) -> None:
+        router: Any = None
+        while True:
+            try:
+                if router is None:
+                    router = await asyncio.to_thread(find_router, self._config.router)
+                listed = await pipelines_of(router, app=self._config.app_name)
+                self._chooser.refresh(listed)
+                self._is_silent = False
+            except (EesdError, RayError) as error:
+                router = None  # it may have been started again under its name
+                if not self._is_silent:
+                    logger.warning("pipelines as last heard of: error=%s", error)
+                self._is_silent = True
+            await asyncio.sleep(_LOOK_S)
+
+
+class _Counts:
+    """What became of the requests that came through this ingress."""
+
+    def __init__(self, ingress: str) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, what: str) -> Counter:
+            return Counter(name, what, ["ingress"], registry=self.registry).labels(ingress)
+
+        self.requests = counter("eesd_router_requests", "Requests sent to a pipeline.")
+        self.unchosen = counter("eesd_router_unchosen", "Of those, left to Serve's own choice.")
+        self.hits = counter("eesd_router_prefix_hits", "Of those, sent to where a prefix lay.")
+        self.tokens = counter("eesd_router_prefix_tokens", "Prompt tokens expected to lie there.")
+        self.moves = counter("eesd_router_moves", "Streams handed from one pipeline to another.")
+
+    def count(self, choice: Choice | None) -> None:
+        self.requests.inc()
+        if choice is None:
+            self.unchosen.inc()
+        elif choice.num_cached_tokens:
+            self.hits.inc()
+            self.tokens.inc(choice.num_cached_tokens)

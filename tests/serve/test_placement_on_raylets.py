@@ -1,0 +1,83 @@
+"""Where the bundles of a pipeline end up in a Ray of four nodes; the nodes are on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+_SECONDS = 200
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What `tests.support.raylets` has seen. D drafts, V and W verify, by their labels."""
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.raylets"],
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    seen: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return seen
+
+
+def test_labels_choose_the_nodes_of_each_stage(told: dict[str, Any]) -> None:
+    drafting, *ranks = told["labels"]
+    assert drafting == "D"
+    assert set(ranks) <= {"V", "W"}
+
+
+def test_ranks_that_must_stand_apart_do(told: dict[str, Any]) -> None:
+    assert sorted(told["verify_apart"]) == ["D", "V", "W"]
+
+
+def test_stages_that_must_stand_apart_share_no_node(told: dict[str, Any]) -> None:
+    drafting, *ranks = told["stages_apart"]
+    assert drafting not in ranks
+
+
+def test_the_stage_that_can_choose_makes_room_for_the_one_that_cannot(
+    told: dict[str, Any],
+) -> None:
+    for drafting, *ranks in told["swapped"]:
+        assert drafting == "D"
+        assert set(ranks) <= {"V", "W"}
+
+
+def test_one_node_for_all_is_one_node(told: dict[str, Any]) -> None:
+    assert len(set(told["one_node"])) == 1
+
+
+def test_a_stage_that_wishes_to_stand_beside_the_other_does_where_it_can(
+    told: dict[str, Any],
+) -> None:
+    drafting, *ranks = told["beside"]
+    assert len(set(ranks)) == 2
+    assert drafting in ranks
+    assert told["wish_denied"][0] == "D"
+
+
+def test_what_cannot_be_placed_is_refused_in_time_and_leaves_nothing_behind(
+    told: dict[str, Any],
+) -> None:
+    for name in ("no_label", "second_refused"):
+        # That nothing is held any more was waited for there.
+        assert told[name]["took_s"] < 20
+    assert "label eesd.io/stage=none" in told["no_label"]["said"]
+    assert "holds the other stage" in told["second_refused"]["said"]
+
+
+def test_bundles_of_a_dead_node_are_placed_elsewhere_and_actors_start_there(
+    told: dict[str, Any],
+) -> None:
+    death = told["death"]
+    assert len(set(death["before"])) == 1
+    assert death["before"][0] not in death["after"]
+    assert set(death["after"][1:]) <= {"V", "W"}

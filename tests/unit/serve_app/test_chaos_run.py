@@ -1,0 +1,53 @@
+"""What chaos has cut and stopped is mended, whatever fails on the way."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.errors import EngineError
+from serve_app import _chaos_run
+from serve_app._chaos_run import Breaker, LinkCommands, Service
+from serve_app._faults import SignalsByCommand
+
+
+class NoService(Service):
+    def __init__(self) -> None:
+        """Nothing is running."""
+
+
+def breaker() -> Breaker:
+    return Breaker(NoService(), signals=SignalsByCommand("true"), links=None, patience_s=1.0)
+
+
+async def run_without_blows(one: Breaker, *afterwards: Callable[[], Awaitable[None]]) -> None:
+    one._afterwards.extend(asyncio.ensure_future(each()) for each in afterwards)
+    await one.run(iter(()), until=asyncio.Event(), say=lambda _: None)
+
+
+def test_one_mending_that_fails_spoils_neither_another_nor_the_report(tmp_path: Path) -> None:
+    async def fails() -> None:
+        raise EngineError("no such host")
+
+    async def mends() -> None:
+        await asyncio.sleep(0.05)
+        (tmp_path / "mended").touch()
+
+    one = breaker()
+    asyncio.run(run_without_blows(one, fails, mends))
+    assert one.dealt.missed == ["mending: no such host"]
+    assert (tmp_path / "mended").exists()
+
+
+def test_a_link_is_mended_although_the_first_attempt_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_chaos_run, "_MENDING_PAUSE_S", 0.0)
+    first, second = tmp_path / "first", tmp_path / "second"
+    up = f"sh -c 'test -e {first} && touch {second} || {{{{ touch {first}; exit 1; }}}}'"
+    links = LinkCommands(down="true", up=up, cut_s=0.0)
+    one = breaker()
+    asyncio.run(run_without_blows(one, lambda: _chaos_run._mend_later(links, "h")))
+    assert one.dealt.missed == []
+    assert second.exists()

@@ -1,0 +1,211 @@
+"""A keeper whose crew is in this process, and what it does when the crew cannot be mended."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
+from eesd_dist.types import Request
+from serve_app import _keeper, _places
+from serve_app._crew import Crew
+from serve_app._keeper import Keeper, _may_be_a_request
+from serve_app._placement import Post
+from serve_app.config import service_config
+from tests.support.toy_poison import POISON, WAYS, poisoned_stages
+from tests.support.toy_stages import toy_stages
+from tests.unit.serve_app.test_stand_in import _Here, _kills_here, _request
+
+__all__ = ["_kills_here"]
+
+
+class _Keeper(Keeper):
+    """Real but for its crew, and for who is elsewhere."""
+
+    def __init__(self, crew: Crew | Exception, folder: Path, **recovery: object) -> None:
+        self.recruits = crew
+        self.there: Any = None
+        config = service_config(
+            {
+                "engine": {
+                    "model": {"path": str(folder)},
+                    "parallel": {"verify_tensor_parallel_size": 2},
+                },
+                "recovery": recovery,
+            }
+        )
+        super().__init__(
+            config,
+            toy_stages,
+            pipeline="p",
+            router=None,
+            elsewhere=self._who_is_elsewhere,
+            say=self._nothing,
+        )
+
+    async def _who_is_elsewhere(self) -> Any:
+        return self.there
+
+    async def _nothing(self) -> None:
+        pass
+
+    async def _recruit(self) -> Crew:
+        if isinstance(self.recruits, Exception):
+            raise self.recruits
+        return self.recruits
+
+    async def stopped(self) -> None:
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+
+
+async def _tokens(keeper: Keeper, request: Request) -> int:
+    return sum([len(e.tokens) async for part in keeper.streams.stream(request) for e in part])
+
+
+def _fails(post: Post) -> Any:
+    raise EngineError(f"no device for {post.name}")
+
+
+def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_keeper, "_ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(_keeper, "_RETRY_S", 0.01)
+    monkeypatch.setattr(_keeper, "_MAX_RETRY_S", 0.02)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        stream = asyncio.ensure_future(_tokens(keeper, _request("moves", max_tokens=10_000)))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(crew.members, "_spawn", _fails)
+        crew.handle("drafting actor").killed.set()
+        await asyncio.sleep(1.0)
+        assert not stream.done(), "failed formations are no reason to end it"
+        keeper.there = "another"
+        with pytest.raises(Moved, match="re-forming"):
+            await asyncio.wait_for(stream, 3.0)
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_keeper, "_RETRY_S", 0.01)
+    monkeypatch.setattr(_keeper, "_MAX_RETRY_S", 0.02)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        keeper = _Keeper(crew, tmp_path, load_timeout_s=0.5)
+        await keeper.check()
+        stream = asyncio.ensure_future(_tokens(keeper, _request("lost", max_tokens=10_000)))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(crew.members, "_spawn", _fails)
+        crew.handle("drafting actor").killed.set()
+        with pytest.raises(PeerLost, match=r"not formed within 0\.5 s, the last time: .*no device"):
+            await asyncio.wait_for(stream, 5.0)
+        with pytest.raises(EngineError, match="is given up"):
+            await asyncio.wait_for(keeper._supervisor, 5.0)
+        with pytest.raises(EngineError, match="is given up"):
+            await keeper.check()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("when", ["recruiting", "forming"])
+def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+
+        async def breaks(*, timeout_s: float) -> None:
+            raise KeyError("nobody thought of this")
+
+        monkeypatch.setattr(crew, "form", breaks)
+        keeper = _Keeper(
+            KeyError("nobody thought of this") if when == "recruiting" else crew, tmp_path
+        )
+        with pytest.raises(EngineError, match="given up by a bug: KeyError"):
+            await asyncio.wait_for(keeper.check(), 5.0)
+        if when == "recruiting":
+            with pytest.raises(EngineError, match="given up by a bug"):
+                await asyncio.wait_for(keeper.crew(), 5.0)
+        with pytest.raises(PeerLost, match="given up by a bug"):
+            await asyncio.wait_for(_tokens(keeper, _request("ended", max_tokens=4)), 5.0)
+
+    asyncio.run(run())
+
+
+def test_places_are_looked_after_again_when_looking_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_places, "_LOOK_S", 0.01)
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise ConnectionError("the head is away")
+
+    async def run() -> None:
+        places = _places.Places([], name="p")
+        monkeypatch.setattr(places, "_look", look)
+        keeping = asyncio.ensure_future(places.keep())
+        await asyncio.sleep(0.2)
+        assert not keeping.done()
+        keeping.cancel()
+
+    asyncio.run(run())
+    assert num_looks > 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLost(peer="a", operation="o", reason=PROCESS_DIED), True),
+        (EngineError("a bug"), True),
+        (PeerLost(peer="a", operation="o", reason="its node has died"), False),
+        (PeerLost(peer="a", operation="o", reason="no answer within 20 s"), False),
+        (PeerLost(peer="a", operation="o", reason="its connection is gone"), False),
+    ],
+)
+def test_deaths_and_bugs_may_be_a_requests_doing_and_lost_machines_not(
+    error: EesdError, expected: bool
+) -> None:
+    assert _may_be_a_request(error) is expected
+
+
+def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_lost(
+    tmp_path: Path,
+) -> None:
+    async def run() -> list[object]:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        crew.members.recruiting = replace(crew.members.recruiting, stages=poisoned_stages)
+        keeper = _Keeper(crew, tmp_path, max_interruptions=1)
+        await keeper.check()
+        bad = [
+            replace(
+                _request(f"bad-{i}", max_tokens=9),
+                prompt=(POISON, WAYS["bug in the drafting actor"]),
+            )
+            for i in range(4)
+        ]
+        streams = [_tokens(keeper, request) for request in bad]
+        said: list[object] = await asyncio.wait_for(
+            asyncio.gather(*streams, return_exceptions=True), 10.0
+        )
+        return said
+
+    said = asyncio.run(run())
+    assert sum(isinstance(error, Poisonous) for error in said) == 2
+    lost = [error for error in said if isinstance(error, PeerLost)]
+    assert len(lost) == 2
+    assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
