@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-slow check format bench bench-control bench-online
+.PHONY: install serve test test-hosts test-slow check format bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 install: $(STAMP)
 
@@ -24,6 +24,10 @@ serve: install
 test: install
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
+# Needs Linux, root and iproute2; skipped with a reason elsewhere.
+test-hosts: install
+	$(BIN)/python -m pytest -m hosts tests/hosts
+
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
@@ -40,9 +44,21 @@ format: install
 bench: install
 	$(BIN)/eesd bench offline --quick
 
+# 200 streams while processes are killed, hang and lose their connections.
+bench-chaos: install
+	$(BIN)/eesd bench chaos
+
 # Controllers against each other, replayed and live; under fifteen minutes on two quiet cores.
 bench-control: install
 	$(BIN)/eesd bench control --plots bench-control
+
+# Three hosts of network namespaces on this machine: Linux, root and iproute2.
+bench-hosts: install
+	$(BIN)/python -m tests.support.hosts exact --tokens 2000
+
+# The same as bench-chaos, with the pipeline spread over them and links cut between them.
+bench-chaos-hosts: install
+	$(BIN)/python -m tests.support.hosts chaos
 
 # The service is started here, once with overlap and once without; port 8000 must be free.
 bench-online: install

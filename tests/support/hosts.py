@@ -1,0 +1,321 @@
+"""Hosts on one machine: network namespaces with addresses of their own, made and removed here.
+
+    python -m tests.support.hosts up [--hosts 3] [--prefix eesd] [--subnet 10.77.1]
+    python -m tests.support.hosts down [--prefix eesd]
+    python -m tests.support.hosts exact [--hosts 3] [whatever `eesd bench exact` takes]
+    python -m tests.support.hosts chaos [--hosts 3] [whatever `eesd bench chaos` takes]
+    python -m tests.support.hosts cut|mend [--prefix eesd] ADDRESS
+
+A hub namespace holds a bridge. Each host is a namespace with one port on it, and this machine's own
+namespace has a leg there too, so that plain clients reach the hosts; nothing else of the machine's
+network is touched. Processes keep the machine's pids and files: only their network is a host's own.
+What runs on the hosts is none of its business (`tests.support.ray_hosts` puts Ray there).
+
+Linux, root and iproute2 are needed; `can_make_hosts` says what is lacking.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+_NAMES = Path("/etc/netns")
+"""`ip netns exec` lays the files it finds here, by namespace, over those of /etc."""
+_FIRST_ADDRESS = 10
+_LONGEST_PREFIX = 8
+_GONE_WITHIN_S = 10.0
+_POLL_S = 0.05
+
+
+class HostsError(Exception):
+    """Hosts cannot be made or changed; says which command failed and how."""
+
+
+def can_make_hosts() -> str | None:
+    """None, or why not, in one sentence."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    if shutil.which("ip") is None:
+        return "there is no `ip` command: install iproute2"
+    if os.geteuid() != 0:
+        return f"network namespaces are root's, and this is user {os.geteuid()}"
+    probe = f"eesdprobe{os.getpid()}"
+    try:
+        _ip("netns", "add", probe)
+        try:
+            _ip("-n", probe, "link", "add", "bridge0", "type", "bridge")
+            _ip("-n", probe, "link", "add", "name", "one", "type", "veth", "peer", "two")
+        finally:
+            _ip("netns", "del", probe)
+    except HostsError as error:
+        return f"this kernel or container does not let us: {error}"
+    return None
+
+
+class Hosts:
+    """So many hosts, for as long as the block runs.
+
+    What an earlier run has left under the same prefix is removed first, its processes included.
+    """
+
+    def __init__(
+        self, num_hosts: int = 3, *, prefix: str = "eesd", subnet: str = "10.77.1"
+    ) -> None:
+        if not re.fullmatch(rf"[a-z]{{1,{_LONGEST_PREFIX}}}", prefix):
+            raise ValueError(f"prefix {prefix!r}: 1 to {_LONGEST_PREFIX} small letters, no more")
+        self.num_hosts = num_hosts
+        self.prefix = prefix
+        self._subnet = subnet
+        self._processes: list[subprocess.Popen[str]] = []
+
+    @property
+    def folder(self) -> Path:
+        """For files of what runs on the hosts; removed with them. Short, for sockets in it."""
+        return _folder(self.prefix)
+
+    def name(self, host: int) -> str:
+        """The namespace."""
+        return f"{self.prefix}{host}"
+
+    def address(self, host: int) -> str:
+        return f"{self._subnet}.{_FIRST_ADDRESS + host}"
+
+    def up(self) -> None:
+        down(self.prefix)
+        self.folder.mkdir(mode=0o700)
+        hub = _hub(self.prefix)
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge0", "up")
+        for host in range(self.num_hosts):
+            self._add(host)
+        leg = _leg(self.prefix)
+        _ip("link", "add", leg, "type", "veth", "peer", "name", "leg", "netns", hub)
+        self._plug("leg")
+        _ip("addr", "add", f"{self._subnet}.1/24", "dev", leg)
+        _ip("link", "set", leg, "up")
+
+    def down(self) -> None:
+        down(self.prefix)
+        for process in self._processes:
+            process.wait(_GONE_WITHIN_S)
+        self._processes.clear()
+
+    def __enter__(self) -> Self:
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    def run(
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        output: IO[str] | int | None = None,
+    ) -> "subprocess.Popen[str]":
+        """Starts a program on a host; the process is the program's own. It ends with the hosts."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name(host), *argv],
+            env=None if env is None else dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def cut(self, host: int) -> None:
+        """Nothing gets to this host or from it, and nobody is told."""
+        _ip("-n", _hub(self.prefix), "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", _hub(self.prefix), "link", "set", f"port{host}", "up")
+
+    def pids(self, host: int) -> set[int]:
+        return _pids(self.name(host))
+
+    def host_of(self, pid: int) -> int:
+        """The host that a process runs on."""
+        for host in range(self.num_hosts):
+            if pid in self.pids(host):
+                return host
+        raise HostsError(f"process {pid} runs on none of the {self.num_hosts} hosts")
+
+    def kill_host(self, host: int) -> None:
+        """Ends every process there. Their peers' connections are reset: to have a host vanish
+        without a word, cut it first."""
+        _kill_all(self.name(host))
+
+    def _add(self, host: int) -> None:
+        name, hub = self.name(host), _hub(self.prefix)
+        files = _NAMES / name
+        files.mkdir(parents=True)
+        # Names are looked up here and nowhere else: without this, each look-up of a peer's address
+        # waits for a name server that cannot be reached.
+        lines = [f"{self.address(each)} {self.name(each)}" for each in range(self.num_hosts)]
+        (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        (files / "resolv.conf").write_text("")
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        port = f"port{host}"
+        _ip(
+            "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", hub
+        )
+        self._plug(port)
+        _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+        _ip("-n", name, "link", "set", "eth0", "up")
+        # Leads nowhere; programs that ask which of their addresses is the outward one need it.
+        _ip("-n", name, "route", "add", "default", "via", f"{self._subnet}.254")
+
+    def _plug(self, port: str) -> None:
+        hub = _hub(self.prefix)
+        _ip("-n", hub, "link", "set", port, "master", "bridge0")
+        _ip("-n", hub, "link", "set", port, "up")
+
+
+def down(prefix: str) -> None:
+    """Removes all that `up` has made under this prefix, and ends what runs there; twice is fine."""
+    for name in _namespaces(prefix):
+        _kill_all(name)
+        _ip("netns", "del", name)
+    for folder in _NAMES.glob(f"{prefix}*"):
+        if _is_of(prefix, folder.name):
+            shutil.rmtree(folder)
+    if _NAMES.is_dir() and not any(_NAMES.iterdir()):
+        _NAMES.rmdir()
+    if Path("/sys/class/net", _leg(prefix)).exists():
+        _drop_leg(prefix)
+    if _folder(prefix).exists():
+        shutil.rmtree(_folder(prefix))
+
+
+def _drop_leg(prefix: str) -> None:
+    try:
+        _ip("link", "del", _leg(prefix))
+    except HostsError:
+        # The kernel takes it away with the hub, in its own time.
+        if Path("/sys/class/net", _leg(prefix)).exists():
+            raise
+
+
+def _kill_all(namespace: str) -> None:
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while pids := _pids(namespace):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it was quicker
+                continue
+        if time.monotonic() > deadline:
+            raise HostsError(f"{namespace}: processes {sorted(pids)} do not end")
+        time.sleep(_POLL_S)
+
+
+def _namespaces(prefix: str) -> list[str]:
+    folder = Path("/run/netns")
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return [name for name in names if _is_of(prefix, name)]
+
+
+def _is_of(prefix: str, name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(prefix)}(hub|\d+)", name) is not None
+
+
+def _hub(prefix: str) -> str:
+    return f"{prefix}hub"
+
+
+def _leg(prefix: str) -> str:
+    return f"{prefix}leg"
+
+
+def _folder(prefix: str) -> Path:
+    return Path(f"/tmp/{prefix}hosts")
+
+
+def _pids(namespace: str) -> set[int]:
+    return {int(line) for line in _ip("netns", "pids", namespace).split()}
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise HostsError(f"`ip {' '.join(words)}`: {reason}")
+    return done.stdout
+
+
+# -- the program --------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(argv)
+    if rest and options.command not in ("chaos", "exact"):
+        sys.stderr.write(f"unknown words: {' '.join(rest)}\n")
+        return 2
+    if options.command in ("cut", "mend"):
+        hosts = Hosts(prefix=options.prefix)
+        host = int(options.address.rpartition(".")[2]) - _FIRST_ADDRESS
+        hosts.cut(host) if options.command == "cut" else hosts.mend(host)
+        return 0
+    reason = can_make_hosts()
+    if reason is not None:
+        sys.stderr.write(f"no hosts: {reason}\n")
+        return 2
+    if options.command == "down":
+        down(options.prefix)
+        return 0
+    hosts = Hosts(options.hosts, prefix=options.prefix, subnet=options.subnet)
+    if options.command == "up":
+        hosts.up()
+        for host in range(hosts.num_hosts):
+            sys.stdout.write(f"{hosts.address(host)}: ip netns exec {hosts.name(host)} COMMAND\n")
+        return 0
+    from tests.support.ray_hosts import bench_chaos, bench_exact
+
+    return (bench_chaos if options.command == "chaos" else bench_exact)(hosts, rest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--prefix", default="eesd", help="what names of namespaces begin with")
+    making = argparse.ArgumentParser(add_help=False)
+    making.add_argument("--hosts", type=int, default=3)
+    making.add_argument("--subnet", default="10.77.1", help="its first three numbers")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.hosts")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up", parents=[common, making], help="make the hosts")
+    commands.add_parser("down", parents=[common], help="remove them, and all that runs there")
+    commands.add_parser(
+        "chaos", parents=[common, making], help="`eesd bench chaos` across hosts, links included"
+    )
+    for command, what in (("cut", "cut a host off"), ("mend", "give it its link back")):
+        commands.add_parser(command, parents=[common], help=what).add_argument("address")
+    commands.add_parser("exact", parents=[common, making], help="`eesd bench exact` across hosts")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Completions read from a running service, each in a thread: a test can do harm meanwhile."""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+
+import httpx
+
+_SILENCE_S = 150.0
+
+
+class HttpStream:
+    """One streamed completion: its token ids as they come, until the last or an error."""
+
+    def __init__(self, url: str, body: Mapping[str, object]) -> None:
+        self.tokens: list[int] = []
+        self.longest_pause_s = 0.0
+        self._url = url
+        self._body = {**body, "stream": True, "return_token_ids": True, "ignore_eos": True}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, num_tokens: int, *, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.tokens) < num_tokens:
+            self._raise()
+            assert time.monotonic() < deadline, f"{len(self.tokens)} tokens in {timeout_s:g} s"
+            time.sleep(0.02)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, *, timeout_s: float = _SILENCE_S) -> list[int]:
+        """All its tokens; raises what ended it early."""
+        self._thread.join(timeout_s)
+        self._raise()
+        assert self.is_over, f"no end within {timeout_s:g} s, {len(self.tokens)} tokens so far"
+        assert len(self.tokens) == self._body["max_tokens"]
+        return self.tokens
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _read(self) -> None:
+        try:
+            url = f"{self._url}/v1/completions"
+            with httpx.stream("POST", url, json=self._body, timeout=_SILENCE_S) as answer:
+                if answer.status_code != 200:
+                    raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
+                self._take(answer)
+        except BaseException as error:  # raised again in the test's own thread
+            self._error = error
+
+    def _take(self, answer: httpx.Response) -> None:
+        last_s = time.monotonic()
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise AssertionError(f"after {len(self.tokens)} tokens: {event['error']}")
+            for choice in event["choices"]:
+                self.tokens += choice.get("token_ids", [])
+            now_s = time.monotonic()
+            self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+            last_s = now_s

@@ -1,0 +1,241 @@
+"""A Ray cluster over `tests.support.hosts`: a head on host 0, a node on each other one.
+
+Every node offers the resources `cpu` and `host<n>`, so that a test can say where an actor is to
+stand. A host that is cut off is given up by the head after six seconds. The service is started as
+a person would start it, with `eesd serve --address` on host 0. What is served is none of its
+business.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import yaml
+
+from tests.support.hosts import Hosts, HostsError
+
+Resources = Mapping[str, float]
+
+PORT = 8000
+_GCS_PORT = 6379
+_HEAD = ("--head", f"--port={_GCS_PORT}", "--include-dashboard=false")
+_OBJECT_STORE_BYTES = 80 * 2**20
+_STARTED = "Ray runtime started"
+_START_S = 200.0
+_STOP_S = 30.0
+_POLL_S = 0.1
+_REPOSITORY = Path(__file__).parents[2]
+
+
+class RayHosts:
+    """Ray on all hosts, for as long as the block runs; the hosts themselves are made before."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        resources: Mapping[int, Resources] | None = None,
+        cpus_per_host: int = 4,
+    ) -> None:
+        """`resources`: more than the common ones, by host."""
+        self.hosts = hosts
+        self._more = resources or {}
+        self._cpus_per_host = cpus_per_host
+        self._nodes: dict[int, subprocess.Popen[str]] = {}
+        self._harmed: set[int] = set()
+        """Cut off or killed, and not repaired since."""
+        self._environment = _environment()
+
+    @property
+    def address(self) -> str:
+        return f"{self.hosts.address(0)}:{_GCS_PORT}"
+
+    def __enter__(self) -> Self:
+        self._start(0)
+        self._wait_until_started(0)
+        for host in range(1, self.hosts.num_hosts):
+            self._start(host)
+        for host in range(1, self.hosts.num_hosts):
+            self._wait_until_started(host)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for host in reversed(range(self.hosts.num_hosts)):
+            self.hosts.kill_host(host)
+        for node in self._nodes.values():
+            node.wait(_STOP_S)
+
+    def run(
+        self, host: int, argv: Sequence[str], *, log: Path | None = None
+    ) -> "subprocess.Popen[str]":
+        """A program of this checkout's Python on a host, allowed into the cluster."""
+        words = [sys.executable, *argv]
+        if log is None:
+            return self.hosts.run(host, words, self._environment)
+        with log.open("w") as output:
+            return self.hosts.run(host, words, self._environment, output=output)
+
+    def cut(self, host: int) -> None:
+        """Takes the host off the network; `repair` brings it back."""
+        self._harmed.add(host)
+        self.hosts.cut(host)
+
+    def power_off(self, host: int) -> None:
+        """The host is gone at once: nothing of it says goodbye."""
+        self.cut(host)
+        self.hosts.kill_host(host)
+
+    def repair(self) -> None:
+        """All hosts are reachable and have a Ray node that belongs to the cluster.
+
+        A node that was cut off for longer than the head waits is dead to the cluster: what is left
+        of it goes, and a new one takes its place.
+        """
+        for host in tuple(self._harmed):
+            self.hosts.mend(host)
+            self.hosts.kill_host(host)
+            self._nodes[host].wait(_STOP_S)
+            self._start(host)
+            self._wait_until_started(host)
+            self._harmed.discard(host)
+
+    @contextmanager
+    def service(self, tree: Mapping[str, object]) -> Iterator["HostsService"]:
+        """`eesd serve` on host 0, answering; stopped with a signal in the end."""
+        config = self.hosts.folder / "service.yaml"
+        config.write_text(yaml.safe_dump(dict(tree)))
+        log = self.hosts.folder / "service.log"
+        host = self.hosts.address(0)
+        words = ["serve", "--address", self.address, "--host", host, "--port", str(PORT)]
+        process = self.run(0, ["-m", "serve_app.cli", *words, "--config", str(config)], log=log)
+        try:
+            _wait_for(log, "Ctrl-C stops", process)
+            yield HostsService(url=f"http://{host}:{PORT}", log=log, hosts=self.hosts)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_STOP_S)
+
+    def _start(self, host: int) -> None:
+        folder = self.hosts.folder / str(host)
+        folder.mkdir(exist_ok=True)
+        resources = {f"host{host}": 100.0, **self._more.get(host, {})}
+        words = [
+            *(_HEAD if host == 0 else [f"--address={self.address}"]),
+            "--block",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+            f"--node-ip-address={self.hosts.address(host)}",
+            f"--num-cpus={self._cpus_per_host}",
+            "--num-gpus=0",
+            f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            f"--resources={json.dumps(resources)}",
+            f"--temp-dir={folder}",
+        ]
+        self._nodes[host] = self.run(
+            host, ["-m", "ray.scripts.scripts", "start", *words], log=self._log(host)
+        )
+
+    def _wait_until_started(self, host: int) -> None:
+        _wait_for(self._log(host), _STARTED, self._nodes[host])
+
+    def _log(self, host: int) -> Path:
+        return self.hosts.folder / f"ray{host}.log"
+
+
+class HostsService:
+    """The service, as it is seen from this machine: over HTTP, and by its processes."""
+
+    def __init__(self, *, url: str, log: Path, hosts: Hosts) -> None:
+        self.url = url
+        self.log = log
+        self.hosts = hosts
+
+    def health(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/health", timeout=30)
+
+    def pipeline(self) -> dict[str, Any]:
+        """The state of its one pipeline, as an operator sees it."""
+        answer = httpx.get(f"{self.url}/debug/pipelines", timeout=30).raise_for_status()
+        (state,) = answer.json()["pipelines"]
+        return dict(state)
+
+    def pid_of(self, member: str) -> int:
+        """Of the process behind a member, e.g. `verify rank 1`."""
+        return {m["name"]: int(m["pid"]) for m in self.pipeline()["members"]}[member]
+
+    def host_of(self, member: str) -> int:
+        return self.hosts.host_of(self.pid_of(member))
+
+
+def bench_exact(hosts: Hosts, words: Sequence[str]) -> int:
+    """`eesd bench exact` across hosts that are made for it; its exit status."""
+    with hosts, RayHosts(hosts) as cluster:
+        argv = ["-m", "serve_app.cli", "bench", "exact", "--address", cluster.address, *words]
+        return cluster.run(0, argv).wait()
+
+
+def bench_chaos(hosts: Hosts, words: Sequence[str]) -> int:
+    """`eesd bench chaos` across hosts: the stages apart, and links that go down and come back.
+
+    Five seconds are long enough for the connections over a link to be given up, and short enough
+    for Ray to keep the node.
+    """
+    script = f"{sys.executable} -m tests.support.hosts {{}} --prefix {hosts.prefix} {{{{host}}}}"
+    links = ["--link-down", script.format("cut"), "--link-up", script.format("mend")]
+    # A connection to an HTTP replica breaks with its host: those stand where nothing is cut.
+    front = ["--set", "placement.front={host0: 0.001}"]
+    spread = ["--set", "placement.strategy=SPREAD", *front, "--cut-s", "5"]
+    with hosts, RayHosts(hosts) as cluster:
+        argv = ["-m", "serve_app.cli", "bench", "chaos", "--address", cluster.address]
+        return cluster.run(0, [*argv, *spread, *links, *words]).wait()
+
+
+def _wait_for(log: Path, word: str, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + _START_S
+    while word not in log.read_text():
+        status = process.poll()
+        if status is not None or time.monotonic() > deadline:
+            what = f"not within {_START_S:g} s" if status is None else f"ended with {status}"
+            raise HostsError(f"{what}, waiting for {word!r}: {log.read_text()[-2000:]}")
+        time.sleep(_POLL_S)
+
+
+def _environment() -> dict[str, str]:
+    """What Ray reads when it starts, nothing of the caller's own Ray among it."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return inherited | {
+        "PYTHONPATH": str(_REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_worker_niceness": "0",
+        # A host that does not answer is given up after six seconds instead of a minute.
+        "RAY_health_check_initial_delay_ms": "3000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_failure_threshold": "3",
+        "RAY_kill_worker_timeout_milliseconds": "1000",
+    }

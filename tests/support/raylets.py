@@ -1,0 +1,202 @@
+"""Several raylets on this machine, for what only many nodes can show: run as a program of its own.
+
+    python -m tests.support.raylets
+
+It places pipelines' posts by every relation, takes a node away, and writes what came of it as one
+JSON object. A process of its own, since a process has one Ray and a test session has another.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.update(
+    {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_timeout_ms": "500",
+        "RAY_health_check_failure_threshold": "3",
+        "RAY_kill_worker_timeout_milliseconds": "1000",
+        "RAY_health_check_initial_delay_ms": "0",
+    }
+)
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from eesd_dist.errors import ConfigError
+from serve_app._placement import Post, posts_of
+from serve_app._places import Places, places_for
+from serve_app.config import PlacementConfig
+
+_STORE = 80 * 2**20
+
+
+class Anybody:
+    """Fills a place, and says where it is."""
+
+    def where(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@contextmanager
+def raylets() -> Iterator[tuple[Cluster, dict[str, Any]]]:
+    """A head without CPUs, one drafting node, two verifying ones."""
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE},
+    )
+    try:
+        nodes = {
+            name: cluster.add_node(
+                num_cpus=4,
+                object_store_memory=_STORE,
+                labels={"eesd.io/stage": stage},
+                wait=False,
+            )
+            for name, stage in (("D", "draft"), ("V", "verify"), ("W", "verify"))
+        }
+        cluster.wait_for_nodes()
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster, nodes
+        ray.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+class Placer:
+    """Asks for places, and names the nodes by letters."""
+
+    def __init__(self, nodes: dict[str, Any]) -> None:
+        self._letters = {node.node_id: name for name, node in nodes.items()}
+
+    def place(self, **placement: object) -> tuple[Places, tuple[Post, ...]]:
+        config = PlacementConfig.model_validate({"timeout_s": 20, **placement})
+        posts = posts_of(config, num_verify_ranks=2, gpus_per_rank=0.0)
+        return asyncio.run(places_for(posts, placement=config, name="p")), posts
+
+    def where(self, places: Places, posts: tuple[Post, ...]) -> list[str]:
+        """The node of each post, as Ray's table has it."""
+        found = []
+        for post in posts:
+            strategy = places.strategy_for(post)
+            table = placement_group_table(strategy.placement_group)
+            found.append(table["bundles_to_node_id"][strategy.placement_group_bundle_index])
+        return [self._letters[node] for node in found]
+
+    def where_actors_are(self, places: Places, posts: tuple[Post, ...]) -> list[str]:
+        """The same, found out by actors that stand there."""
+        actors = [
+            ray.remote(Anybody)
+            .options(num_cpus=0.01, scheduling_strategy=places.strategy_for(post))
+            .remote()
+            for post in posts
+        ]
+        found = ray.get([actor.where.remote() for actor in actors], timeout=60)
+        return [self._letters[node] for node in found]
+
+    def once(self, **placement: object) -> list[str]:
+        places, posts = self.place(**placement)
+        try:
+            return self.where(places, posts)
+        finally:
+            places.remove()
+            _until(_nothing_is_held)
+
+
+def _nothing_is_held() -> bool:
+    tables: dict[str, Any] = placement_group_table()
+    return all(table["state"] == "REMOVED" for table in tables.values())
+
+
+def _until(is_so: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{is_so.__name__} is not so after {timeout_s:g} s")
+        time.sleep(0.1)
+
+
+def _refusal(placer: Placer, **placement: object) -> dict[str, object]:
+    started_s = time.monotonic()
+    try:
+        placer.place(timeout_s=3, **placement)
+    except ConfigError as error:
+        took_s = time.monotonic() - started_s
+        _until(_nothing_is_held)
+        return {"said": str(error), "took_s": took_s}
+    raise AssertionError("it was placed")
+
+
+def _after_a_death(cluster: Cluster, nodes: dict[str, Any], placer: Placer) -> dict[str, object]:
+    """The draft stage stands beside the verify stage; that node dies."""
+    places, posts = placer.place(
+        stages="PACK",
+        verify={"strategy": "STRICT_PACK", "labels": {"eesd.io/stage": "verify"}},
+    )
+    before = placer.where(places, posts)
+    cluster.remove_node(nodes[before[0]], allow_graceful=False)
+    started_s = time.monotonic()
+
+    async def keep() -> None:
+        keeping = asyncio.ensure_future(places.keep())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(_until, lambda: _is_moved(before[0], nodes))
+        keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(keep(), 40))
+    moved_s = time.monotonic() - started_s
+    after = placer.where_actors_are(places, posts)
+    places.remove()
+    return {"before": before, "after": after, "moved_s": moved_s}
+
+
+def _is_moved(dead: str, nodes: dict[str, Any]) -> bool:
+    tables = [t for t in placement_group_table().values() if t["state"] != "REMOVED"]
+    held = {node for table in tables for node in table["bundles_to_node_id"].values()}
+    return all(t["state"] == "CREATED" for t in tables) and nodes[dead].node_id not in held
+
+
+def main() -> int:
+    draft, verify = ({"labels": {"eesd.io/stage": stage}} for stage in ("draft", "verify"))
+    with raylets() as (cluster, nodes):
+        placer = Placer(nodes)
+        told = {
+            "labels": placer.once(draft=draft, verify=verify),
+            "verify_apart": placer.once(
+                stages="STRICT_SPREAD", draft=draft, verify={**verify, "strategy": "STRICT_SPREAD"}
+            ),
+            "stages_apart": placer.once(stages="STRICT_SPREAD"),
+            # The verify stage, placed first, would take any node: also the only drafting one.
+            "swapped": [
+                placer.once(stages="STRICT_SPREAD", draft=draft, verify={"num_cpus": 2})
+                for _ in range(3)
+            ],
+            "one_node": placer.once(stages="STRICT_PACK"),
+            "beside": placer.once(stages="PACK", verify={"strategy": "STRICT_SPREAD"}),
+            "wish_denied": placer.once(
+                stages="PACK", draft=draft, verify={**verify, "strategy": "STRICT_PACK"}
+            ),
+            "no_label": _refusal(placer, draft={"labels": {"eesd.io/stage": "none"}}),
+            "second_refused": _refusal(
+                placer, stages="STRICT_SPREAD", draft=draft, verify={**draft, "strategy": "PACK"}
+            ),
+        }
+        told["death"] = _after_a_death(cluster, nodes, placer)
+    sys.stdout.write(json.dumps(told) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""Toys that a certain request breaks: by death or by a bug, in the drafting actor or a verify rank.
+
+A poisonous prompt begins with POISON and names the way. Ranks are told by a file, since toys send
+each other nothing. A pipeline of them is whole in a moment and recovers as a real one does.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from eesd_dist.actors.contracts import Generation, Stages
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import PeerLost
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.types import Request, TokenId
+from tests.support.toy_stages import ToyDrafter, ToyRank, ToyStages, ToyStep
+
+POISON = TokenId(666)
+WAYS = {
+    "death of the drafting actor": TokenId(1),
+    "bug in the drafting actor": TokenId(2),
+    "death of a verify rank": TokenId(3),
+    "bug in a verify rank": TokenId(4),
+}
+_NAMES = {token: way for way, token in WAYS.items()}
+
+
+class _Met(Exception):
+    """A poisonous request is in the round."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.way = way
+
+
+def _break(way: str) -> None:
+    if way.startswith("death"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("this token is in no vocabulary")
+
+
+def _word_for_rank(config: EngineConfig) -> Path:
+    return Path(config.model.path) / "for-rank-0"
+
+
+class PoisonedDrafter(ToyDrafter):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._word = _word_for_rank(config)
+        self._aborted = threading.Event()
+
+    def begin(self) -> None:
+        self._aborted.clear()
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        try:
+            return super().step(wait_s=wait_s)
+        except _Met as met:
+            self._take(met.way)
+            raise
+
+    def _meet(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.prompt[0] == POISON:
+                raise _Met(_NAMES[request.prompt[1]])
+
+    def _take(self, way: str) -> None:
+        if way.endswith("drafting actor"):
+            _break(way)
+        if not self._aborted.is_set():
+            self._word.write_text(way)
+        self._aborted.wait()
+        raise PeerLost(peer="verify rank 0", operation="round", reason="Connection closed by peer")
+
+
+class PoisonedRank(ToyRank):
+    def __init__(self, word: Path) -> None:
+        super().__init__()
+        self._word = word
+
+    def run(self) -> None:
+        while not self._left.wait(0.02):
+            if self._word.exists():
+                way = self._word.read_text()
+                self._word.unlink()
+                _break(way)
+
+
+class PoisonedStages(ToyStages):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._drafter: PoisonedDrafter = PoisonedDrafter(config)
+
+    def join_draft(self, generation: Generation, *, anew: bool) -> PoisonedDrafter:
+        if anew:
+            self._drafter = PoisonedDrafter(self._config)
+        self._drafter.begin()
+        return self._drafter
+
+    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+        return PoisonedRank(_word_for_rank(self._config)) if rank == 0 else ToyRank()
+
+
+def poisoned_stages(config: EngineConfig, tracing: Tracing) -> Stages:
+    del tracing
+    return PoisonedStages(config)

@@ -1,0 +1,284 @@
+"""Where an ingress sends a request: to its prefix, to the idler, and never to who takes none."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eesd_dist.routing import Listed, PipelineId, PipelineReport
+from eesd_dist.routing.choice import Choice, PipelineChooser, PrefixMemory, block_digests
+
+BLOCK = 4
+
+
+class World:
+    """Pipelines that say what they are told to say, and an ingress that hears of it."""
+
+    def __init__(self, *, max_blocks: int = 1000, max_imbalance: float = 4.0) -> None:
+        self.now_s = 100.0
+        self.chooser = PipelineChooser(
+            block_size=BLOCK,
+            max_blocks=max_blocks,
+            clock=lambda: self.now_s,
+            rng=Random(5),
+            request_tokens=8.0,
+            max_imbalance=max_imbalance,
+        )
+
+    def say(
+        self,
+        name: str,
+        *,
+        running: int = 0,
+        weight: float | None = None,
+        is_whole: bool = True,
+        draining: bool = False,
+        age_s: float = 0.0,
+    ) -> None:
+        report = PipelineReport(
+            pipeline_id=PipelineId(name),
+            address=f"replica of {name}",
+            num_running=running,
+            weight=weight,
+            is_whole=is_whole,
+            draining=draining,
+        )
+        self.chooser.refresh([Listed(report=report, age_s=age_s)])
+
+    def send(self, tokens: Sequence[int], **how: object) -> Choice:
+        choice = self.chooser.choose(tokens, **how)  # type: ignore[arg-type]
+        assert choice is not None
+        return choice
+
+    def load(self, name: str) -> object:
+        return next(d for d in self.chooser.describe() if d["pipeline"] == name)["load"]
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def test_a_prefix_is_sent_where_it_went_before_until_too_much_goes_on_there() -> None:
+    world = World(max_imbalance=4.0)
+    for name in "abcd":
+        world.say(name)
+    home = world.send(prompt(1)).pipeline
+    world.chooser.ended(home)
+    taken = [world.send([*prompt(1), 7, i]) for i in range(8)]
+    # 40 of 42 tokens are cached: worth 5 live requests of 8 tokens; the bound of 4 is nearer.
+    assert [choice.pipeline for choice in taken[:5]] == [home] * 5
+    assert [choice.num_cached_tokens for choice in taken[:5]] == [40] * 5
+    assert home not in {choice.pipeline for choice in taken[5:]}
+
+
+def test_a_short_prefix_is_not_worth_the_wait_behind_a_live_request() -> None:
+    world = World()
+    world.say("a")
+    world.send(prompt(1, BLOCK))
+    world.say("b")
+    assert world.send([*prompt(1, BLOCK), 1, 2, 3]).pipeline == "b"
+
+
+def test_a_prefix_outweighs_load_by_exactly_what_it_saves() -> None:
+    world = World()
+    world.say("a")
+    world.say("b", draining=True)
+    world.chooser.ended(world.send(prompt(1)).pipeline)
+    world.say("a", running=4)
+    world.say("b")
+    assert world.send([*prompt(1), 1]).pipeline == "a"  # 1 + 4 * 8 tokens against 41
+    world.say("a", running=4)
+    assert world.load("a") == 5
+    assert world.send([*prompt(1), 1]).pipeline == "b"
+
+
+def test_a_text_that_was_generated_there_counts_as_prefix() -> None:
+    world = World()
+    for name in "abcdef":
+        world.say(name)
+    first = world.send(prompt(1, 3))
+    conversation = prompt(1, 3) + prompt(2, 30)
+    world.chooser.ended(first.pipeline, conversation)
+    again = world.send([*conversation, 5, 6])
+    assert (again.pipeline, again.num_cached_tokens) == (first.pipeline, 32)
+
+
+def test_a_prompt_never_counts_as_cached_to_its_last_token() -> None:
+    world = World()
+    world.say("a")
+    world.send(prompt(1, 2 * BLOCK))
+    assert world.send(prompt(1, 2 * BLOCK)).num_cached_tokens == BLOCK
+
+
+def test_a_pipeline_twice_as_fast_takes_twice_as_many() -> None:
+    world = World()
+    world.say("slow", weight=30.0)
+    world.say("fast", weight=60.0)
+    taken = Counter(world.send(prompt(i)).pipeline for i in range(300))
+    assert taken[PipelineId("slow")] == pytest.approx(100, abs=5)
+
+
+def test_among_many_speeds_still_tell() -> None:
+    world = World()
+    for i in range(4):
+        world.say(f"slow {i}", weight=1.0)
+        world.say(f"fast {i}", weight=2.0)
+    taken = Counter(world.send(prompt(i)).pipeline.split()[0] for i in range(1200))
+    assert taken["fast"] / taken[PipelineId("slow")] == pytest.approx(2.0, rel=0.1)
+
+
+def test_speeds_that_differ_by_noise_are_equal() -> None:
+    world = World()
+    world.say("a", weight=0.85)
+    world.say("b", weight=1.0)
+    world.say("c")
+    taken = Counter(world.send(prompt(i)).pipeline for i in range(300))
+    assert all(count == pytest.approx(100, abs=15) for count in taken.values())
+
+
+def test_ties_are_broken_by_the_dice() -> None:
+    chosen: Counter[str] = Counter()
+    world = World()
+    for name in "abcd":
+        world.say(name)
+    for i in range(400):
+        choice = world.send(prompt(i))
+        chosen[choice.pipeline] += 1
+        world.chooser.ended(choice.pipeline)
+    assert all(count == pytest.approx(100, abs=40) for count in chosen.values())
+
+
+def test_whoever_takes_no_requests_gets_none_not_even_its_own_prefix() -> None:
+    world = World()
+    world.say("a")
+    world.chooser.ended(world.send(prompt(1)).pipeline)
+    world.say("a", draining=True)
+    assert world.chooser.choose(prompt(1)) is None
+    world.say("b")
+    world.say("c", is_whole=False)
+    assert {world.send(prompt(1)).pipeline for _ in range(50)} == {"b"}
+    assert world.chooser.choose(prompt(1), excluded={"b"}) is None
+    assert world.chooser.choose(prompt(1), only="a") is None
+    world.say("a")
+    assert world.send(prompt(1), only="a").address == "replica of a"
+
+
+def test_one_that_failed_is_chosen_again_only_when_it_was_heard_of_since() -> None:
+    world = World()
+    world.say("a")
+    world.now_s += 1.0
+    world.chooser.lost(PipelineId("a"))
+    world.say("a", age_s=0.5)
+    assert world.chooser.choose(prompt(1)) is None
+    world.now_s += 1.0
+    world.say("a", age_s=0.5)
+    assert world.send(prompt(1)).pipeline == "a"
+
+
+def test_what_was_sent_since_the_report_counts_beside_it_and_once() -> None:
+    world = World()
+    world.say("a", running=2)
+    for i in range(3):
+        world.now_s += 0.1
+        world.send(prompt(i))
+    assert world.load("a") == 5
+    world.say("a", running=3, age_s=0.15)  # said between the first and the other two
+    assert world.load("a") == 5
+    world.now_s += 1.0
+    world.say("a", running=5)
+    assert world.load("a") == 5
+    world.chooser.ended(PipelineId("a"))
+    assert world.load("a") == 4
+
+
+def test_a_request_that_another_one_took_is_counted_there() -> None:
+    world = World()
+    world.say("a")
+    choice = world.send(prompt(1))
+    world.say("b")
+    world.chooser.taken(choice, by=PipelineId("b"))
+    assert (world.load("a"), world.load("b")) == (0, 1)
+    world.chooser.taken(world.chooser.choose(prompt(1), only="a"), by=PipelineId("a"))
+    assert (world.load("a"), world.load("b")) == (1, 1)
+
+
+def test_a_directory_that_knows_nobody_yet_is_not_believed_at_once() -> None:
+    world = World()
+    world.say("a")
+    world.now_s += 4.0
+    world.chooser.refresh([])
+    assert world.send(prompt(1)).pipeline == "a"
+    world.now_s += 2.0
+    world.chooser.refresh([])
+    assert world.chooser.choose(prompt(1)) is None
+
+
+def test_memory_keeps_the_blocks_used_last_and_no_more() -> None:
+    memory = PrefixMemory(max_blocks=6)
+    one, two, three = (
+        block_digests(prompt(i, 12), block_size=BLOCK, max_blocks=99) for i in range(3)
+    )
+    memory.remember(one)
+    memory.remember(two)
+    memory.remember(one)
+    memory.remember(three[:2])
+    assert len(memory) == 6
+    assert memory.num_known(one) == 3
+    assert memory.num_known(two) == 1  # forgotten from its far end
+    assert memory.num_known(three) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=30))
+def test_texts_share_as_many_blocks_as_they_share_leading_tokens(
+    left: list[int], right: list[int]
+) -> None:
+    common = 0
+    while common < min(len(left), len(right)) and left[common] == right[common]:
+        common += 1
+    memory = PrefixMemory(max_blocks=100)
+    memory.remember(block_digests(left, block_size=BLOCK, max_blocks=100))
+    digests = block_digests(right, block_size=BLOCK, max_blocks=100)
+    assert memory.num_known(digests) == common // BLOCK
+
+
+def test_a_long_prompt_costs_no_more_than_its_blocks() -> None:
+    digests = block_digests(prompt(1, 1000), block_size=BLOCK, max_blocks=10)
+    assert len(digests) == 10
+    assert all(a != b for a, b in pairwise(digests))
+
+
+def test_a_router_that_is_silent_for_long_costs_no_memory_and_no_count() -> None:
+    world = World()
+    world.say("a")
+    for _ in range(5_000):
+        world.now_s += 0.001
+        world.chooser.ended(world.send([1, 2, 3]).pipeline)
+    sent = [world.send([1, 2, 3]) for _ in range(3)]
+    assert world.load("a") == len(sent)
+    assert len(world.chooser._pipelines[PipelineId("a")].changes) <= 1024
+    world.now_s += 0.1
+    world.say("a", running=7)
+    assert world.load("a") == 7
+    assert not world.chooser._pipelines[PipelineId("a")].changes
+
+
+def test_a_pipeline_is_gone_when_a_directory_that_answers_has_long_not_heard_of_it() -> None:
+    world = World()
+    one, two = PipelineId("a"), PipelineId("b")
+    for second in range(30):
+        world.now_s += 1.0
+        world.say("a")
+        if second < 5:
+            world.say("b")
+        assert world.chooser.is_gone(two) == (second > 14)
+        assert not world.chooser.is_gone(one)
+    world.now_s += 60.0  # a silent directory proves nothing, nor does one that has just come back
+    assert not world.chooser.is_gone(two)
+    world.say("c")
+    assert not world.chooser.is_gone(one)
