@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -143,7 +144,10 @@ class ServiceClient:
         target = None if choice is None else choice.address
         pipeline: str | None = None if choice is None else choice.pipeline
         journey.num_attempts += 1
-        responses = self._streams.stream.remote(
+        # Serve gives all calls of one HTTP request the same id and routes only one of them: a
+        # request's choices (n) would wait for ever. Outside of its context each has its own id.
+        responses = Context().run(
+            self._streams.stream.remote,
             request,
             target=target,
             attempt=journey.num_attempts,

@@ -63,6 +63,14 @@ def _request(name: str, *, prompt: Sequence[int] = (1, 2), max_tokens: int) -> R
     )
 
 
+def _both_serve(num_streams: int) -> Callable[[tuple[PipelineState, ...]], bool]:
+    def holds(states: tuple[PipelineState, ...]) -> bool:
+        counts = [state.num_live for state in states]
+        return min(counts) > 0 and sum(counts) == num_streams
+
+    return holds
+
+
 def _expected(request: Request) -> list[int]:
     start = len(request.prompt)
     return [toy_token(request, start + i) for i in range(request.sampling.max_tokens)]
@@ -74,6 +82,11 @@ class Watched(Steering):
     def __init__(self, config: ServiceConfig) -> None:
         super().__init__(config)
         self.takers: list[str] = []
+
+    @property
+    def num_idle(self) -> int:
+        """Usable pipelines without a live request, as last heard of."""
+        return sum(p["is_usable"] and not p["load"] for p in self._chooser.describe())
 
     def taken(self, choice: Choice | None, *, by: str) -> None:
         super().taken(choice, by=by)
@@ -105,6 +118,12 @@ class Sending:
             while not holds(await self.states()):  # noqa: ASYNC110  # they are elsewhere
                 await asyncio.sleep(0.1)
 
+    async def all_idle(self) -> None:
+        """Until nothing of the test before is left in what pipelines have said of themselves."""
+        async with asyncio.timeout(60.0):
+            while self.steering.num_idle != 2:  # noqa: ASYNC110  # the directory is elsewhere
+                await asyncio.sleep(0.05)
+
     async def known(self, count: int) -> None:
         """Until the lookout knows so many pipelines that take requests."""
         async with asyncio.timeout(60.0):
@@ -120,7 +139,7 @@ class Sending:
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
     sending.steering.start()
-    await sending.known(2)
+    await sending.all_idle()
     yield sending
 
 
@@ -170,7 +189,7 @@ def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
         async with _sending(config) as sending:
             crowd = [_request(f"drained-{i}", max_tokens=400) for i in range(8)]
             streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(lambda states: all(s.num_live for s in states))
+            await sending.until(_both_serve(len(crowd)))
             one, two = await sending.states()
             operator = JoinedService(router=None, app_name=NAME)
             drained = await asyncio.to_thread(operator.drain, one.pipeline)
@@ -209,7 +228,7 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
                 for i in range(6)
             ]
             streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(lambda states: all(s.num_live for s in states))
+            await sending.until(_both_serve(len(crowd)))
             one, two = await sending.states()
             (drafter,) = [m for m in one.members if m.name == "drafting actor"]
             os.kill(drafter.pid, signal.SIGKILL)
@@ -268,7 +287,7 @@ def test_redeployed_with_one_replica_less_no_stream_is_broken(
             old = {state.pipeline for state in await sending.states()}
             crowd = [_request(f"redeployed-{i}", max_tokens=1500) for i in range(6)]
             streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(lambda states: all(s.num_live for s in states))
+            await sending.until(_both_serve(len(crowd)))
             fewer = build_app(_config(tiny_service, num_pipelines=1), stages=toy_stages)
             await asyncio.to_thread(
                 deploy, fewer, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait
