@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from eesd_dist.text import Tokenizer
-from eesd_dist.types import Request, RequestId, SamplingParams
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
 from serve_app._serving import deploy
 from serve_app.app import build_app
 from serve_app.config import service_config
@@ -57,7 +57,11 @@ def relieved(
 def _request(relieved: Running, name: str) -> Request:
     prompt = Tokenizer.load(relieved.config.engine.model.path).encode("the lazy dog")
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=4)
-    return Request(request_id=RequestId(name), prompt=prompt, sampling=sampling)
+    # Of fixed length: on a busy machine the others find, rightly, that drafting does not pay.
+    speculation = SpeculationParams(controller="fixed")
+    return Request(
+        request_id=RequestId(name), prompt=prompt, sampling=sampling, speculation=speculation
+    )
 
 
 def _full(relieved: Running) -> bool:
