@@ -292,7 +292,8 @@ class Crew:
         cannot always tell: they wait for rounds as long as the link lives."""
         while True:
             try:
-                await asyncio.wait_for(member.ask("whereabouts", "call"), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await member.ask("whereabouts", "call")
             except TimeoutError:
                 return PeerLost(
                     peer=member.label,
@@ -308,8 +309,8 @@ class Crew:
         """Lets the last round end, once its streams have come out: whoever is told to leave in the
         middle of one may be waiting for a rank that has left."""
         try:
-            halting = self.drafter.ask("halt", "halt")
-            await asyncio.wait_for(halting, LEAVE_TIMEOUT_S)
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self.drafter.ask("halt", "halt")
         except (EngineError, TimeoutError) as error:
             logger.warning("not halted: generation=%d error=%r", self._generation, error)
 

@@ -217,7 +217,7 @@ class _Exit:
 
     def take(self, order: Moved) -> None:
         self._order = order
-        if self._wait is not None:
+        if self._wait is not None and not self._wait.expired():
             self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def or_next(self, parts: AsyncGenerator[T, None]) -> T:

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from eesd_dist.actors.contracts import Landing, PageLink
+from eesd_dist.actors.process import PROCESS_LOST
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost
 from eesd_dist.routing.directory import PipelineReport
 from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
@@ -261,12 +262,13 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
     """Calls an actor; whatever goes wrong comes back as an error of ours that names it."""
     post, handle = actor
     try:
-        return await asyncio.wait_for(_awaited(getattr(handle, method).remote(*args)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await getattr(handle, method).remote(*args)
     except TimeoutError as error:
         raise _Unanswered(
             peer=post, operation=method, reason=f"no answer within {timeout_s:g} s"
         ) from error
-    except ray.exceptions.RayActorError as error:
+    except PROCESS_LOST as error:
         raise PeerLost(peer=post, operation=method, reason=PROCESS_DIED) from error
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
@@ -277,10 +279,6 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
         raise
     except Exception as error:  # one that has no such method, or that the call cannot be sent to
         raise EngineError(f"{post} cannot be asked for {method}: {error!r}") from error
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 class HandingOver:

@@ -175,7 +175,8 @@ class Keeper:
         crew = await self.crew()
         recovery = self._config.recovery
         try:
-            await asyncio.wait_for(self._whole.wait(), recovery.stream_pause_s)
+            async with asyncio.timeout(recovery.stream_pause_s):
+                await self._whole.wait()
         except TimeoutError as error:
             raise EngineError(
                 f"cannot take {folder}: pipeline {self._pipeline} is not whole after "

@@ -21,7 +21,7 @@ from eesd_dist.actors.contracts import (
     Whereabouts,
 )
 from eesd_dist.actors.draft import DraftActor
-from eesd_dist.actors.process import thread_environment
+from eesd_dist.actors.process import PROCESS_LOST, thread_environment
 from eesd_dist.actors.rank import RankActor
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
@@ -115,7 +115,8 @@ class Member:
         if self.is_dead or (self.load is not None and self.load.is_over):
             return
         try:
-            self.load = await asyncio.wait_for(self.ask("loading", "loading"), _LOAD_ANSWER_S)
+            async with asyncio.timeout(_LOAD_ANSWER_S):
+                self.load = await self.ask("loading", "loading")
         except (EngineError, TimeoutError) as error:
             logger.info("does not say how far it is: %s error=%r", self.label, error)
 
@@ -124,8 +125,10 @@ class Member:
         if self.is_dead:
             return False
         try:
-            await asyncio.wait_for(self.ask("whereabouts", "leave"), _PING_S)
-            return bool(await asyncio.wait_for(self.ask("leave", "leave"), LEAVE_TIMEOUT_S))
+            async with asyncio.timeout(_PING_S):
+                await self.ask("whereabouts", "leave")
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                return bool(await self.ask("leave", "leave"))
         except (EngineError, TimeoutError) as error:
             logger.warning("does not leave: %s error=%r", self.label, error)
             return False
@@ -173,7 +176,12 @@ class Members:
         coming = self._coming.pop(post.name, None)
         if coming is None:
             coming = asyncio.ensure_future(self._recruited(post, operation))
-        self._arrived(await coming)
+        try:
+            member = await coming
+        except asyncio.CancelledError:  # and it may have come in the same moment
+            _send_back(coming)
+            raise
+        self._arrived(member)
 
     async def fill_beside(self, post: Post, operation: str, *, timeout_s: float) -> None:
         """As `fill`, and a recruit that is still coming when this is ended goes on coming."""
@@ -208,7 +216,7 @@ class Members:
         coming = tuple(self._coming.values())
         self._coming.clear()
         for task in coming:
-            task.cancel()
+            _send_back(task)
         await asyncio.gather(*coming, return_exceptions=True)
 
     def _arrived(self, member: Member) -> None:
@@ -264,10 +272,18 @@ class Members:
         return rank.remote(how.engine, **common, stage=post.stage, rank=post.rank)
 
 
+def _send_back(coming: asyncio.Task[Member]) -> None:
+    """Who comes to nobody's post: alive, they would keep the bundle that the next one needs."""
+    if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
+        member = coming.result()
+        ray.kill(member.handle)
+        member.death.cancel()
+
+
 async def _death_of(handle: Any) -> str:
     try:
         await handle.forever.remote()
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:
         return _why_gone(error)
     return PROCESS_DIED
 
@@ -280,18 +296,20 @@ def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
             ours = _plain(candidate)
             # A folder may be whole on one node and damaged on another.
             return ConfigError(f"{peer}: {ours}") if isinstance(ours, CheckpointError) else ours
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, PROCESS_LOST):
         return PeerLost(peer=peer, operation=operation, reason=_why_gone(error))
     return EngineError(f"{peer} failed during {operation}: {cause or error!r}")
 
 
-def _why_gone(error: ray.exceptions.RayActorError) -> str:
+def _why_gone(error: ray.exceptions.RayError) -> str:
     """A process that could not be built says so in its last line; one that was killed cannot."""
     if _NODE_DIED in str(error):
         return _NODE_DIED
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return f"{PROCESS_DIED}: ended by Ray, since its node ran out of memory"
     if isinstance(error, ray.exceptions.ActorUnavailableError):  # all that Ray can say of a cut
         return f"{PROCESS_DIED}, or the link to it"
-    if not error.actor_init_failed:
+    if not getattr(error, "actor_init_failed", False):
         return PROCESS_DIED
     return f"it could not be started: {str(error).strip().splitlines()[-1]}"
 

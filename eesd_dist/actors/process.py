@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 from eesd_dist.actors.contracts import Stages, TelemetryOptions, Whereabouts
 from eesd_dist.config import EngineConfig
@@ -26,6 +27,11 @@ def prepare_process() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+PROCESS_LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray raises when the process behind a call is gone. It is no `RayActorError` where Ray's own
+memory monitor has ended it."""
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

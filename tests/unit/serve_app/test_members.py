@@ -1,8 +1,14 @@
 """What goes wrong with an actor is told in terms of ours, with its name."""
 
-from ray.exceptions import ActorUnavailableError, RayActorError
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 
-from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+
+from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError, PeerLost
 from serve_app import _members
 
 
@@ -21,3 +27,45 @@ def test_what_ray_says_of_a_death_tells_processes_from_nodes_and_links() -> None
     assert _members._why_gone(of_node) == "its node has died"
     cut = ActorUnavailableError("RpcError", None)
     assert _members._why_gone(cut) == "its process has died, or the link to it"
+
+
+def test_a_process_that_ray_ends_for_want_of_memory_is_lost_like_any_other() -> None:
+    error = OutOfMemoryError("Task was killed due to the node running low on memory.")
+    told = _members._ours(error, peer="verify rank 1", operation="loading")
+    assert isinstance(told, PeerLost)
+    assert "its process has died: ended by Ray, since its node ran out of memory" in str(told)
+
+    class Handle:
+        forever = SimpleNamespace(remote=lambda: _raises(error))
+
+    assert asyncio.run(_members._death_of(Handle())) == _members._why_gone(error)
+
+
+async def _raises(error: Exception) -> None:
+    raise error
+
+
+def test_a_recruit_that_nobody_waits_for_any_more_is_sent_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+
+    async def come(member: Any) -> Any:
+        return member
+
+    async def story() -> None:
+        death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        there = asyncio.ensure_future(come(SimpleNamespace(handle="there", death=death)))
+        await asyncio.sleep(0)
+        _members._send_back(there)
+        assert killed == ["there"]
+        assert death.cancelled()
+        under_way = asyncio.ensure_future(come(None))
+        _members._send_back(under_way)
+        await asyncio.sleep(0)
+        assert under_way.cancelled()
+        _members._send_back(under_way)
+        assert killed == ["there"]
+
+    asyncio.run(story())
