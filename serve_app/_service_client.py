@@ -17,6 +17,7 @@ import ray
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from eesd_dist.actors.contracts import StreamItem
+from eesd_dist.actors.process import PROCESS_LOST
 from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, Moved, PeerLost
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.tracing import Tracing, open_route_span
@@ -119,7 +120,8 @@ class ServiceClient:
         broadcast = self._pipelines.broadcast(method)
         try:
             # Ray's own way to the answers has one deadline for all of them.
-            calls = await asyncio.wait_for(broadcast._fetch_replica_results_async(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                calls = await broadcast._fetch_replica_results_async()
             answers = await answered(
                 [call.get_async() for call in calls],
                 timeout_s=deadline_s - time.monotonic(),
@@ -151,6 +153,7 @@ class ServiceClient:
             request,
             target=target,
             attempt=journey.num_attempts,
+            sender=self._steering.sender,
             must_take=choice is None and bool(journey.refused),
         )
         self._open[request.request_id] = responses
@@ -176,7 +179,7 @@ class ServiceClient:
         except (ray.exceptions.RayError, RayServeException) as error:
             # Over a link that fails for a moment, it may go on there: it is cancelled all the same.
             is_over = False
-            if isinstance(error, ray.exceptions.RayActorError) and pipeline is not None:
+            if isinstance(error, PROCESS_LOST) and pipeline is not None:
                 self._steering.lost(pipeline)
             yield _ours(error)
         except EesdError as error:
@@ -201,7 +204,8 @@ class ServiceClient:
         """Waits for the first item: a pipeline has the request in its ledger."""
         pause_s = self._recovery.stream_pause_s
         try:
-            taken: Taken = await asyncio.wait_for(self._next(responses, pipeline), pause_s)
+            async with asyncio.timeout(pause_s):
+                taken: Taken = await self._next(responses, pipeline)
         except TimeoutError as error:
             raise PeerLost(
                 peer="pipeline", operation="stream", reason=f"no word within {pause_s:g} s"
@@ -290,7 +294,7 @@ async def next_of(items: AsyncIterator[Any], *, is_gone: Callable[[], bool]) -> 
 def _ours(error: Exception) -> EesdError:
     if isinstance(error, BackPressureError):
         return CapacityError(str(error))
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, PROCESS_LOST):
         return PeerLost(peer="pipeline replica", operation="stream", reason=PROCESS_DIED)
     cause = getattr(error, "cause", None)
     return (

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from random import Random
 from typing import Any
+from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from ray.exceptions import RayError
@@ -30,6 +31,7 @@ class Steering:
     """One per ingress."""
 
     def __init__(self, config: ServiceConfig, *, ingress: str = "") -> None:
+        """`ingress` is the label of its metrics."""
         self._config = config
         cache = config.engine.cache
         self._chooser = PipelineChooser(
@@ -39,6 +41,8 @@ class Steering:
             rng=Random(),
             expiry_s=config.router.expiry_s,
         )
+        self.sender = uuid4().hex
+        """Its name to the router and to pipelines; nobody has it again, `ingress` or not."""
         self._counts = _Counts(ingress)
         self._looking: asyncio.Task[None] | None = None
         """None before the first request."""
@@ -100,7 +104,7 @@ class Steering:
             try:
                 if router is None:
                     router = await asyncio.to_thread(find_router, self._config.router)
-                listed = await pipelines_of(router, app=self._config.app_name)
+                listed = await pipelines_of(router, app=self._config.app_name, ingress=self.sender)
                 self._chooser.refresh(listed)
                 self._is_silent = False
             except (EesdError, RayError) as error:

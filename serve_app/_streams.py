@@ -8,7 +8,7 @@ whole says when it broke and when it is whole again; how that is done is nothing
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,8 @@ class _Reader:
 
     attempt: int
     """Its sender's how many-th."""
+    sender: str
+    """Empty: unknown, and never taken for dead."""
     task: asyncio.Task[Any] | None
 
 
@@ -83,6 +85,8 @@ class Streams:
         )
         self._live: dict[RequestId, _Reader] = {}
         """Live requests and who reads them."""
+        self._silent: Set[str] = frozenset()
+        """Senders that were last said to be silent."""
         self._is_whole = False
         self._broken_s = time.monotonic()
         """Since when it is not whole, while it is not."""
@@ -183,7 +187,7 @@ class Streams:
     # -- what a stream does ---------------------------------------------------------------------
 
     async def stream(
-        self, request: Request, *, attempt: int = 0
+        self, request: Request, *, attempt: int = 0, sender: str = ""
     ) -> AsyncGenerator[tuple[Emission, ...], None]:
         """The request's emissions to the last; raises what ended them.
 
@@ -192,7 +196,8 @@ class Streams:
         """
         request_id = request.request_id
         await self._displace(request_id, attempt=attempt)
-        self._live[request_id] = _Reader(attempt=attempt, task=asyncio.current_task())
+        reader = _Reader(attempt=attempt, sender=sender, task=asyncio.current_task())
+        self._live[request_id] = reader
         self._suspicion.came(request_id, strikes=request.strikes)
         parts = resumed(
             request,
@@ -209,6 +214,11 @@ class Streams:
             if error is self._given_up:
                 raise self._lost(error) from error
             raise
+        except asyncio.CancelledError:
+            if reader.task is None or sender not in self._silent:
+                raise
+            reader.task.uncancel()  # if the sender lives after all, it goes on from its tokens
+            raise self._lost(EngineError("its sender was taken for dead")) from None
         finally:
             self._live.pop(request_id, None)
             self._refused.pop(request_id, None)
@@ -232,6 +242,23 @@ class Streams:
             if reader.task is not None:
                 reader.task.cancel()
             await _set_within(self._changed, _POLL_S)
+
+    def let_go(self, silent: Set[str]) -> None:
+        """Ends the streams of senders that are said to be `silent` and were not before. Whatever
+        such a sender sends later shows that it lives, and is served."""
+        fallen, self._silent = silent - self._silent, silent
+        self._tell()
+        unread = [r.task for r in self._live.values() if r.task and r.sender in fallen]
+        for task in unread:
+            task.cancel()
+        if unread:
+            count = len(unread)
+            logger.warning("unread streams ended: pipeline=%s streams=%d", self._pipeline, count)
+
+    async def heard_again(self, sender: str) -> None:
+        """Until the sender is not said to be silent, or not any more."""
+        while sender in self._silent:
+            await self._changed.wait()
 
     async def probe(self, request: Request) -> AsyncGenerator[StreamItem, None]:
         """One submission beside all others, when nobody is on test; what is wrong ends it."""

@@ -28,7 +28,7 @@ from eesd_dist.actors.contracts import (
     Whereabouts,
 )
 from eesd_dist.actors.process import prepare_process, whereabouts
-from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.errors import EesdError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import (
     Request,
@@ -184,22 +184,25 @@ class Pipeline:
         target: str | None = None,
         attempt: int = 0,
         must_take: bool = False,
+        sender: str = "",
     ) -> AsyncGenerator[Taken | StreamItem, None]:
         """`Taken` at once; the tokens to the last; or, as the last item, what ended them.
 
         `target` is for Serve, which has seen to it by now: this replica, if it was there. A higher
         `attempt` of the same sender displaces a lower one; `must_take` keeps a draining pipeline
-        from sending the stream on at once.
+        from sending the stream on at once. The stream ends when the router misses the `sender`.
         """
         del target
         try:
             yield Taken(pipeline=self._name)
-            stream = self._streams.stream(request, attempt=attempt)
+            stream = self._streams.stream(request, attempt=attempt, sender=sender)
             async with aclosing(self._draining.watched(stream, must_take=must_take)) as parts:
                 async for emissions in parts:
                     yield emissions
         except EesdError as error:
             yield error
+        # At the end of a call Ray stops this whole process for as long as the caller is frozen.
+        await self._streams.heard_again(sender)
 
     async def whoami(self, target: str | None = None) -> str:
         """The address of whoever answers to a call for `target`."""
@@ -355,8 +358,12 @@ class Pipeline:
             weight=self._speed.value,
             promotion=self._keeper.promotion,
         )
-        if not await beat(self._router, report):
+        try:
+            self._streams.let_go(await beat(self._router, report))
+        except PeerLost:
             self._router = await found_again(self._router, self._config)
+        except EngineError as error:  # a silent router is not a pipeline's concern
+            logger.debug("heartbeat not heard: error=%s", error)
 
     async def _elsewhere(self) -> PipelineReport | None:
         return await another_pipeline(

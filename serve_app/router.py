@@ -22,7 +22,7 @@ from eesd_dist.actors.contracts import RouterAdvice, RouterNews, Whereabouts
 from eesd_dist.actors.process import prepare_process, whereabouts
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.errors import CapacityError, EesdError, EngineError
+from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, PeerLost
 from eesd_dist.routing.beliefs import (
     BeliefBook,
     Priors,
@@ -31,6 +31,7 @@ from eesd_dist.routing.beliefs import (
     read_snapshot,
 )
 from eesd_dist.routing.directory import (
+    IngressRoll,
     Listed,
     PipelineDirectory,
     PipelineId,
@@ -55,6 +56,7 @@ class Router:
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
+        self._ingresses = IngressRoll(clock=time.monotonic, expiry_s=config.expiry_s)
         self._born = uuid4().hex[:8]
         """So that a version number of an earlier router is never taken for one of this."""
         self._turned_s = time.monotonic()
@@ -81,14 +83,17 @@ class Router:
             plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
         )
 
-    async def heartbeat(self, report: PipelineReport) -> None:
+    async def heartbeat(self, report: PipelineReport) -> frozenset[str]:
+        """A pipeline is there; the answer names the ingresses that have fallen silent."""
         self._directory.heartbeat(report)
         if time.monotonic() - self._turned_s >= _SILENT_S:
             self._turned_s = time.monotonic()
             self._book.turn_page()
+        return self._ingresses.silent()
 
-    async def pipelines(self, app: str) -> tuple[Listed, ...]:
-        """The pipelines of one service, as they last said."""
+    async def pipelines(self, app: str, ingress: str) -> tuple[Listed, ...]:
+        """The pipelines of one service, as they last said; `ingress` is who asks."""
+        self._ingresses.heard(ingress)
         return self._directory.listed(app)
 
     async def choose(
@@ -247,14 +252,17 @@ async def promotion_of(
     return promotion
 
 
-async def pipelines_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> tuple[Listed, ...]:
+async def pipelines_of(
+    handle: Any, *, app: str, ingress: str, timeout_s: float = 1.0
+) -> tuple[Listed, ...]:
     """What the directory knows of a service's pipelines. Raises EngineError: the router is silent.
 
-    A router that has just been restarted knows of none until they have said that they are there.
+    Asking is also how `ingress` says that it is there. A router that has just been restarted knows
+    of no pipelines until they have said that they are there.
     """
     try:
         listed: tuple[Listed, ...] = await asyncio.wait_for(
-            _settled(handle.pipelines.remote(app)), timeout_s
+            _settled(handle.pipelines.remote(app, ingress)), timeout_s
         )
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"router does not say which pipelines there are: {error!r}") from error
@@ -275,17 +283,21 @@ async def another_pipeline(
     return found
 
 
-async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> bool:
-    """One heartbeat; a silent router is not the sender's concern. False: its actor is no more, or
-    not yet again, and is to be looked for under its name."""
+async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> frozenset[str]:
+    """One heartbeat; the answer names the ingresses that have fallen silent.
+
+    Raises PeerLost when the router's actor is no more, or not yet again, and is to be looked for
+    under its name; EngineError when it merely is silent.
+    """
     try:
-        await asyncio.wait_for(_settled(handle.heartbeat.remote(report)), timeout_s)
+        silent: frozenset[str] = await asyncio.wait_for(
+            _settled(handle.heartbeat.remote(report)), timeout_s
+        )
     except ray.exceptions.RayActorError as error:
-        logger.debug("router is gone: error=%r", error)
-        return False
+        raise PeerLost(peer="router", operation="heartbeat", reason=PROCESS_DIED) from error
     except (TimeoutError, ray.exceptions.RayError) as error:
-        logger.debug("router does not hear: error=%r", error)
-    return True
+        raise EngineError(f"router does not hear: {error!r}") from error
+    return silent
 
 
 async def found_again(handle: Any, config: ServiceConfig) -> Any:

@@ -16,6 +16,9 @@ from eesd_dist.errors import CapacityError
 
 PipelineId = NewType("PipelineId", str)
 
+_KEPT_FOR = 24.0
+"""So many times `expiry_s` is a silent ingress named, before it is forgotten."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
@@ -178,3 +181,38 @@ class PipelineDirectory:
         report = member.report
         self._members[report.pipeline_id] = replace(member, num_assigned=member.num_assigned + 1)
         return report
+
+
+class IngressRoll:
+    """Which ingresses ask for the pipelines, and which have ceased to.
+
+    Silence is measured in time in which the roll itself was called. A process that stood still, or
+    was starved, has heard nobody: of a long pause between two calls little counts. A new roll knows
+    nobody and misses nobody.
+    """
+
+    def __init__(self, *, clock: Callable[[], float], expiry_s: float = 5.0) -> None:
+        self._clock = clock
+        self._expiry_s = expiry_s
+        self._called_s = clock()
+        self._turned_s = 0.0
+        """Time so far without the long pauses."""
+        self._heard_s: dict[str, float] = {}
+        """When each was heard of last, in that time."""
+
+    def heard(self, ingress: str) -> None:
+        self._heard_s[ingress] = self._turn()
+
+    def silent(self) -> frozenset[str]:
+        """Those heard of before, and not for twice `expiry_s`; forgets who is silent for long."""
+        now_s = self._turn()
+        oldest_s = now_s - _KEPT_FOR * self._expiry_s
+        self._heard_s = {i: heard_s for i, heard_s in self._heard_s.items() if heard_s >= oldest_s}
+        latest_s = now_s - 2 * self._expiry_s
+        return frozenset(i for i, heard_s in self._heard_s.items() if heard_s < latest_s)
+
+    def _turn(self) -> float:
+        now_s = self._clock()
+        self._turned_s += min(now_s - self._called_s, self._expiry_s / 2)
+        self._called_s = now_s
+        return self._turned_s

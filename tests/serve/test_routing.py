@@ -28,7 +28,7 @@ from serve_app._steering import Steering
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig, service_config
 from serve_app.pipeline import PipelineState, Taken
-from tests.support.toy_stages import toy_stages, toy_token
+from tests.support.toy_stages import held, toy_stages, toy_token
 
 NAME = "routed"
 
@@ -71,6 +71,10 @@ def _both_serve(num_streams: int) -> Callable[[tuple[PipelineState, ...]], bool]
     return holds
 
 
+def _live(num_streams: int) -> Callable[[tuple[PipelineState, ...]], bool]:
+    return lambda states: sum(state.num_live for state in states) == num_streams
+
+
 def _expected(request: Request) -> list[int]:
     start = len(request.prompt)
     return [toy_token(request, start + i) for i in range(request.sampling.max_tokens)]
@@ -87,6 +91,11 @@ class Watched(Steering):
     def num_idle(self) -> int:
         """Usable pipelines without a live request, as last heard of."""
         return sum(p["is_usable"] and not p["load"] for p in self._chooser.describe())
+
+    def ask_no_more(self) -> None:
+        """To the router it is as good as dead."""
+        assert self._looking is not None
+        self._looking.cancel()
 
     def taken(self, choice: Choice | None, *, by: str) -> None:
         super().taken(choice, by=by)
@@ -118,6 +127,10 @@ class Sending:
             while not holds(await self.states()):  # noqa: ASYNC110  # they are elsewhere
                 await asyncio.sleep(0.1)
 
+    async def num_running(self) -> int:
+        """In the engines, whoever reads them."""
+        return sum(s.num_running for s in await self._client._of_all("stats", timeout_s=20.0))
+
     async def all_idle(self) -> None:
         """Until nothing of the test before is left in what pipelines have said of themselves."""
         async with asyncio.timeout(60.0):
@@ -135,6 +148,22 @@ class Sending:
         return next(s.value for f in families for s in f.samples if s.name == name)
 
 
+class Apart:
+    """The same, as an actor: in a process that can be killed."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def tokens(self, requests: Sequence[Request]) -> list[list[int]]:
+        sending = Sending(self._config)
+        sending.steering.start()
+        await sending.known(2)  # and so the router knows of it
+        return await asyncio.gather(*[sending.tokens(request) for request in requests])
+
+
 @asynccontextmanager
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
@@ -150,6 +179,7 @@ def test_a_conversation_stays_with_its_pipeline(config: ServiceConfig) -> None:
                 first = _request(f"turn-1-{i}", prompt=range(i, i + 40), max_tokens=12)
                 said = await sending.tokens(first)
                 assert said == _expected(first)
+                await sending.all_idle()
                 again = [*first.prompt, *said, 5, 6]
                 second = _request(f"turn-2-{i}", prompt=again, max_tokens=12)
                 assert await sending.tokens(second) == _expected(second)
@@ -188,22 +218,23 @@ def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
     async def story() -> None:
         async with _sending(config) as sending:
             crowd = [_request(f"drained-{i}", max_tokens=400) for i in range(8)]
-            streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(_both_serve(len(crowd)))
-            one, two = await sending.states()
-            operator = JoinedService(router=None, app_name=NAME)
-            drained = await asyncio.to_thread(operator.drain, one.pipeline)
-            assert drained.num_moved == one.num_live
-            with pytest.raises(ConfigError, match="no other pipeline takes requests"):
-                await asyncio.to_thread(operator.drain, two.pipeline)
-            await sending.until(lambda states: [s.num_live for s in states] == [0, 8])
-            await sending.known(1)
-            late = _request("late", max_tokens=20)
-            assert await sending.tokens(late) == _expected(late)
-            assert sending.steering.takers[-1] == two.pipeline
-            # Even sent straight to it, a request is served elsewhere.
-            astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
-            assert [type(item) for item in [i async for i in astray]] == [Taken, Moved]
+            with held(config.engine):
+                streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
+                await sending.until(_both_serve(len(crowd)))
+                one, two = await sending.states()
+                operator = JoinedService(router=None, app_name=NAME)
+                drained = await asyncio.to_thread(operator.drain, one.pipeline)
+                assert drained.num_moved == one.num_live
+                with pytest.raises(ConfigError, match="no other pipeline takes requests"):
+                    await asyncio.to_thread(operator.drain, two.pipeline)
+                await sending.until(lambda states: [s.num_live for s in states] == [0, 8])
+                await sending.known(1)
+                late = _request("late", max_tokens=8)
+                assert await sending.tokens(late) == _expected(late)
+                assert sending.steering.takers[-1] == two.pipeline
+                # Even sent straight to it, a request is served elsewhere.
+                astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
+                assert [type(item) for item in [i async for i in astray]] == [Taken, Moved]
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
             assert sending.counted("eesd_router_moves_total") == one.num_live
             assert (await sending.states())[0].draining == "drained by hand"
@@ -227,12 +258,13 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
                 _request(f"broken-{i}", prompt=range(9 * i, 9 * i + 9), max_tokens=400)
                 for i in range(6)
             ]
-            streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(_both_serve(len(crowd)))
-            one, two = await sending.states()
-            (drafter,) = [m for m in one.members if m.name == "drafting actor"]
-            os.kill(drafter.pid, signal.SIGKILL)
-            await sending.until(lambda states: [s.num_live for s in states] == [0, 6])
+            with held(config.engine):
+                streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
+                await sending.until(_both_serve(len(crowd)))
+                one, two = await sending.states()
+                (drafter,) = [m for m in one.members if m.name == "drafting actor"]
+                os.kill(drafter.pid, signal.SIGKILL)
+                await sending.until(lambda states: [s.num_live for s in states] == [0, 6])
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
             assert sending.counted("eesd_router_moves_total") == one.num_live
             await sending.known(2)
@@ -240,6 +272,42 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
             assert after[one.pipeline].recovery_s is not None
             assert after[one.pipeline].num_interruptions == one.num_interruptions + 1
             assert after[two.pipeline].num_interruptions == two.num_interruptions
+
+    asyncio.run(story())
+
+
+def test_streams_of_a_killed_ingress_end_and_those_of_a_frozen_or_a_mute_one_go_on(
+    config: ServiceConfig,
+) -> None:
+    async def story() -> None:
+        async with _sending(config) as sending:
+            killed, frozen = [ray.remote(Apart).options(num_cpus=0).remote(config) for _ in "12"]
+            pid, frozen_pid = await killed.pid.remote(), await frozen.pid.remote()
+            mute = Sending(config)
+            mute.steering.start()
+            await mute.known(2)
+            crowd = [_request(f"unread-{i}", max_tokens=400) for i in range(6)]
+            own, late, lone = [_request(name, max_tokens=40) for name in ("own", "late", "lone")]
+            try:
+                with held(config.engine):
+                    owned = asyncio.ensure_future(sending.tokens(own))
+                    alone = asyncio.ensure_future(mute.tokens(lone))
+                    unread, paused = killed.tokens.remote(crowd), frozen.tokens.remote([late])
+                    await sending.until(_live(9))
+                    os.kill(frozen_pid, signal.SIGSTOP)
+                    os.kill(pid, signal.SIGKILL)
+                    mute.steering.ask_no_more()
+                    await sending.until(lambda s: _live(2)(s) and len(mute.steering.takers) == 2)
+                    assert await sending.num_running() == 2
+                    with pytest.raises(ray.exceptions.RayActorError):
+                        await unread
+                    os.kill(frozen_pid, signal.SIGCONT)
+                    await sending.until(_live(3))
+                assert await owned == _expected(own)
+                assert await alone == _expected(lone)
+                assert await paused == [_expected(late)]
+            finally:
+                os.kill(frozen_pid, signal.SIGKILL)
 
     asyncio.run(story())
 
@@ -285,14 +353,17 @@ def test_redeployed_with_one_replica_less_no_stream_is_broken(
     async def story() -> None:
         async with _sending(config) as sending:
             old = {state.pipeline for state in await sending.states()}
-            crowd = [_request(f"redeployed-{i}", max_tokens=1500) for i in range(6)]
-            streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
-            await sending.until(_both_serve(len(crowd)))
-            fewer = build_app(_config(tiny_service, num_pipelines=1), stages=toy_stages)
-            await asyncio.to_thread(
-                deploy, fewer, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait
-            )
-            await sending.until(lambda states: len(states) == 1 and states[0].pipeline not in old)
+            crowd = [_request(f"redeployed-{i}", max_tokens=400) for i in range(6)]
+            with held(config.engine):
+                streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
+                await sending.until(_both_serve(len(crowd)))
+                fewer = build_app(_config(tiny_service, num_pipelines=1), stages=toy_stages)
+                await asyncio.to_thread(
+                    deploy, fewer, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait
+                )
+                await sending.until(
+                    lambda states: len(states) == 1 and states[0].pipeline not in old
+                )
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
             moves.append(sending.counted("eesd_router_moves_total"))
 

@@ -1,6 +1,7 @@
 """A service under test: where it answers, and how its processes are found and killed."""
 
 import os
+import random
 import signal
 import socket
 import time
@@ -26,6 +27,22 @@ class Running:
 
     def state(self) -> PipelineState:
         state: PipelineState = self.pipelines.state.remote().result(timeout_s=30)
+        return state
+
+    def num_running(self) -> int:
+        """Requests inside the engine."""
+        num_running: int = self.pipelines.stats.remote().result(timeout_s=30).num_running
+        return num_running
+
+    def whole_after(self, before: PipelineState) -> PipelineState:
+        """Its state once it was formed again, which a stream need not have waited for."""
+
+        def mended() -> PipelineState | None:
+            state = self.state()
+            return state if state.is_whole and state.generation > before.generation else None
+
+        state = until(mended, timeout_s=120.0)
+        assert state is not None
         return state
 
     def signal(self, member: str, number: signal.Signals) -> None:
@@ -60,7 +77,12 @@ def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that the system gives to whoever asks for any, since it is bound only later."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("100 ports are taken")

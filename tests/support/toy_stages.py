@@ -8,8 +8,10 @@ ranks only wait. Nothing imports torch.
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from eesd_dist.actors.contracts import (
     Address,
@@ -36,6 +38,23 @@ from eesd_dist.types import (
 
 TOKENS_PER_ROUND = 2
 ROUND_S = 0.02
+
+
+@contextmanager
+def held(config: EngineConfig, *, at: int = 10) -> Iterator[None]:
+    """Meanwhile no request of toys with this model folder gets beyond `at` tokens."""
+    word = _hold_of(config)
+    begun = word.with_suffix(".begun")
+    begun.write_text(str(at))
+    begun.replace(word)  # at once, whoever reads it
+    try:
+        yield
+    finally:
+        word.unlink()
+
+
+def _hold_of(config: EngineConfig) -> Path:
+    return Path(config.model.path) / "hold"
 
 
 def toy_token(request: Request, position: int) -> TokenId:
@@ -84,8 +103,9 @@ class ToyDrafter:
 
     def step(self, *, wait_s: float) -> ToyStep:
         time.sleep(ROUND_S)
+        limit = self._limit()
         with self._lock:
-            requests = list(self._live.values())
+            requests = [r for r in self._live.values() if limit is None or len(r.generated) < limit]
             self._meet(requests)
             emissions = tuple(self._advance(request) for request in requests)
         if not emissions:
@@ -100,6 +120,12 @@ class ToyDrafter:
             ),
             finished=tuple(e.request_id for e in emissions if e.finish_reason is not None),
         )
+
+    def _limit(self) -> int | None:
+        try:
+            return int(_hold_of(self._config).read_text())
+        except FileNotFoundError:
+            return None
 
     def _meet(self, requests: Sequence[Request]) -> None:
         """Before the round they are all in; here nothing comes of it."""

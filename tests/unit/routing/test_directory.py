@@ -10,6 +10,7 @@ import pytest
 
 from eesd_dist.errors import CapacityError
 from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport, Promotion
+from eesd_dist.routing.directory import IngressRoll
 
 
 class Clock:
@@ -123,3 +124,49 @@ def test_the_latest_promotion_outlives_who_reported_it_and_is_for_its_configurat
     assert book.promotion("app:model:") == new
     assert book.promotion("app:model:/other/head") is None
     assert json.dumps(book.describe()) == "[]"
+
+
+def _pass(
+    clock: Clock, roll: IngressRoll, *, seconds: int, heard: str = ""
+) -> list[frozenset[str]]:
+    """What a heartbeat in every second is answered, while those in `heard` ask before it."""
+    answers = []
+    for _ in range(seconds):
+        clock.now_s += 1
+        for ingress in heard:
+            roll.heard(ingress)
+        answers.append(roll.silent())
+    return answers
+
+
+def test_an_ingress_that_has_ceased_to_ask_is_named_until_it_asks_again() -> None:
+    clock = Clock()
+    roll = IngressRoll(clock=clock, expiry_s=5.0)
+    assert not any(_pass(clock, roll, seconds=20, heard="ab"))
+    assert not any(_pass(clock, roll, seconds=10, heard="b"))
+    assert _pass(clock, roll, seconds=5, heard="b") == [{"a"}] * 5
+    assert not any(_pass(clock, roll, seconds=20, heard="ab"))
+
+
+def test_an_ingress_that_stays_silent_is_forgotten() -> None:
+    clock = Clock()
+    roll = IngressRoll(clock=clock, expiry_s=5.0)
+    roll.heard("a")
+    assert _pass(clock, roll, seconds=120)[-1] == {"a"}
+    assert not _pass(clock, roll, seconds=1)[-1]
+    assert not roll._heard_s
+
+
+def test_a_roll_that_stood_still_misses_nobody() -> None:
+    clock = Clock()
+    roll = IngressRoll(clock=clock, expiry_s=5.0)
+    for _ in range(5):  # heartbeats that have waited may come before the questions that have
+        _pass(clock, roll, seconds=5, heard="a")
+        clock.now_s += 600.0
+        assert roll.silent() == roll.silent() == frozenset()
+    assert _pass(clock, roll, seconds=9)[-1] == {"a"}  # it does not ask afterwards either
+
+
+def test_a_new_roll_names_nobody() -> None:
+    clock = Clock()
+    assert not any(_pass(clock, IngressRoll(clock=clock, expiry_s=5.0), seconds=60))

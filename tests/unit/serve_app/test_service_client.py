@@ -74,6 +74,7 @@ class Lookout:
     """Knows nobody that takes requests, and is told of losses."""
 
     num_usable = 1
+    sender = "this ingress"
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()

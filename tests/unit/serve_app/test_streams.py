@@ -1,7 +1,7 @@
 """Streams over a drafting actor in this process, whose engine certain requests break."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,11 @@ from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, Poisonous,
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app._members import Member
 from serve_app._placement import Post
+from serve_app._resume import resumed
 from serve_app._streams import Streams
 from serve_app.config import RecoveryConfig
 from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import toy_token
+from tests.support.toy_stages import held, toy_token
 
 BUG = "bug in the drafting actor"
 
@@ -73,9 +74,9 @@ class Pipeline:
         round_timeout_s: float = 20.0,
         **recovery: object,
     ) -> None:
-        config = EngineConfig.model_validate({"model": {"path": str(folder)}})
+        self.config = EngineConfig.model_validate({"model": {"path": str(folder)}})
         self.actor = DraftActor(
-            config,
+            self.config,
             name="p",
             stages=poisoned_stages,
             telemetry=TelemetryOptions(model_name="toy"),
@@ -118,10 +119,10 @@ class Pipeline:
         self.kept.append(len(self.actor._mail))
         await self.streams.broke(error, drafter=self.member)
 
-    async def tokens(self, request: Request) -> list[int]:
+    async def tokens(self, request: Request, *, sender: str = "") -> list[int]:
         return [
             token
-            async for part in self.streams.stream(request)
+            async for part in self.streams.stream(request, sender=sender)
             for emission in part
             for token in emission.tokens
         ]
@@ -337,6 +338,80 @@ def test_a_sender_that_lost_sight_of_its_stream_gets_it_again_in_place_of_the_on
             assert tokens == _expected(request)
             assert lost.cancelled()
             assert pipeline.streams.num_live == 0
+
+    asyncio.run(run())
+
+
+def test_streams_of_a_sender_that_fell_silent_end_in_the_engine_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with _pipeline(tmp_path) as pipeline:
+            good = _request("good", max_tokens=60)
+            others = [_request(f"unread-{i}", max_tokens=60) for i in range(3)]
+            with held(pipeline.config):
+                read = asyncio.ensure_future(pipeline.tokens(good, sender="alive"))
+                unread = [asyncio.ensure_future(pipeline.tokens(r, sender="dead")) for r in others]
+                await _num_running(pipeline, 4)
+                pipeline.streams.let_go(frozenset({"dead", "dead before"}))
+                for stream in unread:
+                    with pytest.raises(PeerLost, match="its sender was taken for dead"):
+                        await asyncio.wait_for(stream, 5.0)
+                assert pipeline.streams.live == (good.request_id,)
+                await _num_running(pipeline, 1)
+            assert await read == _expected(good)
+
+    asyncio.run(run())
+
+
+async def _num_running(pipeline: Pipeline, count: int) -> None:
+    async with asyncio.timeout(20.0):
+        while (await pipeline.actor.stats()).num_running != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def test_a_sender_that_was_taken_for_dead_goes_on_from_its_tokens_and_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with _pipeline(tmp_path) as pipeline:
+            request = _request("mine", max_tokens=120)
+            num_sent = 0
+
+            async def source(request: Request) -> AsyncGenerator[StreamItem, None]:
+                nonlocal num_sent
+                num_sent += 1
+                parts = pipeline.streams.stream(request, attempt=num_sent, sender="cut off")
+                try:
+                    async for part in parts:
+                        yield part
+                except EesdError as error:
+                    yield error
+
+            async def until_whole(lost: EesdError) -> None:
+                assert isinstance(lost, PeerLost)
+
+            async def read() -> list[int]:
+                parts = resumed(
+                    request,
+                    source=source,
+                    until_whole=until_whole,
+                    max_interruptions=1,
+                    room_wait_s=5.0,
+                )
+                return [t async for part in parts for e in part for t in e.tokens]
+
+            with held(pipeline.config):
+                reading = asyncio.ensure_future(read())
+                await _num_running(pipeline, 1)
+                pipeline.streams.let_go(frozenset({"cut off"}))
+                async with asyncio.timeout(20.0):
+                    while num_sent < 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                await _num_running(pipeline, 1)
+            while not reading.done():
+                pipeline.streams.let_go(frozenset({"cut off"}))  # with every heartbeat
+                await asyncio.sleep(0.05)
+            assert reading.result() == _expected(request)
+            assert num_sent == 2
 
     asyncio.run(run())
 
