@@ -24,7 +24,7 @@ while True:
 """
 _ASKS = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 7000), timeout=1) as connection:
+with socket.create_connection((sys.argv[1], 7000), timeout=10) as connection:
     print(connection.recv(100).decode())
 """
 
@@ -52,14 +52,14 @@ def test_a_host_is_reached_from_another_one_and_from_this_machine(pair: Hosts) -
     _answering(pair, 1)
     asking = pair.run(0, [sys.executable, "-c", _ASKS, pair.address(1)], output=subprocess.PIPE)
     assert asking.communicate(timeout=20)[0] == f"{pair.address(0)}\n"
-    assert _ask_from_here(pair.address(1)) == "10.77.12.1"
+    assert _answer_in_the_end(pair.address(1)) == "10.77.12.1"
 
 
 def test_the_same_port_on_two_hosts_is_two_ports(pair: Hosts) -> None:
     _answering(pair, 0)
     _answering(pair, 1)
     for host in range(2):
-        assert _ask_from_here(pair.address(host)) == "10.77.12.1"
+        assert _answer_in_the_end(pair.address(host)) == "10.77.12.1"
 
 
 def test_a_host_that_is_cut_off_is_silent_until_the_link_is_mended(pair: Hosts) -> None:

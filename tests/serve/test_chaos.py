@@ -26,7 +26,8 @@ def _chaos(*words: str, timeout_s: float) -> dict[str, Any]:
 
 def test_streams_outlive_the_processes_and_links_under_them() -> None:
     kinds = ["--kinds", "verify rank", "drafting actor", "link"]
-    words = ["--requests", "8", "--kills", "3", "--max-tokens", "96", "--gap-s", "0.5", *kinds]
+    # Long streams and short gaps: every kill finds some under way.
+    words = ["--requests", "8", "--kills", "3", "--max-tokens", "480", "--gap-s", "0.2", *kinds]
     report = _chaos(*words, "--concurrency", "4", "--at-once", "0", timeout_s=230)
     assert report["requests"] == 8
     assert report["kills"] >= 2

@@ -41,7 +41,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target whose own head is never right, and heads to take its place."""
     folder = tmp_path_factory.mktemp("target")
     write_byte_level(folder)
-    save_target(folder, vocab_size=320)
+    save_target(folder, vocab_size=320, num_positions=4096)
     elsewhere = tmp_path_factory.mktemp("heads")
     shallow = TrainableExitHead.from_target(folder, ModelSpec.from_folder(folder), 1)
     shallow.save(elsewhere / "shallow", dtype="float32")
@@ -270,7 +270,7 @@ def _sha(service: Running) -> str:
 def test_a_head_is_promoted_under_a_running_stream_and_the_text_stays(
     learning: Running, heads: dict[str, Path]
 ) -> None:
-    long = _request("long", max_tokens=240)
+    long = _request("long", max_tokens=1000)
     plain = replace(long, speculation=SpeculationParams(mode="off"))
     undisturbed = _tokens(_emissions(learning, replace(plain, request_id=RequestId("plain"))))
     before = _sha(learning)

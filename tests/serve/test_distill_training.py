@@ -73,11 +73,15 @@ def kill_a_worker(run: Path, killed: list[int]) -> None:
             return
         time.sleep(0.01)
     for process in descendants():
-        name = (Path("/proc") / str(process.pid) / "cmdline").read_bytes()
-        if b"RayTrainWorker" in name:
+        try:
+            name = (Path("/proc") / str(process.pid) / "cmdline").read_bytes()
+            if b"RayTrainWorker" not in name:
+                continue
             os.kill(process.pid, signal.SIGKILL)
-            killed.append(process.pid)
-            return
+        except OSError:  # gone meanwhile
+            continue
+        killed.append(process.pid)
+        return
 
 
 def log_of(request: TrainRequest) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from serve_app._serving import deploy
 from serve_app.app import build_app
 from serve_app.config import service_config
 from tests.support.drafters import save_head
-from tests.support.running import Running, tokens_of, until
+from tests.support.running import Running, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_stream_survives_the_death_of_a_draft_rank(wide: Running) -> None:
     tokens += tokens_of(items)
 
     assert tokens == undisturbed
-    after = until(lambda: state if (state := wide.state()).is_whole else None)
+    after = wide.whole_after(before)
     assert after.generation == before.generation + 1
     assert "draft rank 1" in after.last_trouble
     assert "its process has died" in after.last_trouble

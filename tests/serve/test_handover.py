@@ -1,8 +1,9 @@
 """A drained pipeline's streams go on in the other one, from the pages that were copied to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,6 +27,8 @@ from serve_app.pipeline import PipelineState
 NAME = "handed"
 PAGE = 16
 PROMPT = 300
+MAX_TOKENS = 2000
+"""More than a stream has by the time it is handed over; three of them have room in one pipeline."""
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +67,20 @@ class Sending:
             steering=self.steering,
         )
         self.num_tokens: dict[RequestId, int] = {}
+        self._enough = MAX_TOKENS
 
     async def tokens(self, request: Request) -> list[int]:
+        """Its first ones, until there are enough."""
         tokens: list[int] = []
-        async for emission in self._client.stream(request):
-            tokens += emission.tokens
-            self.num_tokens[request.request_id] = len(tokens)
-        return tokens
+        stream = self._client.stream(request)
+        assert isinstance(stream, AsyncGenerator)
+        async with aclosing(stream) as emissions:
+            async for emission in emissions:
+                tokens += emission.tokens
+                self.num_tokens[request.request_id] = len(tokens)
+                if len(tokens) >= self._enough:
+                    break
+        return tokens[: self._enough]
 
     async def states(self) -> tuple[PipelineState, ...]:
         return await self._client.states(timeout_s=60.0)
@@ -81,30 +91,44 @@ class Sending:
 
     async def under_way(self, requests: list[Request], *, num_tokens: int) -> None:
         """Until each of them has so many tokens."""
-        async with asyncio.timeout(120.0):
-            while any(  # noqa: ASYNC110  # they are elsewhere
-                self.num_tokens.get(r.request_id, 0) < num_tokens for r in requests
-            ):
-                await asyncio.sleep(0.05)
+        await _until(
+            lambda: all(self.num_tokens.get(r.request_id, 0) >= num_tokens for r in requests)
+        )
+
+    async def gone_on(self, num_requests: int) -> None:
+        """Until so many streams were sent elsewhere; some tokens more are enough for all then."""
+        await _until(lambda: self._num_moves() >= num_requests)
+        self._enough = min(MAX_TOKENS, max(self.num_tokens.values()) + 200)
+
+    def _num_moves(self) -> int:
+        found = re.search(
+            rb"^eesd_router_moves_total\S* (\S+)$", self.steering.page(), re.MULTILINE
+        )
+        assert found is not None
+        return int(float(found[1]))
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120.0):
+        while not holds():  # noqa: ASYNC110  # what is waited for is elsewhere
+            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
     sending.steering.start()
-    async with asyncio.timeout(120.0):
-        while sending.steering.num_usable != 2:  # noqa: ASYNC110  # the directory is elsewhere
-            await asyncio.sleep(0.1)
+    await _until(lambda: sending.steering.num_usable == 2)
     yield sending
 
 
-def _requests(tag: str, count: int, *, topic: int, max_tokens: int = 400) -> list[Request]:
+def _requests(tag: str, count: int, *, topic: int) -> list[Request]:
     """`topic`: no page of one is a page of another."""
     return [
         Request(
             request_id=RequestId(f"{tag}-{i}"),
             prompt=tuple(TokenId(3 + (topic + 7 * i + j * j) % 300) for j in range(PROMPT)),
-            sampling=SamplingParams(temperature=0.8, seed=i, max_tokens=max_tokens),
+            sampling=SamplingParams(temperature=0.8, seed=i, max_tokens=MAX_TOKENS),
         )
         for i in range(count)
     ]
@@ -135,6 +159,7 @@ def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_
             # Each stream took at least its prompt, and each of the three ranks its part of it.
             assert report.num_pages >= report.num_requests * (PROMPT // PAGE)
             assert report.num_bytes > report.num_pages * 1000
+            await sending.gone_on(report.num_requests)
             moved = await asyncio.gather(*streams)
             assert {s.pipeline: s.num_live for s in await sending.states()}[one.pipeline] == 0
             await asyncio.to_thread(operator.undrain, one.pipeline)
@@ -173,6 +198,7 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_the_copy_and_no_stream(
             assert report.how == "recomputed"
             assert report.num_pages == 0
             assert "verify rank 1" in report.reason
+            await sending.gone_on(report.num_requests)
             moved = await asyncio.gather(*streams)
             again = _requests("also undisturbed", 3, topic=100)
             assert moved == await asyncio.gather(*[sending.tokens(each) for each in again])

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from serve_app.config import service_config
 from serve_app.pipeline import Health, Pipeline
 from tests.support.running import Running, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import toy_stages, toy_token
+from tests.support.toy_stages import held, toy_stages, toy_token
 
 
 @pytest.mark.parametrize("victim", ["verify rank 1", "drafting actor"])
@@ -47,11 +48,11 @@ def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
         last_s = time.monotonic()
 
     assert tokens == undisturbed
-    after = until(lambda: state if (state := service.state()).is_whole else None)
+    after = service.whole_after(before)
     assert after.generation == before.generation + 1
     assert victim in after.last_trouble
     assert "its process has died" in after.last_trouble
-    assert max(pauses) < service.config.recovery.stream_pause_s
+    assert max(pauses, default=0.0) < service.config.recovery.stream_pause_s
 
 
 def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -> None:
@@ -72,8 +73,14 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
     undisturbed = stream(kills=False)
     before = service.state()
     assert stream(kills=True) == undisturbed
-    after = service.state()
-    assert after.pipeline != before.pipeline
+
+    def is_another() -> bool:
+        try:
+            return service.state().pipeline != before.pipeline
+        except ray.exceptions.RayError:  # it is on its way
+            return False
+
+    until(is_another, timeout_s=120.0)
     assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
 
 
@@ -83,7 +90,7 @@ def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
     return _toy_pipeline(
         "toy",
         tmp_path_factory.mktemp("toy"),
-        recovery={"max_interruptions": 2, "stream_pause_s": 20.0},
+        recovery={"max_interruptions": 2, "stream_pause_s": 120.0},
         health={"fresh_s": 0.5},
     )
 
@@ -135,31 +142,34 @@ def test_a_member_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
     request = _request("hang", max_tokens=300)
     items = toy.items(request)
     tokens = [token for emission in next(items) for token in emission.tokens]
-    before = {m.name: m.pid for m in toy.state().members}
-    toy.signal("verify rank 1", signal.SIGSTOP)
-    toy.signal("verify rank 0", signal.SIGKILL)
+    before = toy.state()
+    pids = {m.name: m.pid for m in before.members}
+    os.kill(pids["verify rank 1"], signal.SIGSTOP)
+    os.kill(pids["verify rank 0"], signal.SIGKILL)
     assert tokens + tokens_of(items) == _expected(request)
-    after = {m.name: m.pid for m in toy.state().members}
-    assert after["drafting actor"] == before["drafting actor"]
-    assert after["verify rank 0"] != before["verify rank 0"]
-    assert after["verify rank 1"] != before["verify rank 1"]
+    after = {m.name: m.pid for m in toy.whole_after(before).members}
+    assert after["drafting actor"] == pids["drafting actor"]
+    assert after["verify rank 0"] != pids["verify rank 0"]
+    assert after["verify rank 1"] != pids["verify rank 1"]
 
 
 def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
     ray_port: int, tmp_path: Path
 ) -> None:
-    freezing = _toy_pipeline("freezing", tmp_path, timeout_s=2.0)
+    freezing = _toy_pipeline(
+        "freezing", tmp_path, timeout_s=5.0, recovery={"stream_pause_s": 120.0}
+    )
     request = _request("frozen", max_tokens=300)
     items = freezing.items(request)
     tokens = tokens_of([next(items)])
-    pids = {member.name: member.pid for member in freezing.state().members}
-    freezing.signal("drafting actor", signal.SIGSTOP)
+    before = freezing.state()
+    pid = {member.name: member.pid for member in before.members}["drafting actor"]
+    os.kill(pid, signal.SIGSTOP)
     assert tokens + tokens_of(items) == _expected(request)
-    after = freezing.state()
-    pid = pids["drafting actor"]
+    after = freezing.whole_after(before)
     assert re.fullmatch(
         rf"lost drafting actor \(pid {pid} on .*\) during call \(generation 1\): "
-        r"no answer within 2 s",
+        r"no answer within 5 s",
         after.last_trouble,
     ), after.last_trouble
     assert {m.name: m.pid for m in after.members}["drafting actor"] != pid
@@ -173,26 +183,36 @@ def test_drafting_goes_on_without_a_router_and_the_router_comes_back(toy: Runnin
     items = toy.items(request)
     ray.kill(router, no_restart=False)
     assert tokens_of(items) == _expected(request)
-    known = until(lambda: ray.get(router.describe.remote(), timeout=20)["pipelines"])
-    assert len(known) == 1
+
+    def known() -> Any:
+        try:
+            return ray.get(router.describe.remote(), timeout=20)["pipelines"]
+        except ray.exceptions.RayActorError:  # it is being started again
+            return None
+
+    assert len(until(known, timeout_s=60.0)) == 1
 
 
 def test_one_request_too_many_is_refused_and_the_others_go_on(toy: Running) -> None:
-    streams = [toy.items(_request(f"crowd-{i}", max_tokens=60)) for i in range(4)]
-    firsts = [next(stream) for stream in streams]
-    refusal = next(toy.items(_request("crowd-5", max_tokens=4)))
-    assert type(refusal).__name__ == "QueueFull"
-    assert "raise scheduler.max_waiting" in str(refusal)
-    for first, stream in zip(firsts, streams, strict=True):
-        assert len(first[0].tokens) + len(tokens_of(stream)) >= 60
+    crowd = [_request(f"crowd-{i}", max_tokens=60) for i in range(4)]
+    with held(toy.config.engine):
+        streams = [toy.items(request) for request in crowd]
+        until(lambda: toy.num_running() == 4)
+        refusal = next(toy.items(_request("crowd-5", max_tokens=4)))
+        assert type(refusal).__name__ == "QueueFull"
+        assert "raise scheduler.max_waiting" in str(refusal)
+    for request, stream in zip(crowd, streams, strict=True):
+        assert tokens_of(stream) == _expected(request)
 
 
 def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(toy: Running) -> None:
-    owner = toy.items(_request("same", max_tokens=60))
-    next(owner)
-    refusal = next(toy.items(_request("same", max_tokens=4)))
-    assert isinstance(refusal, RequestError)
-    assert len(tokens_of(owner)) >= 56
+    request = _request("same", max_tokens=60)
+    with held(toy.config.engine):
+        owner = toy.items(request)
+        until(lambda: toy.num_running() == 1)
+        refusal = next(toy.items(_request("same", max_tokens=4)))
+        assert isinstance(refusal, RequestError)
+    assert tokens_of(owner) == _expected(request)
 
 
 def _has_turned_rounds_since(toy: Running, generation: int) -> bool:
@@ -240,13 +260,16 @@ def _poison(name: str, *, way: str) -> Request:
 def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Running) -> None:
     before = poisoned.state().num_interruptions
     good = [_request(f"good-{i}", max_tokens=200) for i in range(6)]
-    streams = [poisoned.items(request) for request in good]
-    firsts = [next(stream) for stream in streams]
-    (refusal,) = poisoned.items(_poison("bad", way=way))
+    with held(poisoned.config.engine):
+        streams = [poisoned.items(request) for request in good]
+        until(lambda: poisoned.num_running() == len(good))
+        bad = poisoned.items(_poison("bad", way=way))
+        until(lambda: poisoned.state().num_interruptions > before)
+    (refusal,) = bad
     assert type(refusal).__name__ == "Poisonous"
     assert "request bad is refused: the engine broke 3 times under it" in str(refusal)
-    for request, first, stream in zip(good, firsts, streams, strict=True):
-        assert tokens_of([first]) + tokens_of(stream) == _expected(request)
+    for request, stream in zip(good, streams, strict=True):
+        assert tokens_of(stream) == _expected(request)
     assert poisoned.state().num_interruptions == before + 3
 
 
@@ -264,10 +287,10 @@ def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) ->
 
 def test_health_says_that_a_pipeline_is_being_formed_again_and_why(toy: Running) -> None:
     toy.signal("verify rank 0", signal.SIGKILL)
-    said = until(lambda: h.reason if not (h := _health(toy)).is_healthy else None, timeout_s=10.0)
-    assert said is not None
+    until(lambda: not toy.state().is_whole)
+    said = _health(toy).reason
     assert re.match(r"re-forming for \d\.\d s \(generation \d+\): lost verify rank 0", said)
-    assert until(lambda: _health(toy).is_healthy)
+    assert until(lambda: _health(toy).is_healthy, timeout_s=90.0)
 
 
 def _health(running: Running) -> Health:
@@ -279,10 +302,15 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_with_a_clear_error(
     ray_port: int, tmp_path: Path
 ) -> None:
     hopeless = _toy_pipeline(
-        "hopeless", tmp_path, stages=poisoned_stages, recovery={"max_interruptions": 1}
+        "hopeless",
+        tmp_path,
+        stages=poisoned_stages,
+        recovery={"max_interruptions": 1, "stream_pause_s": 120.0},
     )
     names = [f"bad-{i}" for i in range(4)]
-    streams = [hopeless.items(_poison(name, way="bug in the drafting actor")) for name in names]
+    with held(hopeless.config.engine, at=0):
+        streams = [hopeless.items(_poison(name, way="bug in the drafting actor")) for name in names]
+        until(lambda: hopeless.num_running() == len(names))
     said = [str(error) for stream in streams for error in stream]
     assert sum("is refused" in text for text in said) == 2
     assert sum("is given up: it broke 4 times in a row without a token" in s for s in said) == 2
@@ -333,5 +361,5 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again_and_again(
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match="found nothing, expected a model folder"):
         _toy_pipeline("empty", tmp_path / "missing")
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < 200
     serve.delete("empty")

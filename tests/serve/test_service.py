@@ -226,8 +226,10 @@ def test_one_trace_leads_from_the_client_to_every_verify_rank(
         assert folder is not None
         spans = [s for s in read_spans(folder.glob("*.jsonl")) if s.trace_id == trace_id]
         ranks = {s.attributes[names.RANK] for s in spans if s.name == names.SPAN_VERIFY_RANK}
-        is_whole = ranks == {0, 1} and any(s.name == "text_completion tiny" for s in spans)
-        return spans if is_whole else None
+        # Every process writes in its own time: a span may be here before its parent.
+        known = {client_span, *(s.span_id for s in spans)}
+        has_all = ranks == {0, 1} and len({s.process for s in spans}) == 4
+        return spans if has_all and all(s.parent_id in known for s in spans) else None
 
     spans = until(trace)
     by_id = {span.span_id: span for span in spans}

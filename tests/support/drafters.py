@@ -19,11 +19,21 @@ EXIT_LAYER = 2
 
 
 def save_target(
-    folder: Path, *, num_layers: int = 4, vocab_size: int = 96, later: float = 0.0
+    folder: Path,
+    *,
+    num_layers: int = 4,
+    vocab_size: int = 96,
+    num_positions: int = 256,
+    later: float = 0.0,
 ) -> Path:
     """A Llama whose layers from EXIT_LAYER on add `later` of what they would: nothing, and what
     their pages hold is of no account either."""
-    model = tiny_model("llama", num_hidden_layers=num_layers, vocab_size=vocab_size)
+    model = tiny_model(
+        "llama",
+        num_hidden_layers=num_layers,
+        vocab_size=vocab_size,
+        max_position_embeddings=num_positions,
+    )
     with torch.no_grad():
         for layer in model.model.layers[EXIT_LAYER:]:
             layer.self_attn.o_proj.weight.mul_(later)

@@ -16,8 +16,8 @@ from tests.support.tiny_features import write_tiny_features, write_tiny_target
 
 pytestmark = pytest.mark.dist
 
-STEPS = 300
-DEADLINE_S = 60.0
+STEPS = 600
+DEADLINE_S = 120.0
 
 
 def start(folder: Path, name: str) -> "subprocess.Popen[str]":

@@ -30,6 +30,8 @@ from tests.unit.transport.rounds import header, hidden, segment
 pytestmark = pytest.mark.dist
 
 VERIFIER = r"verify rank 0 on 127\.0\.0\.1"
+LATE_S = 10.0
+"""How much later than it should a wait may end on a busy machine."""
 
 
 @pytest.fixture
@@ -62,12 +64,12 @@ def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> Non
 
 
 def test_two_rounds_are_outstanding_and_nobody_waits_before_they_want_to(port: int) -> None:
-    with peer_process(verify, port, 10.0, 0.2):
+    with peer_process(verify, port, 10.0, 1.5):
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         started_s = time.monotonic()
         channel.send(header(1, generation=1), hidden(4, 5000))
         channel.send(header(2, generation=1), hidden(4, 5000))
-        assert time.monotonic() - started_s < 0.2
+        assert time.monotonic() - started_s < 1.5
         assert not channel.reply_is_here()
         assert channel.receive().round_id == 1
         while not channel.reply_is_here():
@@ -91,7 +93,7 @@ def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
             PeerLost, match=rf"lost {VERIFIER} during round 17 \(generation 1\): its connection"
         ):
             channel.receive()
-        assert time.monotonic() - started_s < 0.2 + 1.0
+        assert time.monotonic() - started_s < 8.0, "it was not the deadline that told"
         assert channel.reply_is_here()
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during round 18 "):
             channel.send(header(18, generation=1), hidden())
@@ -102,7 +104,7 @@ def test_a_verifier_killed_while_nobody_waits_is_noticed(port: int) -> None:
     with peer_process(verify, port, 10.0) as process:
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         process.kill()
-        deadline_s = time.monotonic() + 1.0
+        deadline_s = time.monotonic() + LATE_S
         while not channel.reply_is_here() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during round 1 "):
@@ -124,17 +126,17 @@ def test_a_frozen_verifier_is_named_at_the_deadline(port: int) -> None:
             match=rf"lost {VERIFIER} during round 2 \(generation 1\): no reply within 1\.5 s",
         ):
             channel.receive()
-        assert 1.4 < time.monotonic() - started_s < 2.5
+        assert 1.4 < time.monotonic() - started_s < 1.5 + LATE_S
         channel.close()
 
 
 def test_silence_between_rounds_is_no_failure(port: int) -> None:
-    with peer_process(verify, port, 0.4):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=0.4))
+    with peer_process(verify, port, 2.0):
+        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=2.0))
         for round_id in (1, 2):
             channel.send(header(round_id, generation=1), hidden())
             assert channel.receive().round_id == round_id
-            time.sleep(0.8)
+            time.sleep(2.5)
         channel.close()
 
 
@@ -192,8 +194,8 @@ def test_abort_wakes_the_thread_that_waits_for_a_round() -> None:
     time.sleep(0.2)
     started_s = time.monotonic()
     verifying.abort("generation 2 replaces it")
-    waiting.join(5)
-    assert time.monotonic() - started_s < 1.0
+    waiting.join(LATE_S)
+    assert time.monotonic() - started_s < LATE_S
     assert caught[0].reason == "generation 2 replaces it"
     assert caught[0].peer == "threads rank 0 on 127.0.0.1"
     drafting.abort()

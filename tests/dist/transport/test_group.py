@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +22,12 @@ from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist
+
+LATE_S = 10.0
+"""How much later than it should a wait may end on a busy machine."""
+_LARGE_BYTES = 256 << 20
+_LATE_PART = -_LARGE_BYTES // 4
+"""So far from the end that sockets hold much less."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +88,7 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
         r"within 0\.3 s",
     ):
         first.all_reduce(torch.ones(3))
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < LATE_S
     with pytest.raises(PeerLost, match=r"lost threads rank 0 on 127\.0\.0\.1 during all_reduce"):
         second.all_reduce(torch.ones(3))
 
@@ -107,7 +115,7 @@ def test_a_store_that_is_not_there_is_named_by_its_address() -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match=rf"store at 127\.0\.0\.1:{port} .* within 0\.3 s"):
         connect_store("127.0.0.1", port, timeout_s=0.3)
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < LATE_S
 
 
 def test_a_group_of_one_has_nothing_to_say() -> None:
@@ -150,15 +158,15 @@ def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
 
 
 def test_who_waits_for_a_late_rank_counts_the_seconds_and_the_late_rank_does_not() -> None:
-    early, late = join_threads(2)
+    early, late = join_threads(2, timeout_s=20.0)
 
     def come_late() -> None:
-        time.sleep(0.4)
+        time.sleep(2.0)
         late.all_reduce(torch.ones(3))
 
     in_threads(lambda: early.all_reduce(torch.ones(3)), come_late)
-    assert 0.3 < early.counts().total.wait_s < 2.0
-    assert late.counts().total.wait_s < early.counts().total.wait_s - 0.2
+    assert 1.0 < early.counts().total.wait_s < 2.0 + LATE_S
+    assert late.counts().total.wait_s < early.counts().total.wait_s - 0.5
 
 
 def test_a_collective_says_which_round_it_belonged_to() -> None:
@@ -173,52 +181,71 @@ def test_a_collective_says_which_round_it_belonged_to() -> None:
     assert caught.value.round_id is None
 
 
-def _await_first_byte(received: Tensor) -> None:
-    deadline = time.monotonic() + 20.0
-    while received[0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+class _Large:
+    """A large message on its way between two threads."""
+
+    def __init__(self) -> None:
+        first, self._second = join_threads(2, timeout_s=60.0)
+        sent = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+        self._received = torch.ones_like(sent)
+        self.sending = self._second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
+        self.receiving = first.irecv(
+            self._received, source=1, tag=Tag.ROUND, operation="a large receive"
+        )
+
+    def give_up(self) -> None:
+        """Once its first byte is here."""
+        deadline = time.monotonic() + 20.0
+        while self._received[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self._second.abort("it was given up")
+
+    @property
+    def was_half_over(self) -> bool:
+        """When it was given up."""
+        return bool(self._received[_LATE_PART])
+
+
+def _large_messages() -> Iterator[_Large]:
+    """One after the other, until one was half over when it was given up: some are too quick."""
+    for _ in range(10):
+        large = _Large()
+        yield large
+        if large.was_half_over:
+            return
+    pytest.fail("all of them had come before they were given up")
 
 
 def test_an_abort_ends_both_ends_of_a_message_that_is_half_over() -> None:
-    first, second = join_threads(2, timeout_s=60.0)
-    sent = torch.zeros(256 << 20, dtype=torch.uint8)
-    sending = second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
-    received = torch.ones_like(sent)
-    receiving = first.irecv(received, source=1, tag=Tag.ROUND, operation="a large receive")
-    _await_first_byte(received)
-    second.abort("it was given up")
+    for large in _large_messages():
+        large.give_up()
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match="a large send .* it was given up"):
-        sending.finish(timeout_s=60.0)
+        large.sending.finish(timeout_s=60.0)
     with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
-        receiving.finish(timeout_s=60.0)
+        large.receiving.finish(timeout_s=60.0)
     with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
-        receiving.finish(timeout_s=60.0)
-    assert time.monotonic() - started_s < 10.0
-    assert received[-1], "it was half over"
+        large.receiving.finish(timeout_s=60.0)
+    assert time.monotonic() - started_s < LATE_S
+    assert large.was_half_over
 
 
 def test_an_abort_wakes_whoever_waits_for_a_message_that_is_half_over() -> None:
-    first, second = join_threads(2, timeout_s=60.0)
-    sent = torch.zeros(256 << 20, dtype=torch.uint8)
-    received = torch.ones_like(sent)
     errors: list[PeerLost] = []
 
     def wait_for(transfer: Transfer) -> None:
-        with pytest.raises(PeerLost) as caught:
+        try:
             transfer.finish(timeout_s=60.0)
-        errors.append(caught.value)
+        except PeerLost as error:
+            errors.append(error)
 
-    def give_up() -> None:
-        _await_first_byte(received)
-        second.abort("it was given up")
-
-    sending = second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
-    receiving = first.irecv(received, source=1, tag=Tag.ROUND, operation="a large receive")
-    in_threads(lambda: wait_for(sending), lambda: wait_for(receiving), give_up)
+    for large in _large_messages():
+        errors.clear()
+        in_threads(
+            partial(wait_for, large.sending), partial(wait_for, large.receiving), large.give_up
+        )
     assert len(errors) == 2
-    assert received[-1], "it was half over"
 
 
 def test_a_small_message_is_on_its_own_once_it_was_sent() -> None:

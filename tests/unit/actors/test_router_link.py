@@ -10,6 +10,8 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.types import Evidence, Outcome, RequestId
 
+RARELY_S = 60.0
+
 R = RequestId("r")
 PLAN = DraftPlan(request_id=R, belief=Belief())
 PRIORS = Priors(pools={"chat": Belief(alpha=9.0)}, is_pinned=False)
@@ -33,15 +35,21 @@ class Router:
             plans=plans, priors=PRIORS if is_news else None, priors_id=self.priors_id
         )
 
-    def link(self, apply: Callable[[Plans], None] | None = None) -> RouterLink:
+    def link(
+        self,
+        apply: Callable[[Plans], None] | None = None,
+        *,
+        timeout_s: float = 20.0,
+        priors_every_s: float = RARELY_S,
+    ) -> RouterLink:
         return RouterLink(
             pipeline="p",
             ask=self.ask,
             apply=apply or self._apply,
             adopt=self.adopted.append,
             interval_s=0.01,
-            timeout_s=0.05,
-            priors_every_s=0.25,
+            timeout_s=timeout_s,
+            priors_every_s=priors_every_s,
         )
 
     def _apply(self, plans: Plans) -> None:
@@ -53,6 +61,12 @@ def _outcome() -> Outcome:
     return Outcome(request_id=R, num_drafted=3, num_accepted=2)
 
 
+async def _until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(20.0):
+        while not holds():  # noqa: ASYNC110  # the link tells nobody what it has done
+            await asyncio.sleep(0.005)
+
+
 def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is_applied() -> None:
     async def run() -> None:
         router = Router()
@@ -62,7 +76,8 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         seen = Evidence(depth=0, top1_prob=0.5, top2_margin=0.1, entropy=1.0)
         link.observed([replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
-        await asyncio.sleep(0.1)
+        await _until(lambda: router.applied)
+        await asyncio.sleep(0.1)  # nothing follows
         assert router.heard == [
             RouterNews(
                 pipeline="p",
@@ -80,14 +95,14 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
 def test_a_silent_router_costs_its_advice_and_is_asked_again() -> None:
     async def run() -> None:
         router = Router(answers=False)
-        link = router.link()
+        link = router.link(timeout_s=0.2)
         link.start()
         link.observed([_outcome()], [])
-        await asyncio.sleep(0.15)
+        await _until(lambda: router.heard)
         assert router.applied == []
         router.answers = True
         link.observed([_outcome()], [])
-        await asyncio.sleep(0.05)
+        await _until(lambda: router.adopted)
         assert [len(news.outcomes) for news in router.heard] == [1, 1]
         assert router.applied == [{R: PLAN}]
         assert router.adopted == [PRIORS]
@@ -107,9 +122,10 @@ def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
 
         link = router.link(apply)
         link.start()
-        for _ in range(2):
-            link.observed([_outcome()], [])
-            await asyncio.sleep(0.05)
+        link.observed([_outcome()], [])
+        await _until(lambda: len(tried) == 1)
+        link.observed([_outcome()], [])
+        await _until(lambda: len(tried) == 2)
         assert tried == [{R: PLAN}, {R: PLAN}]
 
     asyncio.run(run())
@@ -118,17 +134,14 @@ def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
 def test_priors_are_asked_for_at_once_and_taken_when_they_are_others() -> None:
     async def run() -> None:
         router = Router()
-        link = router.link()
+        link = router.link(priors_every_s=0.25)
         link.start()
         link.start()
-        await asyncio.sleep(0.1)
-        assert [news.known_priors for news in router.heard] == [""]
-        assert router.adopted == [PRIORS]
-        await asyncio.sleep(0.3)
+        await _until(lambda: len(router.heard) == 2)
         assert [news.known_priors for news in router.heard] == ["", "1"]
         assert router.adopted == [PRIORS]
         router.priors_id = "2"
-        await asyncio.sleep(0.3)
+        await _until(lambda: len(router.adopted) == 2)
         assert router.adopted == [PRIORS, PRIORS]
 
     asyncio.run(run())
@@ -139,7 +152,7 @@ def test_with_nothing_to_say_the_router_is_left_alone() -> None:
         router = Router()
         link = router.link()
         link.start()
-        await asyncio.sleep(0.05)
+        await _until(lambda: router.adopted)
         link.observed([], [])
         await asyncio.sleep(0.1)
         assert len(router.heard) == 1

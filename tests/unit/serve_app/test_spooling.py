@@ -123,7 +123,7 @@ def test_a_slow_disk_costs_texts_and_no_time(
     tmp_path: Path, empty: FeatureManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*_: object) -> None:
-        time.sleep(0.5)
+        time.sleep(5.0)
         raise OSError(errno.EIO, "a disk that thinks for long")
 
     monkeypatch.setattr(_spooling, "write_shard", slow)
@@ -133,7 +133,7 @@ def test_a_slow_disk_costs_texts_and_no_time(
     began_s = time.perf_counter()
     for one in put:
         spool.put(one)
-    assert time.perf_counter() - began_s < 0.25
+    assert time.perf_counter() - began_s < 2.5
     assert spool.counts().num_dropped > 150
 
 
