@@ -245,7 +245,7 @@ class Streams:
 
     def let_go(self, silent: Set[str]) -> None:
         """Ends the streams of senders that are said to be `silent` and were not before. Whatever
-        such a sender sends later shows that it lives, and is served."""
+        such a sender sends here later shows that it lives, and is served."""
         fallen, self._silent = silent - self._silent, silent
         self._tell()
         unread = [r.task for r in self._live.values() if r.task and r.sender in fallen]
