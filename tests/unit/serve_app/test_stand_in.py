@@ -44,7 +44,8 @@ class _Call:
         answer = self._method(*arguments)
         if hasattr(answer, "__aiter__"):
             return self._references(answer)
-        return asyncio.ensure_future(self._handle.while_alive(answer))
+        begun = asyncio.ensure_future(answer)  # whatever becomes of who waits for it
+        return asyncio.ensure_future(self._handle.while_alive(begun))
 
     async def _references(self, items: AsyncIterator[object]) -> AsyncIterator[Any]:
         while True:
