@@ -8,14 +8,17 @@ import os
 import secrets
 from functools import cache
 
+TOKEN = "RAY_AUTH_TOKEN"
 
-def prepare_for_local_ray() -> None:
+
+def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
     """Only the processes of this very Ray have its token."""
+    _keep_stdout_ours(shows_logs=shows_logs)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(
         {
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": _token(),
+            TOKEN: _token(),
             "RAY_USAGE_STATS_ENABLED": "0",
             # A service whose actors are known from the start has no use for idle workers in store.
             "RAY_enable_worker_prestart": "0",
@@ -30,9 +33,22 @@ def prepare_for_local_ray() -> None:
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 
-def prepare_for_cluster() -> None:
+def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -> None:
     """Without a word about authentication, nodes and drivers guess differently."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _keep_stdout_ours(shows_logs=shows_logs)
+    if token is None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    else:
+        os.environ.update({"RAY_AUTH_MODE": "token", TOKEN: token})
+
+
+def _keep_stdout_ours(*, shows_logs: bool) -> None:
+    """Of every process that died Ray tells all drivers, and they print a paragraph amid results.
+
+    `log_to_driver=False` does not stop these; a pattern that any line has does.
+    """
+    if not shows_logs:
+        os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "^"
 
 
 @cache

@@ -168,7 +168,7 @@ class Keeper:
             await asyncio.wait({first_start, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
             first_start.cancel()
         if self._supervisor.done():
-            raise self._supervisor.exception() or self._trouble
+            raise self._trouble
 
     async def load_head(self, folder: str) -> HeadReport:
         """Raises CheckpointError or ConfigError for one that does not fit; the old one goes on."""
@@ -199,13 +199,13 @@ class Keeper:
             self._crew.set_result(await self._recruit())
             await self._keep_whole(self._crew.result())
         except EesdError as error:
+            logger.error("given up: pipeline=%s: %s", self._pipeline, error)
             await self._give_up(error)
-            raise
         except Exception as error:
             logger.exception("a bug: pipeline=%s", self._pipeline)
-            ours = EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
-            await self._give_up(ours)
-            raise ours from error
+            await self._give_up(
+                EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
+            )
 
     async def _keep_whole(self, crew: Crew) -> None:
         while True:

@@ -18,9 +18,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from eesd_dist.errors import ConfigError
-from serve_app._environment import prepare_for_cluster
+from serve_app._environment import TOKEN, prepare_for_cluster
 
-_TOKEN = "RAY_AUTH_TOKEN"
 _CONNECT_TIMEOUT_S = 2.0
 
 
@@ -36,7 +35,7 @@ class Pass:
 def pass_for(port: int, *, address: str) -> Iterator[None]:
     """Within the block the service on this port can be found by its user's other commands."""
     file = _file(port)
-    _write_private(file, json.dumps(asdict(Pass(address=address, token=os.environ[_TOKEN]))))
+    _write_private(file, json.dumps(asdict(Pass(address=address, token=os.environ[TOKEN]))))
     try:
         yield
     finally:
@@ -67,7 +66,7 @@ def prepare_to_join(address: str | None, *, port: int) -> str:
             f"the service on port {port} is gone, nothing answers at {found.address}: start it "
             f"again, or remove {file}, which it left behind"
         )
-    os.environ.update({"RAY_AUTH_MODE": "token", _TOKEN: found.token})
+    prepare_for_cluster(token=found.token)
     return found.address
 
 

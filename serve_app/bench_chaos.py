@@ -19,11 +19,9 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -130,19 +128,14 @@ def _run(config: ServiceConfig, options: argparse.Namespace) -> dict[str, Any]:
         if options.link_down is None
         else LinkCommands(down=options.link_down, up=options.link_up, cut_s=options.cut_s)
     )
-    ours = sys.stdout
 
     def say(text: str) -> None:
         if not options.json:
-            ours.write(text + "\n")
-            ours.flush()
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     say(f"starting {config.served_model_name} ...")
-    with (
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),  # where Ray prints a paragraph on every process that died
-        served(config, address=options.address),
-    ):
+    with served(config, address=options.address):
         breaker = Breaker(
             Service(config),
             signals=SignalsOverRay() if options.kill is None else SignalsByCommand(options.kill),

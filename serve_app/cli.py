@@ -12,7 +12,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
@@ -73,22 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config_of(arguments)
     if arguments.address is None:
-        prepare_for_local_ray()
+        prepare_for_local_ray(shows_logs=arguments.verbose)
     else:
-        prepare_for_cluster()
+        prepare_for_cluster(shows_logs=arguments.verbose)
     from serve_app._serving import run_service  # Ray reads the environment when it is imported
 
-    ours = sys.stdout
-    with ExitStack() as redirected:
-        if not arguments.verbose:  # Ray prints whatever its processes have to say of themselves
-            nowhere = redirected.enter_context(open(os.devnull, "w"))
-            redirected.enter_context(redirect_stdout(nowhere))
-        run_service(
-            config,
-            address=arguments.address,
-            shows_logs=arguments.verbose,
-            say=lambda text: print(text, file=ours, flush=True),
-        )
+    run_service(
+        config,
+        address=arguments.address,
+        shows_logs=arguments.verbose,
+        say=lambda text: print(text, flush=True),
+    )
     return 0
 
 

@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would otherwise write a token to the home directory and disagree with itself about using it.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# What is killed here Ray would report on stdout, amid what a test reads there.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
 # A collector or cluster of the person running the tests is none of the tests' business.
 for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "RAY_ADDRESS"):
     os.environ.pop(name, None)
