@@ -4,6 +4,7 @@ Whoever can join a cluster's Ray can do anything there; so these are the service
 nothing over HTTP changes anything. Ray's exceptions become ours here.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def joined(address: str, *, router: RouterConfig, app_name: str) -> Iterator[Joi
     with ExitStack() as entered:
         if not ray.is_initialized():
             entered.enter_context(joined_ray(address, shows_logs=False))
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield JoinedService(router=find_router(router), app_name=app_name)
 
 
