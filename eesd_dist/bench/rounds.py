@@ -3,9 +3,9 @@
     eesd bench rounds [--verify-tp N] [--draft-tp N] [--quick] [--json]
 
 Batches of 1, 4 and 8 requests, plain and drafting, with and without two cohorts (overlap) and
-drafting ahead. The services of all variants stand side by side and take turns with the same
-requests, so that a machine that slows down slows all of them. A round's wall clock is told as the
-loop that drafts sees it:
+drafting ahead, and with one or two cohorts as measured costs say (auto). The services of all
+variants stand side by side and take turns with the same requests, so that a machine that slows down
+slows all of them. A round's wall clock is told as the loop that drafts sees it:
 
     plan, draft (ahead of a verdict too), transfer, verify, collectives, commit, other
 
@@ -21,11 +21,11 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from eesd_dist.config import (
     CacheConfig,
@@ -56,6 +56,8 @@ QUICK_BATCHES = (1, 4)
 COLUMNS = ("plan", "draft", "transfer", "verify", "collectives", "commit", "other")
 _FIXED_LENGTH = 4
 
+Overlap = bool | Literal["auto"]
+
 
 class Runner(Protocol):
     """A service that takes requests to their ends and tells of its rounds."""
@@ -72,17 +74,21 @@ Actors = Callable[[Mapping[str, EngineConfig]], AbstractContextManager[Mapping[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    overlap: bool
+    overlap: Overlap
     draft_ahead: bool
 
     @property
     def name(self) -> str:
-        cohorts = "2 cohorts" if self.overlap else "1 cohort"
+        cohorts = {False: "1 cohort", True: "2 cohorts", "auto": "auto"}[self.overlap]
         return f"{cohorts}, {'ahead' if self.draft_ahead else 'not ahead'}"
 
 
-VARIANTS = tuple(Variant(overlap=o, draft_ahead=a) for a in (True, False) for o in (False, True))
-QUICK_VARIANTS = VARIANTS[:2]
+QUICK_VARIANTS = tuple(Variant(overlap=o, draft_ahead=True) for o in (False, True))
+VARIANTS = (
+    *QUICK_VARIANTS,
+    Variant(overlap="auto", draft_ahead=True),
+    *(Variant(overlap=o, draft_ahead=False) for o in (False, True)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +172,17 @@ def split_of(rounds: Sequence[RoundStats]) -> Split:
 
 
 def steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
-    """Those of decoding alone, with everybody there."""
+    """Those of decoding alone from when everybody has come until somebody leaves."""
     decoding = [stats for stats in rounds if stats.num_prefill_rows == 0]
-    most = max((stats.num_requests for stats in decoding), default=0)
-    return [stats for stats in decoding if stats.num_requests == most]
+    first: dict[RequestId, int] = {}
+    last: dict[RequestId, int] = {}
+    for number, stats in enumerate(decoding):
+        for request_id in stats.request_ids:
+            first.setdefault(request_id, number)
+            last[request_id] = number
+    if not first:
+        return []
+    return decoding[max(first.values()) : min(last.values()) + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,15 +270,17 @@ class Bench:
         ]
 
 
-def overlap_ratio(splits: Splits, setting: Setting, *, draft_ahead: bool) -> float | None:
-    """Tokens per second with two cohorts over those with one, run by run; the middle one."""
-    one, two = (
-        splits.get((setting, Variant(overlap=overlap, draft_ahead=draft_ahead)), [])
-        for overlap in (False, True)
+def overlap_ratio(
+    splits: Splits, setting: Setting, *, overlap: Overlap, draft_ahead: bool
+) -> float | None:
+    """Tokens per second with `overlap` over those with one cohort, run by run; the middle one."""
+    one, other = (
+        splits.get((setting, Variant(overlap=each, draft_ahead=draft_ahead)), [])
+        for each in (False, overlap)
     )
     ratios = [
         b.tokens_per_s / a.tokens_per_s
-        for a, b in zip(one, two, strict=True)
+        for a, b in zip(one, other, strict=False)  # of a variant that was not run there are none
         if a.tokens_per_s and b.tokens_per_s
     ]
     return statistics.median(ratios) if ratios else None
@@ -301,10 +316,9 @@ def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, obje
     for (setting, variant), splits in measured.splits.items():
         rows.append({**asdict(setting), **asdict(variant), **added(splits).as_json()})
     ratios = [
-        {**asdict(setting), "draft_ahead": ahead, "overlapped_over_not": ratio}
+        {**asdict(setting), "overlap": overlap, "draft_ahead": ahead, "over_one_cohort": ratio}
         for setting in settings
-        for ahead in (True, False)
-        if (ratio := overlap_ratio(measured.splits, setting, draft_ahead=ahead)) is not None
+        for overlap, ahead, ratio in _ratios(measured.splits, setting)
     ]
     return {"rows": rows, "overlap": ratios, "texts_changed": measured.texts_changed}
 
@@ -324,12 +338,19 @@ def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
                 + "".join(f"{row[f'{head}_ms']:12.3f}" for head in heads)
                 + f"{row['overhead']:10.1%}{row['rounds_per_s']:10.1f}{row['tokens_per_s']:10.1f}"
             )
-        for ahead in (True, False):
-            ratio = overlap_ratio(measured.splits, setting, draft_ahead=ahead)
-            if ratio is not None:
-                how = "ahead" if ahead else "not ahead"
-                lines.append(f"  two cohorts over one, {how}: {ratio:.3f} x tokens/s")
+        for overlap, ahead, ratio in _ratios(measured.splits, setting):
+            name = Variant(overlap=overlap, draft_ahead=ahead).name
+            lines.append(f"  {name}, over one cohort: {ratio:.3f} x tokens/s")
     return lines
+
+
+def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Overlap, bool, float]]:
+    """(overlap, draft_ahead, tokens per second over those of one cohort)"""
+    overlaps: tuple[Overlap, ...] = (True, "auto")
+    for overlap, ahead in itertools.product(overlaps, (True, False)):
+        ratio = overlap_ratio(splits, setting, overlap=overlap, draft_ahead=ahead)
+        if ratio is not None:
+            yield overlap, ahead, ratio
 
 
 def main(argv: Sequence[str], *, actors: Actors) -> int:

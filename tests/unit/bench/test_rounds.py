@@ -15,7 +15,7 @@ from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.llm import Generation
 from eesd_dist.transport.group import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.types import Request, RoundStats, TokenId, Traffic
+from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
 from tests.support.tiny_service import write_tiny_service
 from tests.unit.telemetry.rounds import a_round
 
@@ -102,10 +102,13 @@ def test_the_parts_of_a_round_add_up_to_its_wall_clock() -> None:
     assert split.overhead == pytest.approx(1 - (0.008 + 0.009) / 0.037)
 
 
-def test_only_full_rounds_of_decoding_are_counted() -> None:
-    prefill = a_round(num_prefill_rows=9, num_requests=4)
-    full, alone = a_round(num_requests=4), a_round(num_requests=1)
-    assert steady([prefill, full, alone, full]) == [full, full]
+def test_rounds_count_from_when_all_decode_until_one_leaves() -> None:
+    a, b = RequestId("a"), RequestId("b")
+    prefill = a_round(num_prefill_rows=9, request_ids=(a, b))
+    alone = a_round(request_ids=(a,))
+    both, in_turns = a_round(request_ids=(a, b)), a_round(request_ids=(b,))
+    counted = [both, in_turns, alone, both]
+    assert steady([prefill, alone, *counted[:2], prefill, *counted[2:], alone]) == counted
     assert steady([prefill]) == []
 
 
@@ -118,9 +121,11 @@ def test_two_cohorts_are_held_against_one_run_by_run() -> None:
     splits = {
         (setting, Variant(overlap=False, draft_ahead=True)): [ran(1.0), ran(4.0), ran(2.0)],
         (setting, Variant(overlap=True, draft_ahead=True)): [ran(0.5), ran(4.0), ran(4.0)],
+        (setting, Variant(overlap="auto", draft_ahead=True)): [ran(0.5), ran(2.0), ran(4.0)],
     }
-    assert overlap_ratio(splits, setting, draft_ahead=True) == 1.0
-    assert overlap_ratio(splits, setting, draft_ahead=False) is None
+    assert overlap_ratio(splits, setting, overlap=True, draft_ahead=True) == 1.0
+    assert overlap_ratio(splits, setting, overlap="auto", draft_ahead=True) == 2.0
+    assert overlap_ratio(splits, setting, overlap=True, draft_ahead=False) is None
 
 
 def test_every_variant_is_measured_and_no_text_differs(
