@@ -206,6 +206,7 @@ class Breaker:
             raise EngineError(f"pipeline {state.pipeline} was not there")
         struck_s = time.monotonic()
         victim = await self._hit(planned, state, ledger)
+        landed_s = time.monotonic()
         self._wounds.append(lambda: self._is_past(state))
         return Blow(
             number=planned.number,
@@ -213,6 +214,7 @@ class Breaker:
             victim=victim,
             pipeline=state.pipeline,
             struck_s=struck_s,
+            landed_s=landed_s,
             when_whole=planned.when_whole,
             streams=names_in(ledger.live),
         )
@@ -241,6 +243,7 @@ class Breaker:
         at = await self._service.router()
         struck_s = time.monotonic()
         await self._kill(at, "router")
+        landed_s = time.monotonic()
         self._wounds.append(lambda: self._is_other_router(at))
         return Blow(
             number=planned.number,
@@ -248,6 +251,7 @@ class Breaker:
             victim=f"router (pid {at.pid})",
             pipeline="",
             struck_s=struck_s,
+            landed_s=landed_s,
             when_whole=planned.when_whole,
             streams=frozenset(),
         )

@@ -81,6 +81,9 @@ class Blow:
     pipeline: str
     """Empty for the router, who belongs to all."""
     struck_s: float
+    """When it was sent on its way, and"""
+    landed_s: float
+    """when it had been dealt for certain: on another host that is up to seconds later."""
     when_whole: bool
     streams: frozenset[str]
     """Names of the requests that the struck pipeline had in its ledger."""
@@ -190,9 +193,7 @@ def recovery_of(blow: Blow, streams: Sequence[Streamed]) -> Recovery | None:
     """None where nobody was listening, or all that did had had their last token."""
     struck = [stream for stream in streams if stream.name in blow.streams]
     silences = [
-        silence
-        for stream in struck
-        if (silence := silence_after(blow.struck_s, stream)) is not None
+        silence for stream in struck if (silence := silence_after(blow, stream)) is not None
     ]
     if blow.kind not in UNNOTICED and not silences and any(_broke_off(s, blow) for s in struck):
         silences = [math.inf]
@@ -205,17 +206,17 @@ def _broke_off(stream: Streamed, blow: Blow) -> bool:
     return not stream.is_complete and stream.ended_s > blow.struck_s
 
 
-def silence_after(struck_s: float, stream: Streamed) -> float | None:
+def silence_after(blow: Blow, stream: Streamed) -> float | None:
     """Seconds from a blow to the token that ends the longest silence around it.
 
-    A silence belongs to the blow when it has begun at most `_SETTLE_S` after it: what was on its
-    way when the blow fell still arrives and proves nothing.
+    A silence belongs to the blow when it has begun at most `_SETTLE_S` after it had landed: what
+    was on its way when the blow fell still arrives and proves nothing.
     """
     times = (stream.asked_s, *stream.arrivals_s)
     around = [
-        (after - before, after - struck_s)
+        (after - before, after - blow.struck_s)
         for before, after in pairwise(times)
-        if after > struck_s and before <= struck_s + _SETTLE_S
+        if after > blow.struck_s and before <= blow.landed_s + _SETTLE_S
     ]
     return max(around)[1] if around else None
 
@@ -308,6 +309,7 @@ def rows_of(blows: Sequence[Blow], streams: Sequence[Streamed]) -> list[dict[str
         {
             "number": blow.number,
             "at_s": round(blow.struck_s - began_s, 3),
+            "landed_after_s": round(blow.landed_s - blow.struck_s, 3),
             "kind": blow.kind,
             "victim": blow.victim,
             "pipeline": blow.pipeline,

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -60,13 +60,21 @@ def _streamed(
     )
 
 
-def _blow(kind: Kind = "verify rank", *, at: float, streams: set[str], number: int = 0) -> Blow:
+def _blow(
+    kind: Kind = "verify rank",
+    *,
+    at: float,
+    streams: Collection[str] = (),
+    number: int = 0,
+    landed: float | None = None,
+) -> Blow:
     return Blow(
         number=number,
         kind=kind,
         victim="somebody",
         pipeline="p",
         struck_s=at,
+        landed_s=at if landed is None else landed,
         when_whole=True,
         streams=frozenset(streams),
     )
@@ -195,20 +203,28 @@ def test_text_count_and_reason_have_to_agree_too(field: dict[str, object]) -> No
 def test_silence_lasts_from_the_blow_to_the_token_after_the_longest_pause() -> None:
     # Struck at 10.0; a token that was on its way comes at 10.1, the next one at 14.0.
     stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.5, 10.1, 14.0, 14.1))
-    assert silence_after(10.0, stream) == pytest.approx(4.0)
+    assert silence_after(_blow(at=10.0), stream) == pytest.approx(4.0)
+
+
+def test_tokens_of_a_rank_whose_kill_is_still_on_its_way_are_no_recovery() -> None:
+    # The kill is sent at 10.0 and has arrived on the other host at 12.0 at the latest.
+    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(10.4, 10.8, 11.9, 16.0))
+    assert silence_after(_blow(at=10.0, landed=12.0), stream) == pytest.approx(6.0)
 
 
 def test_a_pause_long_after_a_blow_is_not_of_its_making() -> None:
     stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.9, 10.2, 12.0, 30.0))
-    assert silence_after(10.0, stream) == pytest.approx(2.0)
+    assert silence_after(_blow(at=10.0), stream) == pytest.approx(2.0)
 
 
 def test_a_stream_that_never_spoke_again_has_no_silence_to_measure() -> None:
-    assert silence_after(10.0, _streamed(1, asked_s=9.0, arrivals_s=(9.5,))) is None
+    assert silence_after(_blow(at=10.0), _streamed(1, asked_s=9.0, arrivals_s=(9.5,))) is None
 
 
 def test_a_request_still_waiting_for_its_first_token_waits_too() -> None:
-    assert silence_after(10.0, _streamed(1, asked_s=9.9, arrivals_s=(13.0,))) == pytest.approx(3.0)
+    assert silence_after(
+        _blow(at=10.0), _streamed(1, asked_s=9.9, arrivals_s=(13.0,))
+    ) == pytest.approx(3.0)
 
 
 def test_a_blow_after_which_no_stream_spoke_again_counts_as_infinite() -> None:
