@@ -130,7 +130,9 @@ def _prepare(path: Path, content: dict[str, object]) -> _Prepared:
         raise ConfigError(f"{path}: {where}: {error.message} (Ray's schema)") from error
     except click.ClickException as error:
         raise ConfigError(f"{path}: {error.message} (Ray's loader)") from error
-    except (KeyError, NotImplementedError, ValueError, RuntimeError) as error:
+    except KeyError as error:
+        raise ConfigError(f"{path}: refused by Ray: it has no {error}") from error
+    except (NotImplementedError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path}: refused by Ray: {error}") from error
     return cast(_Prepared, prepared)
 

@@ -23,6 +23,7 @@ from eesd_dist.types import ControllerName, TreeShape
 
 DType = Literal["float32", "bfloat16"]
 Numerics = Literal["invariant", "fast"]
+Overlap = bool | Literal["auto"]
 
 
 class Section(BaseModel):
@@ -88,7 +89,7 @@ class SchedulerConfig(Section):
     prefill_chunk: PositiveInt = 256
     """Longest piece of one prompt in one round."""
 
-    overlap: bool | Literal["auto"] = "auto"
+    overlap: Overlap = "auto"
     """Two cohorts take turns: one is drafted while the other is verified. `auto`: while measured
     costs say that this earns more than one batch of all, which it does where drafting takes about
     as long as verifying."""

@@ -48,7 +48,7 @@ def _keep_stdout_ours(*, shows_logs: bool) -> None:
     `log_to_driver=False` does not stop these; a pattern that any line has does.
     """
     if not shows_logs:
-        os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "^"
+        os.environ.update({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "^"})
 
 
 @cache

@@ -81,9 +81,9 @@ class Blow:
     pipeline: str
     """Empty for the router, who belongs to all."""
     struck_s: float
-    """When it was sent on its way, and"""
+    """When it was sent on its way."""
     landed_s: float
-    """when it had been dealt for certain: on another host that is up to seconds later."""
+    """When it had been dealt for certain: on another host up to seconds later."""
     when_whole: bool
     streams: frozenset[str]
     """Names of the requests that the struck pipeline had in its ledger."""

@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    Overlap,
     ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
@@ -55,8 +56,6 @@ BATCHES = (1, 4, 8)
 QUICK_BATCHES = (1, 4)
 COLUMNS = ("plan", "draft", "transfer", "verify", "collectives", "commit", "other")
 _FIXED_LENGTH = 4
-
-Overlap = bool | Literal["auto"]
 
 
 class Runner(Protocol):
@@ -270,17 +269,12 @@ class Bench:
         ]
 
 
-def overlap_ratio(
-    splits: Splits, setting: Setting, *, overlap: Overlap, draft_ahead: bool
-) -> float | None:
-    """Tokens per second with `overlap` over those with one cohort, run by run; the middle one."""
-    one, other = (
-        splits.get((setting, Variant(overlap=each, draft_ahead=draft_ahead)), [])
-        for each in (False, overlap)
-    )
+def over_one_cohort(splits: Splits, setting: Setting, variant: Variant) -> float | None:
+    """Tokens per second over those of the same with one cohort, run by run; the middle one."""
+    one, other = splits[setting, replace(variant, overlap=False)], splits[setting, variant]
     ratios = [
         b.tokens_per_s / a.tokens_per_s
-        for a, b in zip(one, other, strict=False)  # of a variant that was not run there are none
+        for a, b in zip(one, other, strict=True)
         if a.tokens_per_s and b.tokens_per_s
     ]
     return statistics.median(ratios) if ratios else None
@@ -316,9 +310,9 @@ def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, obje
     for (setting, variant), splits in measured.splits.items():
         rows.append({**asdict(setting), **asdict(variant), **added(splits).as_json()})
     ratios = [
-        {**asdict(setting), "overlap": overlap, "draft_ahead": ahead, "over_one_cohort": ratio}
+        {**asdict(setting), **asdict(variant), "over_one_cohort": ratio}
         for setting in settings
-        for overlap, ahead, ratio in _ratios(measured.splits, setting)
+        for variant, ratio in _ratios(measured.splits, setting)
     ]
     return {"rows": rows, "overlap": ratios, "texts_changed": measured.texts_changed}
 
@@ -338,19 +332,17 @@ def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
                 + "".join(f"{row[f'{head}_ms']:12.3f}" for head in heads)
                 + f"{row['overhead']:10.1%}{row['rounds_per_s']:10.1f}{row['tokens_per_s']:10.1f}"
             )
-        for overlap, ahead, ratio in _ratios(measured.splits, setting):
-            name = Variant(overlap=overlap, draft_ahead=ahead).name
-            lines.append(f"  {name}, over one cohort: {ratio:.3f} x tokens/s")
+        for variant, ratio in _ratios(measured.splits, setting):
+            lines.append(f"  {variant.name}, over one cohort: {ratio:.3f} x tokens/s")
     return lines
 
 
-def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Overlap, bool, float]]:
-    """(overlap, draft_ahead, tokens per second over those of one cohort)"""
-    overlaps: tuple[Overlap, ...] = (True, "auto")
-    for overlap, ahead in itertools.product(overlaps, (True, False)):
-        ratio = overlap_ratio(splits, setting, overlap=overlap, draft_ahead=ahead)
-        if ratio is not None:
-            yield overlap, ahead, ratio
+def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Variant, float]]:
+    for found, variant in splits:
+        if found == setting and variant.overlap is not False:
+            ratio = over_one_cohort(splits, setting, variant)
+            if ratio is not None:
+                yield variant, ratio
 
 
 def main(argv: Sequence[str], *, actors: Actors) -> int:

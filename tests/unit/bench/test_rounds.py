@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eesd_dist.bench import rounds
-from eesd_dist.bench.rounds import Setting, Variant, overlap_ratio, split_of, steady
+from eesd_dist.bench.rounds import Setting, Variant, over_one_cohort, split_of, steady
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.llm import Generation
@@ -123,9 +123,9 @@ def test_two_cohorts_are_held_against_one_run_by_run() -> None:
         (setting, Variant(overlap=True, draft_ahead=True)): [ran(0.5), ran(4.0), ran(4.0)],
         (setting, Variant(overlap="auto", draft_ahead=True)): [ran(0.5), ran(2.0), ran(4.0)],
     }
-    assert overlap_ratio(splits, setting, overlap=True, draft_ahead=True) == 1.0
-    assert overlap_ratio(splits, setting, overlap="auto", draft_ahead=True) == 2.0
-    assert overlap_ratio(splits, setting, overlap=True, draft_ahead=False) is None
+    for overlap, ratio in {True: 1.0, "auto": 2.0}.items():
+        variant = Variant(overlap=overlap, draft_ahead=True)
+        assert over_one_cohort(splits, setting, variant) == ratio
 
 
 def test_every_variant_is_measured_and_no_text_differs(
