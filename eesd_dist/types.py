@@ -96,6 +96,9 @@ class Request:
     """W3C trace context of the HTTP request this belongs to."""
     strikes: int = 0
     """How often an engine broke under it since its last token, wherever that was."""
+    submission: int = 0
+    """Which of its stays in an engine this is, later ones being higher. Its emissions say it too:
+    tokens of an earlier one may still be on their way."""
 
 
 class FinishReason(Enum):
@@ -203,6 +206,8 @@ class Emission:
     queue_s: float | None = None
     """On the first emission: seconds from arrival to the first round, where the engine knows."""
     error: str | None = None
+    submission: int = 0
+    """Its request's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

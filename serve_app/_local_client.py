@@ -6,6 +6,8 @@ built. For `eesd batch` and for programs that embed the engine.
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
 
 from eesd_dist.actors.mailboxes import Mailboxes
 from eesd_dist.engine.core import EngineCore, StepResult
@@ -20,6 +22,7 @@ class LocalClient:
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
         self._mail = Mailboxes()
+        self._submissions = count(1)
         self._loop = asyncio.get_running_loop()
         self._error: EesdError | None = None
         """What ended the loop; None while it turns."""
@@ -29,7 +32,8 @@ class LocalClient:
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
         if self._error is not None:
             raise self._error
-        box = self._mail.open(request.request_id)
+        request = replace(request, submission=next(self._submissions))
+        box = self._mail.open(request)
         is_over = False
         try:
             self._engine.add(request)
@@ -42,8 +46,8 @@ class LocalClient:
                 for emission in item:
                     yield emission
         finally:
-            self._mail.close(request.request_id)
-            if not is_over:
+            was_open = self._mail.close(request.request_id, request.submission)
+            if was_open and not is_over:
                 self._engine.abort(request.request_id)
 
     async def abort(self, request_id: RequestId) -> None:

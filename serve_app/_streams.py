@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Set
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import ray
@@ -85,6 +86,7 @@ class Streams:
         )
         self._live: dict[RequestId, _Reader] = {}
         """Live requests and who reads them."""
+        self._submissions = count(1)
         self._silent: Set[str] = frozenset()
         """Senders that were last said to be silent."""
         self._is_whole = False
@@ -297,6 +299,7 @@ class Streams:
         except PeerLost as error:
             yield error
             return
+        request = replace(request, submission=next(self._submissions))
         items = drafter.handle.submit.options(num_returns="streaming").remote(request)
         is_over = False
         try:
@@ -309,7 +312,7 @@ class Streams:
             yield lost(drafter, error, operation="stream")
         finally:
             if not is_over:
-                drafter.handle.cancel.remote(request.request_id)
+                drafter.handle.cancel.remote(request.request_id, request.submission)
 
     # -- the door -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,8 @@ _ABORT_WAIT_S = 5.0
 _NUM_EMPTY = 2
 """Turns in a row without a result: one may have begun a round, two say that there is none."""
 _LEASE_MARGIN_S = 5.0
+_NUM_CANCELLED = 256
+"""More than have a cancellation and a submission on their way at the same time."""
 
 
 class _Membership:
@@ -114,6 +117,8 @@ class DraftActor:
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
         """Requests whose reader left between generations."""
+        self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
+        """Submissions that were cancelled when they were not here: lately."""
         self._leases: set[asyncio.Task[None]] = set()
         """One for each landing of another pipeline's pages."""
         self._num_rounds = 0
@@ -197,9 +202,15 @@ class DraftActor:
                 peer=self._name, operation="submit", reason="it is between two generations"
             )
             return
-        request_id = request.request_id
+        request_id, submission = request.request_id, request.submission
+        if (request_id, submission) in self._cancelled:  # its reader's last word overtook it
+            yield EngineError(f"request {request_id} was cancelled")
+            return
+        earlier = self._mail.submission_of(request_id)
+        if earlier is not None and earlier < submission:  # it has overtaken that one's last word
+            await self.cancel(request_id, earlier)
         try:
-            box = self._mail.open(request_id)
+            box = self._mail.open(request)
         except EesdError as error:
             yield error
             return
@@ -218,17 +229,20 @@ class DraftActor:
             is_over = True
             yield error
         finally:
-            was_open = self._mail.close(request_id, box)
+            was_open = self._mail.close(request_id, submission)
             self._watch.left(request_id)
             if is_admitted and self._router is not None:
                 self._router.observed((), (request_id,))
             if was_open and not is_over:  # else whoever closed it has seen to that
                 self._drop(request_id)
 
-    async def cancel(self, request_id: RequestId) -> None:
-        """Frees what the request holds; unknown ids are ignored."""
-        self._mail.close(request_id)
-        self._drop(request_id)
+    async def cancel(self, request_id: RequestId, submission: int) -> None:
+        """Frees what this submission of the request holds. Where there is none it may have ended,
+        or is still to come: Ray keeps no order between calls whose arguments differ in size."""
+        if self._mail.close(request_id, submission):
+            self._drop(request_id)
+        else:
+            self._cancelled.append((request_id, submission))
 
     async def stats(self) -> DraftStats:
         membership = self._membership

@@ -2,6 +2,9 @@
 
 Lives in an actor's event loop. A slow reader is never waited for: emissions that pile up leave
 together. A mailbox outlives a generation; what ends it is the last token, an error or its reader.
+
+Tokens are on their way here while the next round is drafted. A request that was let go meanwhile
+and submitted again will make them anew: what an earlier submission made is not put into its box.
 """
 
 import asyncio
@@ -9,11 +12,12 @@ from collections.abc import Iterable
 
 from eesd_dist.actors.contracts import StreamItem
 from eesd_dist.errors import EesdError, EngineError, RequestError
-from eesd_dist.types import Emission, RequestId
+from eesd_dist.types import Emission, Request, RequestId
 
 
 class Mailbox:
-    def __init__(self) -> None:
+    def __init__(self, *, submission: int) -> None:
+        self.submission = submission
         self._emissions: list[Emission] = []
         self._error: EesdError | None = None
         self._arrived = asyncio.Event()
@@ -49,33 +53,39 @@ class Mailboxes:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._boxes
 
-    def open(self, request_id: RequestId) -> Mailbox:
+    def open(self, request: Request) -> Mailbox:
+        request_id = request.request_id
         if request_id in self._boxes:
             raise RequestError(
                 f"request id {request_id} is already being served: choose another",
                 param="request_id",
             )
-        box = self._boxes[request_id] = Mailbox()
+        box = self._boxes[request_id] = Mailbox(submission=request.submission)
         return box
 
-    def close(self, request_id: RequestId, box: Mailbox | None = None) -> bool:
+    def submission_of(self, request_id: RequestId) -> int | None:
+        """Whose box stands under this id; None: there is none."""
+        box = self._boxes.get(request_id)
+        return None if box is None else box.submission
+
+    def close(self, request_id: RequestId, submission: int | None = None) -> bool:
         """Whoever still reads from it is told that the request was cancelled.
 
-        With `box` only that one, and False where it is not there any more: another may stand in its
-        place, of the same request resumed.
+        With a `submission` only that one's, and False where it is not there any more: that of a
+        later one may stand in its place.
         """
-        if box is not None and self._boxes.get(request_id) is not box:
+        found = self._boxes.get(request_id)
+        if found is None or submission not in (None, found.submission):
             return False
-        found = self._boxes.pop(request_id, None)
-        if found is not None:
-            found.fail(EngineError(f"request {request_id} was cancelled"))
-        return found is not None
+        del self._boxes[request_id]
+        found.fail(EngineError(f"request {request_id} was cancelled"))
+        return True
 
     def deliver(self, emissions: Iterable[Emission]) -> None:
-        """Emissions of requests whose reader has left are dropped."""
+        """Emissions of submissions whose reader has left are dropped."""
         for emission in emissions:
             box = self._boxes.get(emission.request_id)
-            if box is not None:
+            if box is not None and box.submission == emission.submission:
                 box.put(emission)
 
     def names(self) -> tuple[RequestId, ...]:

@@ -554,6 +554,7 @@ class Scheduler:
             num_drafted=result.num_drafted,
             num_cached_prompt_tokens=live.num_cached_prompt_tokens,
             queue_s=_queue_s(live),
+            submission=live.request.submission,
         )
 
     def _advance(self, live: LiveRequest, *, num_computed: int) -> None:

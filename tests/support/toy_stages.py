@@ -156,6 +156,7 @@ class ToyDrafter:
             num_accepted=count - 1,
             num_drafted=1,
             finish_reason=FinishReason.LENGTH if is_last else None,
+            submission=request.submission,
         )
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -18,13 +19,14 @@ from eesd_dist.actors.contracts import (
 )
 from eesd_dist.actors.draft import DraftActor
 from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EesdError, Moved
 from eesd_dist.schedule.lending import PageLoan
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from tests.support.toy_stages import toy_stages
+from tests.support.toy_stages import ToyDrafter, ToyStages, ToyStep, toy_stages, toy_token
 
 
-def _request(name: str) -> Request:
-    sampling = SamplingParams(max_tokens=1000)
+def _request(name: str, *, max_tokens: int = 1000) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
     return Request(request_id=RequestId(name), prompt=(TokenId(1),), sampling=sampling)
 
 
@@ -69,12 +71,106 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused
                 await _some(cancelled)
                 refusal = [item async for item in actor.submit(_request("refused"))]
                 assert type(refusal[0]).__name__ == "QueueFull"
-            await actor.cancel(RequestId("cancelled"))
+            await actor.cancel(RequestId("cancelled"), 0)
             assert [item async for item in cancelled]
         await asyncio.sleep(0.3)
         assert router.live == set()
         assert sorted(router.met) == ["cancelled", "left"]
         assert await actor.leave()
+
+    asyncio.run(run())
+
+
+class _Slow(ToyDrafter):
+    """Its tokens are made, and do not leave before they may."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.may_leave = threading.Event()
+        self.has_made = threading.Event()
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        result = super().step(wait_s=wait_s)
+        if result.emissions:
+            self.has_made.set()
+            self.may_leave.wait(5.0)
+        return result
+
+
+@asynccontextmanager
+async def _joined(drafter: ToyDrafter) -> AsyncIterator[DraftActor]:
+    class Stages(ToyStages):
+        def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+            return drafter
+
+    config = EngineConfig.model_validate({"model": {"path": "."}})
+    telemetry = TelemetryOptions(model_name="toy")
+    actor = DraftActor(config, name="p", stages=lambda c, _: Stages(c), telemetry=telemetry)
+    store = Address(host="nowhere", port=1)
+    await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
+    yield actor
+    assert await actor.leave()
+
+
+async def _tokens(items: AsyncIterator[StreamItem]) -> list[int]:
+    """To the last, or to what ended them."""
+    tokens: list[int] = []
+    async for item in items:
+        if isinstance(item, EesdError):
+            break
+        tokens += [token for emission in item for token in emission.tokens]
+    return tokens
+
+
+def _first(request: Request) -> Request:
+    return replace(request, submission=1)
+
+
+def test_tokens_still_on_their_way_when_a_request_is_moved_out_are_not_those_of_its_return() -> (
+    None
+):
+    async def run() -> None:
+        drafter = _Slow(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("back", max_tokens=6)
+            first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
+            await asyncio.to_thread(drafter.has_made.wait, 5.0)
+            assert await actor.move_out(None, Moved(by="p", to=None, reason="test")) == 1
+            assert await first == []
+            again = replace(request, submission=2)
+            second = asyncio.ensure_future(_tokens(actor.submit(again)))
+            await asyncio.sleep(0.05)
+            drafter.may_leave.set()
+            assert await second == [toy_token(request, 1 + i) for i in range(6)]
+
+    asyncio.run(run())
+
+
+def test_a_cancellation_that_overtook_its_submission_counts() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("early", max_tokens=4)
+            await actor.cancel(request.request_id, 1)
+            assert await _tokens(actor.submit(_first(request))) == []
+            assert drafter.load().num_running == 0
+            assert len(await _tokens(actor.submit(replace(request, submission=2)))) == 4
+
+    asyncio.run(run())
+
+
+def test_a_submission_that_overtook_the_cancellation_of_the_one_before_stays() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("late", max_tokens=20)
+            first = actor.submit(_first(request))
+            await _some(first)
+            second = asyncio.ensure_future(_tokens(actor.submit(replace(request, submission=2))))
+            await asyncio.sleep(0.05)
+            await actor.cancel(request.request_id, 1)
+            await _tokens(first)
+            assert len(await second) == 20
 
     asyncio.run(run())
 
