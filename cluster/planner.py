@@ -10,44 +10,19 @@ machine overrules all of this.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
 
+from cluster.memory import RankMemory, memory_of, render_memory, with_stand_ins
+from cluster.shapes import Load, ModelShape, Split, read_shape
 from eesd_dist.control.cost import CostModel
-from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.errors import ConfigError
 
 _BISECTIONS = 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The dimensions of a Llama-family decoder that decide how many bytes a token costs."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    bytes_per_weight: int = 2
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of one decoder layer: q, k, v, o and the three matrices of the gated MLP."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,37 +43,6 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Where the model is cut, and how many ranks hold each part."""
-
-    exit_layer: int
-    draft_tensor_parallel_size: int = 1
-    verify_tensor_parallel_size: int = 1
-    draft_vocab_size: int | None = None
-    """Rows of a truncated exit head's LM head; None: the whole vocabulary."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is served."""
-
-    num_requests: int = 1
-    context_tokens: int = 1024
-    acceptance: float = 0.8
-    """Chance that a drafted token survives, given that those before it did."""
-    max_draft_tokens: int = 8
-
-    @property
-    def num_cohorts(self) -> int:
-        """Two take turns as soon as there are two requests."""
-        return min(2, self.num_requests)
-
-    @property
-    def cohort_size(self) -> int:
-        return -(-self.num_requests // self.num_cohorts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LengthForecast:
     """What one fixed draft length would give."""
 
@@ -110,20 +54,6 @@ class LengthForecast:
     """Per request and round."""
     tokens_per_s: float
     """Of all requests together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """What one rank of a stage has to hold."""
-
-    stage: str
-    num_ranks: int
-    weights_bytes: int
-    kv_bytes: int
-    """Of all requests at their full context."""
-    loading_bytes: int
-    """Most at any time while loading, in the host's memory on a CPU: the weights, the piece at
-    hand, the next one, the pages it is read from, and the largest matrix in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,132 +228,6 @@ def _require_fit(shape: ModelShape, *, split: Split, load: Load) -> None:
         raise ConfigError(f"acceptance {load.acceptance} is no probability: give 0 to 1")
     if load.num_requests < 1:
         raise ConfigError(f"{load.num_requests} requests: give at least 1")
-
-
-def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, RankMemory]:
-    """A draft rank's and a verify rank's memory; activations and libraries are not counted.
-
-    Matrices are shared out among a stage's ranks, the embedding is whole on each draft rank.
-    """
-    head = shape.hidden_size * shape.vocab_size
-    draft_head = shape.hidden_size * (split.draft_vocab_size or shape.vocab_size)
-    return (
-        _rank_memory(
-            shape,
-            load,
-            stage="draft",
-            ranks=split.draft_tensor_parallel_size,
-            num_layers=split.exit_layer + 1,
-            shared=draft_head,
-            whole=head,
-        ),
-        _rank_memory(
-            shape,
-            load,
-            stage="verify",
-            ranks=split.verify_tensor_parallel_size,
-            num_layers=shape.num_layers - split.exit_layer,
-            shared=head,
-            whole=0,
-        ),
-    )
-
-
-def with_stand_ins(
-    memories: tuple[RankMemory, RankMemory], shape: ModelShape, *, split: Split, load: Load
-) -> tuple[RankMemory, ...]:
-    """The same when verify ranks also hold what draft ranks have of the target itself.
-
-    As many verify ranks as there are draft ranks. A stand-in loads when its verify rank has.
-    """
-    draft, verify = memories
-    if draft.num_ranks > verify.num_ranks:
-        raise ConfigError(
-            f"{draft.num_ranks} draft ranks and {verify.num_ranks} verify ranks: a stand-in for "
-            "each draft rank wants as many verify ranks; raise --verify-tp or lower --draft-tp"
-        )
-    stand_in = _rank_memory(
-        shape,
-        load,
-        stage="stand-in",
-        ranks=draft.num_ranks,
-        num_layers=split.exit_layer,
-        shared=0,
-        whole=shape.hidden_size * shape.vocab_size,
-    )
-    both = RankMemory(
-        stage="verify with stand-in",
-        num_ranks=stand_in.num_ranks,
-        weights_bytes=verify.weights_bytes + stand_in.weights_bytes,
-        kv_bytes=verify.kv_bytes + stand_in.kv_bytes,
-        loading_bytes=max(verify.loading_bytes, verify.weights_bytes + stand_in.loading_bytes),
-    )
-    without = replace(verify, num_ranks=verify.num_ranks - both.num_ranks)
-    return (draft, without, both) if without.num_ranks else (draft, both)
-
-
-def _rank_memory(
-    shape: ModelShape,
-    load: Load,
-    *,
-    stage: str,
-    ranks: int,
-    num_layers: int,
-    shared: int,
-    whole: int,
-) -> RankMemory:
-    """`shared` and `whole`: weights beside the layers that the ranks share, and that each has."""
-    wide = shape.bytes_per_weight
-    weights_bytes = ((num_layers * shape.layer_weights + shared) // ranks + whole) * wide
-    num_tokens = load.num_requests * load.context_tokens
-    piece_bytes = max(shape.layer_weights // ranks, shared // ranks, whole) * wide
-    matrix = max(2 * shape.hidden_size * shape.intermediate_size, shared) // ranks
-    return RankMemory(
-        stage=stage,
-        num_ranks=ranks,
-        weights_bytes=weights_bytes,
-        kv_bytes=num_layers * num_tokens * shape.kv_bytes_per_token // ranks,
-        loading_bytes=weights_bytes + 3 * piece_bytes + 4 * matrix,
-    )
-
-
-def render_memory(memories: Sequence[RankMemory]) -> str:
-    """One line for each stage."""
-    width = max(len("verify"), *(len(row.stage) for row in memories))
-    header = "memory of one rank".ljust(width + len(",   8 ranks"))
-    lines = [f"{header}   weights GB      KV GB  peak while loading GB"]
-    lines += [
-        f"{row.stage:>{width}}, {row.num_ranks:>3} rank{'s' if row.num_ranks > 1 else ' '}   "
-        f"{row.weights_bytes / 1e9:>10.2f}{row.kv_bytes / 1e9:>11.2f}"
-        f"{row.loading_bytes / 1e9:>23.2f}"
-        for row in memories
-    ]
-    return "\n".join(lines)
-
-
-def read_shape(config: Path) -> ModelShape:
-    """From a checkpoint's config.json."""
-    try:
-        fields: dict[str, Any] = json.loads(config.read_text())
-        num_heads = int(fields["num_attention_heads"])
-        hidden_size = int(fields["hidden_size"])
-        return ModelShape(
-            num_layers=int(fields["num_hidden_layers"]),
-            hidden_size=hidden_size,
-            intermediate_size=int(fields["intermediate_size"]),
-            num_heads=num_heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-            head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
-            vocab_size=int(fields["vocab_size"]),
-        )
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            file=config, found=str(error), expected="a checkpoint's config.json"
-        ) from error
-    except KeyError as error:
-        raise CheckpointError(
-            file=config, found=f"no {error}", expected="the fields of a Llama-family decoder"
-        ) from error
 
 
 def render(forecast: Plan) -> str:

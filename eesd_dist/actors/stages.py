@@ -55,8 +55,9 @@ from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
 from eesd_dist.transport.command_stream import DistCommandSink, DistCommandSource
 from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyChannel, VerifyReply
-from eesd_dist.transport.group import EmptySeat, LatestGroup, ProcessGroup, SingleGroup
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
 from eesd_dist.transport.through_host import OntoDevice, ThroughHost
 from eesd_dist.types import Request, RequestId, SpoolCounts
 

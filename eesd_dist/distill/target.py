@@ -19,7 +19,7 @@ from eesd_dist.config import DType
 from eesd_dist.model.span import EMBEDDING, LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint
-from eesd_dist.transport.group import SingleGroup
+from eesd_dist.transport.seats import SingleGroup
 
 _LOGITS_BYTES = 1 << 28
 """Rows of logits are made in blocks of about this size: 4096 rows of 128k tokens are 2 GiB."""

@@ -38,8 +38,9 @@ from eesd_dist.transport.contracts import (
     VerifyChannel,
     VerifyReply,
 )
-from eesd_dist.transport.group import LatestGroup, ProcessGroup, SingleGroup
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.memory import MemoryChannel
+from eesd_dist.transport.seats import LatestGroup, SingleGroup
 from eesd_dist.types import NO_TRAFFIC, LoadProgress, Traffic
 
 

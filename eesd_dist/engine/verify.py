@@ -29,8 +29,9 @@ from eesd_dist.transport.contracts import (
     TensorGroup,
     VerifyReply,
 )
-from eesd_dist.transport.group import LatestGroup, ProcessGroup, finish_all
+from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.memory import Round
+from eesd_dist.transport.seats import LatestGroup
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)

@@ -1,8 +1,7 @@
 """Ranks that talk: transfers and collectives with deadlines whose errors name the peer.
 
-`SingleGroup` is a stage of one rank. `ProcessGroup` joins the processes of one generation: tensors
-on the CPU go over Gloo, tensors on a GPU over NCCL, and callers do not see which. It never touches
-torch's process-global default group.
+`ProcessGroup` joins the processes of one generation: tensors on the CPU go over Gloo, tensors on a
+GPU over NCCL, and callers do not see which. It never touches torch's process-global default group.
 
 On the CPU a collective is a handful of point-to-point transfers: each wait knows whom it waits for
 (so PeerLost names one peer), it skips Gloo's worker thread, and sums are always taken in rank
@@ -17,18 +16,17 @@ deadline is nobody's fault (there is no round to work on) and is not counted.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport.counts import GroupCounts, Tally
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.types import NO_TRAFFIC, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -46,153 +44,6 @@ class Tag(IntEnum):
     PAGES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationCounts:
-    """One kind of operation, since its group was built."""
-
-    number: int
-    traffic: Traffic
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCounts:
-    """What one rank has done in its group so far.
-
-    On the CPU bytes are those handed to the sockets. On a GPU they are what a ring would send,
-    since NCCL does not tell, and seconds are not measured.
-    """
-
-    by_kind: Mapping[str, OperationCounts]
-    """`all_reduce`, `all_gather`, `broadcast`, and one kind for each stream of messages."""
-
-    @property
-    def total(self) -> Traffic:
-        return _added([each.traffic for each in self.by_kind.values()])
-
-
-class SingleGroup:
-    """A stage of one rank: nothing to exchange."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return [x]
-
-    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        return x
-
-    def counts(self) -> GroupCounts:
-        return GroupCounts(by_kind={})
-
-
-class EmptySeat:
-    """A place in a stage whose ranks have not met: weights may be loaded for it, and that is all.
-
-    A stage of one rank has nobody to meet.
-    """
-
-    def __init__(self, *, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise self._alone("all_reduce")
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        raise self._alone("all_gather")
-
-    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        raise self._alone("broadcast")
-
-    def counts(self) -> GroupCounts:
-        return GroupCounts(by_kind={})
-
-    def _alone(self, operation: str) -> PeerLost:
-        return PeerLost(
-            peer=f"the other {self._size - 1} ranks",
-            operation=operation,
-            reason="they have not met: join a generation first",
-        )
-
-
-class LatestGroup:
-    """A rank's place in its stage, whoever sits at the others: weights are loaded once and go from
-    one generation's group to the next."""
-
-    def __init__(self, group: "SingleGroup | EmptySeat | ProcessGroup") -> None:
-        self._rank, self._size = group.rank, group.size
-        self._group = group
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def current(self) -> "SingleGroup | EmptySeat | ProcessGroup":
-        return self._group
-
-    def join(self, group: "SingleGroup | EmptySeat | ProcessGroup") -> None:
-        """The next generation: the same place among as many."""
-        assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its place"
-        self._group = group
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._group.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return self._group.all_gather(x)
-
-    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        return self._group.broadcast(x, source=source)
-
-    def counts(self) -> GroupCounts:
-        """Of the present generation."""
-        return self._group.counts()
-
-
-class _Tally:
-    """The running counts of one kind of operation; written by one thread at a time."""
-
-    __slots__ = ("kind", "number", "received_bytes", "sent_bytes", "wait_s")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.number = 0
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.wait_s = 0.0
-
-    def read(self) -> OperationCounts:
-        return OperationCounts(
-            number=self.number,
-            traffic=Traffic(
-                sent_bytes=self.sent_bytes,
-                received_bytes=self.received_bytes,
-                wait_s=self.wait_s,
-            ),
-        )
-
-
 class Transfer:
     """One send or receive under way. The tensor belongs to it until `finish` returns."""
 
@@ -206,7 +57,7 @@ class Transfer:
         *,
         peer: int,
         operation: str,
-        tally: _Tally,
+        tally: Tally,
         arrivals: int | None = None,
     ) -> None:
         """`arrivals`: of something received, how many operations it completes; None: it is sent."""
@@ -272,10 +123,10 @@ class ProcessGroup:
         self._aborted: str | None = None
         self._round_id: int | None = None
         self._of_round = ""
-        self._all_reduce = _Tally("all_reduce")
-        self._all_gather = _Tally("all_gather")
-        self._broadcast = _Tally("broadcast")
-        self._by_tag = {tag: _Tally(tag.name.lower()) for tag in Tag}
+        self._all_reduce = Tally("all_reduce")
+        self._all_gather = Tally("all_gather")
+        self._broadcast = Tally("broadcast")
+        self._by_tag = {tag: Tally(tag.name.lower()) for tag in Tag}
 
     @property
     def rank(self) -> int:
@@ -436,14 +287,14 @@ class ProcessGroup:
             generation=self.generation,
         )
 
-    def _exchange(self, x: Tensor, *, tally: _Tally) -> list[Tensor]:
+    def _exchange(self, x: Tensor, *, tally: Tally) -> list[Tensor]:
         """Every rank's x, in rank order; our own is x itself."""
         operation = tally.kind + self._of_round
         parts = [x if peer == self._rank else torch.empty_like(x) for peer in range(self.size)]
         self._swap([x] * self.size, parts, operation=operation, tally=tally)
         return parts
 
-    def _sum_by_shares(self, flat: Tensor, *, tally: _Tally) -> None:
+    def _sum_by_shares(self, flat: Tensor, *, tally: Tally) -> None:
         """Each rank sums one share of x for all: less to send than an exchange, the same bits."""
         operation = tally.kind + self._of_round
         shares = list(flat.tensor_split(self.size))
@@ -461,7 +312,7 @@ class ProcessGroup:
         incoming: Sequence[Tensor],
         *,
         operation: str,
-        tally: _Tally,
+        tally: Tally,
     ) -> None:
         """outgoing[peer] to each peer, incoming[peer] from it, within one deadline."""
         receives = [
@@ -480,7 +331,7 @@ class ProcessGroup:
         *,
         to: int,
         operation: str,
-        tally: _Tally,
+        tally: Tally,
         tag: Tag = Tag.COLLECTIVE,
         confirmed: bool = False,
     ) -> Transfer:
@@ -500,7 +351,7 @@ class ProcessGroup:
         *,
         source: int,
         operation: str,
-        tally: _Tally,
+        tally: Tally,
         tag: Tag = Tag.COLLECTIVE,
         arrivals: int = 0,
     ) -> Transfer:
@@ -557,16 +408,6 @@ def _sum_into(total: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts[1:]:
         running += part
     total.copy_(running)
-
-
-def _added(parts: Sequence[Traffic]) -> Traffic:
-    if not parts:
-        return NO_TRAFFIC
-    return Traffic(
-        sent_bytes=sum(part.sent_bytes for part in parts),
-        received_bytes=sum(part.received_bytes for part in parts),
-        wait_s=sum(part.wait_s for part in parts),
-    )
 
 
 _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ocket closed")

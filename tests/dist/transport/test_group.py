@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroupGloo
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport import gloo
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.group import ProcessGroup, SingleGroup, Tag, Transfer
+from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from tests.dist.transport.peers import in_threads, join_threads
 

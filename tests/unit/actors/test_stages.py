@@ -14,8 +14,8 @@ from eesd_dist.engine.build import build_draft_shard, build_verify_stage
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import make_tracing
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.transport.group import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
+from eesd_dist.transport.seats import SingleGroup
 from tests.support.tiny_service import write_tiny_service
 
 

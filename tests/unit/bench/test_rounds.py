@@ -13,8 +13,8 @@ from eesd_dist.bench.rounds import Setting, Variant, over_one_cohort, split_of, 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.llm import Generation
-from eesd_dist.transport.group import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
+from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
 from tests.support.tiny_service import write_tiny_service
 from tests.unit.telemetry.rounds import a_round

@@ -7,21 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner import (
-    Load,
-    Machine,
-    ModelShape,
-    Plan,
-    Split,
-    main,
-    memory_of,
-    plan,
-    read_shape,
-    render,
-    render_memory,
-    with_stand_ins,
-)
-from eesd_dist.errors import CheckpointError, ConfigError
+from cluster.planner import Machine, Plan, main, plan, render
+from cluster.shapes import Load, ModelShape, Split
+from eesd_dist.errors import ConfigError
 
 LLAMA_70B = ModelShape(
     num_layers=80,
@@ -135,30 +123,6 @@ def test_an_exit_outside_the_model_is_refused(exit_layer: int) -> None:
         _plan(Split(exit_layer=exit_layer))
 
 
-def test_a_shape_is_read_from_a_checkpoint(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    fields = {
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 100,
-    }
-    config.write_text(json.dumps(fields))
-    shape = read_shape(config)
-    assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
-    config.write_text(json.dumps({**fields, "num_key_value_heads": 2, "head_dim": 32}))
-    shape = read_shape(config)
-    assert (shape.num_kv_heads, shape.head_dim) == (2, 32)
-
-
-def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text("{}")
-    with pytest.raises(CheckpointError, match="num_attention_heads"):
-        read_shape(config)
-
-
 def test_the_command_prints_a_table_and_a_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,46 +141,3 @@ def test_the_command_prints_a_table_and_a_verdict(
     assert "speculation pays" in capsys.readouterr().out
     assert main([*arguments, "--exit-layer", "99"]) == 2
     assert "choose 1 to 79" in capsys.readouterr().err
-
-
-def test_a_ranks_memory_is_its_share_of_the_weights_and_of_the_keys_and_values() -> None:
-    shape = ModelShape(
-        num_layers=80,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-    )
-    split = Split(exit_layer=4, verify_tensor_parallel_size=8)
-    draft, verify = memory_of(shape, split=split, load=Load(num_requests=16, context_tokens=4096))
-    # Llama 3 70B has 70.55e9 parameters; the exit head adds a layer and an LM head.
-    head = 8192 * 128256
-    exit_head = shape.layer_weights + head
-    parameters = (draft.weights_bytes + 8 * verify.weights_bytes) / 2 - exit_head
-    assert parameters == pytest.approx(70.55e9, rel=0.001)
-    # 320 KiB of keys and values for a token in all 80 layers, known of this model.
-    assert 8 * verify.kv_bytes == 16 * 4096 * 320 * 1024 * 76 // 80
-    assert verify.weights_bytes < verify.loading_bytes < 1.5 * verify.weights_bytes
-    assert "verify,   8 ranks" in render_memory([draft, verify])
-
-
-def test_a_stand_in_costs_the_layers_before_the_exit_and_the_embedding() -> None:
-    split = Split(exit_layer=8, draft_tensor_parallel_size=2, verify_tensor_parallel_size=8)
-    load = Load(num_requests=16, context_tokens=4096)
-    stages = memory_of(LLAMA_70B, split=split, load=load)
-    draft, verify, both = with_stand_ins(stages, LLAMA_70B, split=split, load=load)
-    assert (draft.num_ranks, verify.num_ranks, both.num_ranks) == (2, 6, 2)
-    weights = 8 * LLAMA_70B.layer_weights // 2 + 8192 * 32000
-    assert both.weights_bytes - verify.weights_bytes == 2 * weights
-    assert both.kv_bytes - verify.kv_bytes == 8 * 16 * 4096 * LLAMA_70B.kv_bytes_per_token // 2
-    assert both.loading_bytes > both.weights_bytes
-    table = render_memory([draft, verify, both])
-    assert "verify with stand-in,   2 ranks" in table
-    assert len({len(line) for line in table.splitlines()}) == 1
-    narrow = Split(exit_layer=8, draft_tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="raise --verify-tp or lower --draft-tp"):
-        with_stand_ins(
-            memory_of(LLAMA_70B, split=narrow, load=load), LLAMA_70B, split=narrow, load=load
-        )

@@ -28,7 +28,7 @@ from eesd_dist.transport.commands import (
     RunLogits,
     TakeHead,
 )
-from eesd_dist.transport.group import SingleGroup
+from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import LoadProgress
 from tests.support.drafters import save_head
 from tests.support.thread_commands import ThreadCommandSource, thread_commands

@@ -1,0 +1,89 @@
+"""What is planned for: a model's dimensions, where it is cut, and the load it is to carry."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eesd_dist.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The dimensions of a Llama-family decoder that decide how many bytes a token costs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    bytes_per_weight: int = 2
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one decoder layer: q, k, v, o and the three matrices of the gated MLP."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Where the model is cut, and how many ranks hold each part."""
+
+    exit_layer: int
+    draft_tensor_parallel_size: int = 1
+    verify_tensor_parallel_size: int = 1
+    draft_vocab_size: int | None = None
+    """Rows of a truncated exit head's LM head; None: the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is served."""
+
+    num_requests: int = 1
+    context_tokens: int = 1024
+    acceptance: float = 0.8
+    """Chance that a drafted token survives, given that those before it did."""
+    max_draft_tokens: int = 8
+
+    @property
+    def num_cohorts(self) -> int:
+        """Two take turns as soon as there are two requests."""
+        return min(2, self.num_requests)
+
+    @property
+    def cohort_size(self) -> int:
+        return -(-self.num_requests // self.num_cohorts)
+
+
+def read_shape(config: Path) -> ModelShape:
+    """From a checkpoint's config.json."""
+    try:
+        fields: dict[str, Any] = json.loads(config.read_text())
+        num_heads = int(fields["num_attention_heads"])
+        hidden_size = int(fields["hidden_size"])
+        return ModelShape(
+            num_layers=int(fields["num_hidden_layers"]),
+            hidden_size=hidden_size,
+            intermediate_size=int(fields["intermediate_size"]),
+            num_heads=num_heads,
+            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
+            head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
+            vocab_size=int(fields["vocab_size"]),
+        )
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            file=config, found=str(error), expected="a checkpoint's config.json"
+        ) from error
+    except KeyError as error:
+        raise CheckpointError(
+            file=config, found=f"no {error}", expected="the fields of a Llama-family decoder"
+        ) from error

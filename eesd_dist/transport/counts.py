@@ -1,0 +1,63 @@
+"""What the ranks of a group have exchanged, by kind of operation: how often, bytes, seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from eesd_dist.types import NO_TRAFFIC, Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationCounts:
+    """One kind of operation, since its group was built."""
+
+    number: int
+    traffic: Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCounts:
+    """What one rank has done in its group so far.
+
+    On the CPU bytes are those handed to the sockets. On a GPU they are what a ring would send,
+    since NCCL does not tell, and seconds are not measured.
+    """
+
+    by_kind: Mapping[str, OperationCounts]
+    """`all_reduce`, `all_gather`, `broadcast`, and one kind for each stream of messages."""
+
+    @property
+    def total(self) -> Traffic:
+        return _added([each.traffic for each in self.by_kind.values()])
+
+
+class Tally:
+    """The running counts of one kind of operation; written by one thread at a time."""
+
+    __slots__ = ("kind", "number", "received_bytes", "sent_bytes", "wait_s")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.number = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.wait_s = 0.0
+
+    def read(self) -> OperationCounts:
+        return OperationCounts(
+            number=self.number,
+            traffic=Traffic(
+                sent_bytes=self.sent_bytes,
+                received_bytes=self.received_bytes,
+                wait_s=self.wait_s,
+            ),
+        )
+
+
+def _added(parts: Sequence[Traffic]) -> Traffic:
+    if not parts:
+        return NO_TRAFFIC
+    return Traffic(
+        sent_bytes=sum(part.sent_bytes for part in parts),
+        received_bytes=sum(part.received_bytes for part in parts),
+        wait_s=sum(part.wait_s for part in parts),
+    )

@@ -1,0 +1,111 @@
+"""A rank's place in a stage where no processes have to meet for it: alone, before, or for good.
+
+`SingleGroup` is a stage of one rank. `EmptySeat` is a place among others that are not there yet.
+`LatestGroup` keeps a place from one generation's `ProcessGroup` to the next.
+"""
+
+from torch import Tensor
+
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.counts import GroupCounts
+from eesd_dist.transport.group import ProcessGroup
+
+
+class SingleGroup:
+    """A stage of one rank: nothing to exchange."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
+        return x
+
+    def counts(self) -> GroupCounts:
+        return GroupCounts(by_kind={})
+
+
+class EmptySeat:
+    """A place in a stage whose ranks have not met: weights may be loaded for it, and that is all.
+
+    A stage of one rank has nobody to meet.
+    """
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise self._alone("all_reduce")
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        raise self._alone("all_gather")
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
+        raise self._alone("broadcast")
+
+    def counts(self) -> GroupCounts:
+        return GroupCounts(by_kind={})
+
+    def _alone(self, operation: str) -> PeerLost:
+        return PeerLost(
+            peer=f"the other {self._size - 1} ranks",
+            operation=operation,
+            reason="they have not met: join a generation first",
+        )
+
+
+class LatestGroup:
+    """A rank's place in its stage, whoever sits at the others: weights are loaded once and go from
+    one generation's group to the next."""
+
+    def __init__(self, group: SingleGroup | EmptySeat | ProcessGroup) -> None:
+        self._rank, self._size = group.rank, group.size
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def current(self) -> SingleGroup | EmptySeat | ProcessGroup:
+        return self._group
+
+    def join(self, group: SingleGroup | EmptySeat | ProcessGroup) -> None:
+        """The next generation: the same place among as many."""
+        assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its place"
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return self._group.all_gather(x)
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
+        return self._group.broadcast(x, source=source)
+
+    def counts(self) -> GroupCounts:
+        """Of the present generation."""
+        return self._group.counts()

@@ -1,0 +1,51 @@
+import pytest
+
+from cluster.memory import memory_of, render_memory, with_stand_ins
+from cluster.shapes import Load, ModelShape, Split
+from eesd_dist.errors import ConfigError
+
+LLAMA_3_70B = ModelShape(
+    num_layers=80,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+)
+
+
+def test_a_ranks_memory_is_its_share_of_the_weights_and_of_the_keys_and_values() -> None:
+    split = Split(exit_layer=4, verify_tensor_parallel_size=8)
+    draft, verify = memory_of(
+        LLAMA_3_70B, split=split, load=Load(num_requests=16, context_tokens=4096)
+    )
+    # Llama 3 70B has 70.55e9 parameters; the exit head adds a layer and an LM head.
+    head = 8192 * 128256
+    exit_head = LLAMA_3_70B.layer_weights + head
+    parameters = (draft.weights_bytes + 8 * verify.weights_bytes) / 2 - exit_head
+    assert parameters == pytest.approx(70.55e9, rel=0.001)
+    # 320 KiB of keys and values for a token in all 80 layers, known of this model.
+    assert 8 * verify.kv_bytes == 16 * 4096 * 320 * 1024 * 76 // 80
+    assert verify.weights_bytes < verify.loading_bytes < 1.5 * verify.weights_bytes
+    assert "verify,   8 ranks" in render_memory([draft, verify])
+
+
+def test_a_stand_in_costs_the_layers_before_the_exit_and_the_embedding() -> None:
+    split = Split(exit_layer=8, draft_tensor_parallel_size=2, verify_tensor_parallel_size=8)
+    load = Load(num_requests=16, context_tokens=4096)
+    stages = memory_of(LLAMA_3_70B, split=split, load=load)
+    draft, verify, both = with_stand_ins(stages, LLAMA_3_70B, split=split, load=load)
+    assert (draft.num_ranks, verify.num_ranks, both.num_ranks) == (2, 6, 2)
+    weights = 8 * LLAMA_3_70B.layer_weights // 2 + 8192 * 128256
+    assert both.weights_bytes - verify.weights_bytes == 2 * weights
+    assert both.kv_bytes - verify.kv_bytes == 8 * 16 * 4096 * LLAMA_3_70B.kv_bytes_per_token // 2
+    assert both.loading_bytes > both.weights_bytes
+    table = render_memory([draft, verify, both])
+    assert "verify with stand-in,   2 ranks" in table
+    assert len({len(line) for line in table.splitlines()}) == 1
+    narrow = Split(exit_layer=8, draft_tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="raise --verify-tp or lower --draft-tp"):
+        with_stand_ins(
+            memory_of(LLAMA_3_70B, split=narrow, load=load), LLAMA_3_70B, split=narrow, load=load
+        )
