@@ -106,9 +106,8 @@ class Service:
         """Raises EngineError when it does not answer."""
         try:
             handle = find_router(self._config.router)
-            found: Whereabouts = await asyncio.wait_for(
-                _awaited(handle.whereabouts.remote()), _ANSWER_TIMEOUT_S
-            )
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                found: Whereabouts = await handle.whereabouts.remote()
         except (TimeoutError, RayError) as error:
             raise EngineError(f"the router does not answer: {error!r}") from error
         return found
@@ -119,10 +118,10 @@ class Service:
 
     async def _of_all(self, method: str) -> list[Any]:
         try:
-            answers = await asyncio.wait_for(
-                self._pipelines.broadcast(method).results_async(return_exceptions=True),
-                _ANSWER_TIMEOUT_S,
-            )
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                answers = await self._pipelines.broadcast(method).results_async(
+                    return_exceptions=True
+                )
         except (TimeoutError, RayError, RayServeException) as error:
             logger.info("no answer from the pipelines: method=%s error=%r", method, error)
             return []
@@ -365,14 +364,11 @@ def _label(member: MemberReport) -> str:
 
 async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return False
     return True
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 async def compared(

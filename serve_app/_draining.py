@@ -12,7 +12,7 @@ here knows what a stream carries.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.errors import ConfigError, EesdError, Moved
 from eesd_dist.routing.directory import PipelineReport
+from eesd_dist.types import RequestId
 from serve_app._handover import HandoverReport
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _BY_SERVE = "Serve takes it down"
 
 Elsewhere = Callable[[], Awaitable[PipelineReport | None]]
 """Another pipeline that takes requests, when there is one."""
-HandOver = Callable[[PipelineReport], Awaitable[HandoverReport]]
+HandOver = Callable[[PipelineReport, Collection[RequestId]], Awaitable[HandoverReport]]
 """Brings live requests there with all they have, and ends their streams with `Moved`."""
 
 
@@ -129,7 +130,7 @@ class Draining:
         await self._say()
 
     async def watched(
-        self, parts: AsyncGenerator[T, None], *, must_take: bool = False
+        self, parts: AsyncGenerator[T, None], request_id: RequestId, *, must_take: bool = False
     ) -> AsyncGenerator[T, None]:
         """The same parts; raises Moved when the stream is to go on elsewhere, in mid-wait too.
 
@@ -140,7 +141,8 @@ class Draining:
             if self.reason and self._is_other_known and not must_take:
                 raise self._moved()
             now_s = asyncio.get_running_loop().time()
-            way_out = _Exit(opens_s=now_s + self._keep_s if must_take else now_s)
+            opens_s = now_s + self._keep_s if must_take else now_s
+            way_out = _Exit(request_id, opens_s=opens_s)
             self._exits.add(way_out)
             try:
                 while True:
@@ -183,7 +185,8 @@ class Draining:
         to = None  # whoever sent the request sees how busy each of them is
         if self._hand_over is not None:
             try:
-                self._last_handover = await self._hand_over(other)
+                leaving = [way_out.request_id for way_out in exits]
+                self._last_handover = await self._hand_over(other, leaving)
                 to = other.pipeline_id if self._last_handover.how == "pages" else None
             except EesdError as error:
                 logger.warning("recomputed elsewhere: pipeline=%s error=%s", self._pipeline, error)
@@ -208,8 +211,9 @@ class _Exit:
     A timeout without a time costs a part some microseconds; a task for each would cost more.
     """
 
-    def __init__(self, *, opens_s: float) -> None:
+    def __init__(self, request_id: RequestId, *, opens_s: float) -> None:
         """Nobody is to take it before `opens_s`, on the event loop's clock."""
+        self.request_id = request_id
         self.opens_s = opens_s
         self._order: Moved | None = None
         self._wait: asyncio.Timeout | None = None

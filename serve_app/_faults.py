@@ -52,9 +52,8 @@ class SignalsOverRay:
         there = NodeAffinitySchedulingStrategy(to.node_id, soft=False)
         task = ray.remote(_send).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
         try:
-            return bool(
-                await asyncio.wait_for(_awaited(task.remote(to.pid, number)), _REACH_TIMEOUT_S)
-            )
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                return bool(await task.remote(to.pid, number))
         except (TimeoutError, RayError) as error:
             raise EngineError(
                 f"cannot reach pid {to.pid} on {to.host} over Ray: {error!r}; give --kill"
@@ -170,7 +169,3 @@ def _send(pid: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-async def _awaited(reference: object) -> object:
-    return await reference  # type: ignore[misc]

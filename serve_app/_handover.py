@@ -302,11 +302,15 @@ class HandingOver:
         self._handle: Any = None
         """None before the first call: making it asks Serve's controller."""
 
-    async def __call__(self, other: PipelineReport) -> HandoverReport:
+    async def __call__(
+        self, other: PipelineReport, request_ids: Collection[RequestId]
+    ) -> HandoverReport:
         """Raises EngineError when the other pipeline or this one's drafter cannot be asked."""
         mine = await self._contacts()
         theirs = await self._of(other)
-        return await hand_over(mine, theirs, how=self._how, timeout_s=self._timeout_s)
+        return await hand_over(
+            mine, theirs, request_ids=request_ids, how=self._how, timeout_s=self._timeout_s
+        )
 
     async def _of(self, other: PipelineReport) -> Contacts:
         try:

@@ -281,6 +281,9 @@ class Keeper:
     async def _form_once(self, crew: Crew, *, timeout_s: float) -> None:
         """With stand-ins where they can help at once; where they fail, as if there were none."""
         if crew.may_stand_in:
+            if (leader := _drafter_of(crew)) is not None:
+                # It kept its streams when a verify rank was lost; it will not lead them now.
+                await self.streams.come_out(drafter=leader)
             try:
                 return await crew.form_degraded(timeout_s=timeout_s / 2)
             except EesdError as error:
@@ -327,6 +330,8 @@ class Keeper:
         await self.streams.come_out(drafter=_drafter_of(crew))
         await crew.halt()
         await crew.disband()
+        # Who was still on the way in when the others came out; from now on nobody gets in.
+        await self.streams.come_out(drafter=_drafter_of(crew))
         self._run(self._send_elsewhere(crew))
 
     def _not_whole(self, trouble: EesdError) -> None:

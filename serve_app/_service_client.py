@@ -5,6 +5,7 @@ stream that its pipeline hands over. Serve's and Ray's exceptions become ours he
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -27,6 +28,8 @@ from serve_app._steering import Steering
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline import Health, MetricsPage, PipelineControl, PipelineState, Taken
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _ASK_AGAIN_S = 0.5
@@ -36,6 +39,8 @@ _REST_S = 2.0
 """So long the others still have once one has answered to a health check."""
 _LISTEN_S = 2.0
 """How often it is asked, about a stream that is silent, whether its pipeline is still there."""
+_LET_GO_S = 10.0
+"""So long is a pipeline told to let go of a stream that is read elsewhere."""
 _MAX_MOVES = 3
 """So often a stream is handed on without a token in between; then it waits like a broken one."""
 
@@ -70,6 +75,8 @@ class ServiceClient:
         self._streams = pipelines.options(stream=True)
         self._recovery = recovery
         self._open: dict[RequestId, Any] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+        """What nobody waits for."""
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
         self._steering.start()
@@ -146,13 +153,14 @@ class ServiceClient:
         target = None if choice is None else choice.address
         pipeline: str | None = None if choice is None else choice.pipeline
         journey.num_attempts += 1
+        attempt = journey.num_attempts
         # Serve gives all calls of one HTTP request the same id and routes only one of them: a
         # request's choices (n) would wait for ever. Outside of its context each has its own id.
         responses = Context().run(
             self._streams.stream.remote,
             request,
             target=target,
-            attempt=journey.num_attempts,
+            attempt=attempt,
             sender=self._steering.sender,
             must_take=choice is None and bool(journey.refused),
         )
@@ -165,7 +173,7 @@ class ServiceClient:
                 taken = await self._taken(responses, pipeline)
                 route.set({names.PIPELINE: taken.pipeline})
             self._steering.taken(choice, by=taken.pipeline)
-            pipeline = taken.pipeline
+            pipeline, target = taken.pipeline, taken.address
             while True:
                 try:
                     item = await self._next(responses, pipeline)
@@ -181,6 +189,7 @@ class ServiceClient:
             is_over = False
             if isinstance(error, PROCESS_LOST) and pipeline is not None:
                 self._steering.lost(pipeline)
+            self._let_go(request.request_id, attempt, at=target)
             yield _ours(error)
         except EesdError as error:
             if isinstance(error, PeerLost) and pipeline is not None:
@@ -193,6 +202,25 @@ class ServiceClient:
                 del self._open[request.request_id]
             if not is_over:
                 responses.cancel()
+
+    def _let_go(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
+        """Ray cancels no call that has failed, and behind the link that failed it may go on."""
+        if at is not None:
+            self._errands.add(task := asyncio.ensure_future(self._told(request_id, attempt, at)))
+            task.add_done_callback(self._errands.discard)
+
+    async def _told(self, request_id: RequestId, attempt: int, address: str) -> None:
+        sender, call = self._steering.sender, self._pipelines.let_go_of.remote
+        deadline_s = time.monotonic() + _LET_GO_S
+        while time.monotonic() < deadline_s:
+            try:
+                async with asyncio.timeout(_STATE_S):
+                    told = await Context().run(call, request_id, attempt, sender, target=address)
+                if told == address:
+                    return
+            except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+                logger.debug("not told to let go: request=%s error=%r", request_id, error)
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _next(self, responses: Any, pipeline: str | None) -> Any:
         """The next item. Raises PeerLost when its pipeline is not there any more."""

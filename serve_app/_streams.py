@@ -194,10 +194,11 @@ class Streams:
         """The request's emissions to the last; raises what ended them.
 
         A sender that lost sight of its stream sends it again with a higher `attempt`, and the
-        earlier one ends, though it has not noticed that nobody reads it any more.
+        earlier one ends, though it has not noticed that nobody reads it any more. Serve sends a
+        call again by itself, with the same one.
         """
         request_id = request.request_id
-        await self._displace(request_id, attempt=attempt)
+        await self._displace(request_id, attempt=attempt, sender=sender)
         reader = _Reader(attempt=attempt, sender=sender, task=asyncio.current_task())
         self._live[request_id] = reader
         self._suspicion.came(request_id, strikes=request.strikes)
@@ -227,12 +228,13 @@ class Streams:
             self._suspicion.left(request_id)
             self._tell()
 
-    async def _displace(self, request_id: RequestId, *, attempt: int) -> None:
+    async def _displace(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
         """Until nobody else serves this id. Raises RequestError where it is not the sender's own,
         CapacityError, to be sent again, where its earlier attempt takes long to go."""
         deadline_s = time.monotonic() + _EMPTY_S
         while (reader := self._live.get(request_id)) is not None:
-            if reader.attempt >= attempt:
+            is_repeat = reader.attempt == attempt and reader.sender == sender != ""
+            if reader.attempt >= attempt and not is_repeat:
                 raise RequestError(
                     f"request id {request_id} is already being served: choose another",
                     param="request_id",
@@ -256,6 +258,15 @@ class Streams:
         if unread:
             count = len(unread)
             logger.warning("unread streams ended: pipeline=%s streams=%d", self._pipeline, count)
+
+    def let_go_of(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
+        """Ends a stream whose sender has lost sight of it and reads on elsewhere."""
+        reader = self._live.get(request_id)
+        if reader is None or reader.sender != sender or reader.attempt > attempt:
+            return
+        if reader.task is not None:
+            reader.task.cancel()
+            logger.info("unread stream ended: pipeline=%s request=%s", self._pipeline, request_id)
 
     async def heard_again(self, sender: str) -> None:
         """Until the sender is not said to be silent, or not any more."""
@@ -381,7 +392,8 @@ class Streams:
         while self._is_whole and time.monotonic() < deadline_s:
             try:
                 drafter = await self._drafter()
-                stats = await asyncio.wait_for(_awaited(drafter.handle.stats.remote()), _EMPTY_S)
+                async with asyncio.timeout(_EMPTY_S):
+                    stats = await drafter.handle.stats.remote()
             except (TimeoutError, PeerLost, RayError):  # the submission will say so
                 return
             if stats.num_running + stats.num_waiting == 0:
@@ -408,7 +420,8 @@ class Streams:
     async def _recall(self, drafter: Member, word: EesdError) -> None:
         """The drafting actor lets go of all that it keeps; their streams come back to the door."""
         try:
-            await asyncio.wait_for(_awaited(drafter.handle.move_out.remote(None, word)), _EMPTY_S)
+            async with asyncio.timeout(_EMPTY_S):
+                await drafter.handle.move_out.remote(None, word)
         except (TimeoutError, RayError) as error:  # dead: its streams come back by that
             logger.warning("streams not recalled: pipeline=%s error=%r", self._pipeline, error)
 
@@ -428,11 +441,8 @@ def lost(member: Member, error: RayError, *, operation: str) -> PeerLost:
 
 
 async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+    try:  # `wait_for` would swallow a cancellation that comes together with the event
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

@@ -96,9 +96,8 @@ class Ingress:
     async def _controllers(self) -> dict[str, object]:
         """What is believed about acceptance, by class, and what decides draft lengths from it."""
         parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
-        router: dict[str, object] = await asyncio.wait_for(
-            _awaited(find_router(self._config.router).describe.remote()), _ANSWER_TIMEOUT_S
-        )
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            router: dict[str, object] = await find_router(self._config.router).describe.remote()
         speculation = self._config.engine.speculation
         return {
             "default": {
@@ -111,10 +110,6 @@ class Ingress:
             "workloads": router["workloads"],
             "pipelines": [_as_json(part) for part in parts],
         }
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 def _as_json(part: PipelineControl) -> dict[str, object]:

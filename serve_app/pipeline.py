@@ -58,6 +58,7 @@ class Taken:
     """From here on this pipeline answers for the request."""
 
     pipeline: str
+    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,15 +195,24 @@ class Pipeline:
         """
         del target
         try:
-            yield Taken(pipeline=self._name)
+            yield Taken(pipeline=self._name, address=self._address)
             stream = self._streams.stream(request, attempt=attempt, sender=sender)
-            async with aclosing(self._draining.watched(stream, must_take=must_take)) as parts:
+            watched = self._draining.watched(stream, request.request_id, must_take=must_take)
+            async with aclosing(watched) as parts:
                 async for emissions in parts:
                     yield emissions
         except EesdError as error:
             yield error
         # At the end of a call Ray stops this whole process for as long as the caller is frozen.
         await self._streams.heard_again(sender)
+
+    async def let_go_of(
+        self, request_id: RequestId, attempt: int, sender: str, target: str | None = None
+    ) -> str:
+        """Ends a stream that its sender cannot read any more, up to this attempt; who answers."""
+        del target
+        self._streams.let_go_of(request_id, attempt=attempt, sender=sender)
+        return self._address
 
     async def whoami(self, target: str | None = None) -> str:
         """The address of whoever answers to a call for `target`."""
@@ -283,7 +293,8 @@ class Pipeline:
         """Sends and writes what every member still holds, before they are taken down."""
         for member in (await self._keeper.crew()).members:
             try:
-                await asyncio.wait_for(_awaited(member.handle.flush.remote()), _ANSWER_TIMEOUT_S)
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    await member.handle.flush.remote()
             except (TimeoutError, RayError) as error:
                 logger.warning("spans not sent: %s error=%r", member.label, error)
 
@@ -319,9 +330,8 @@ class Pipeline:
     async def _of_drafter(self, method: str) -> Any:
         drafter = (await self._keeper.crew()).drafter
         try:
-            return await asyncio.wait_for(
-                _awaited(getattr(drafter.handle, method).remote()), _ANSWER_TIMEOUT_S
-            )
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await getattr(drafter.handle, method).remote()
         except TimeoutError as error:
             raise PeerLost(
                 peer=drafter.label,
@@ -419,7 +429,3 @@ def _member_report(member: Member, load: LoadReport | None) -> MemberReport:
         load_s=None if load is None else load.seconds,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,
     )
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

@@ -243,9 +243,8 @@ async def promotion_of(
 ) -> Promotion | None:
     """What a new pipeline is to draft with instead of its configuration's head; mostly None."""
     try:
-        promotion: Promotion | None = await asyncio.wait_for(
-            _settled(handle.promotion.remote(in_place_of)), timeout_s
-        )
+        async with asyncio.timeout(timeout_s):
+            promotion: Promotion | None = await handle.promotion.remote(in_place_of)
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.warning("router does not say which head: error=%r", error)
         return None
@@ -261,9 +260,8 @@ async def pipelines_of(
     of no pipelines until they have said that they are there.
     """
     try:
-        listed: tuple[Listed, ...] = await asyncio.wait_for(
-            _settled(handle.pipelines.remote(app, ingress)), timeout_s
-        )
+        async with asyncio.timeout(timeout_s):
+            listed: tuple[Listed, ...] = await handle.pipelines.remote(app, ingress)
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"router does not say which pipelines there are: {error!r}") from error
     return listed
@@ -274,9 +272,8 @@ async def another_pipeline(
 ) -> PipelineReport | None:
     """A whole pipeline other than these that takes requests; None also when nobody can say."""
     try:
-        found: PipelineReport | None = await asyncio.wait_for(
-            _settled(handle.choose.remote(app, tuple(excluded))), timeout_s
-        )
+        async with asyncio.timeout(timeout_s):
+            found: PipelineReport | None = await handle.choose.remote(app, tuple(excluded))
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.warning("router names no pipeline: error=%r", error)
         return None
@@ -290,9 +287,8 @@ async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -
     under its name; EngineError when it merely is silent.
     """
     try:
-        silent: frozenset[str] = await asyncio.wait_for(
-            _settled(handle.heartbeat.remote(report)), timeout_s
-        )
+        async with asyncio.timeout(timeout_s):
+            silent: frozenset[str] = await handle.heartbeat.remote(report)
     except ray.exceptions.RayActorError as error:
         raise PeerLost(peer="router", operation="heartbeat", reason=PROCESS_DIED) from error
     except (TimeoutError, ray.exceptions.RayError) as error:
@@ -307,7 +303,3 @@ async def found_again(handle: Any, config: ServiceConfig) -> Any:
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("no router: error=%r", error)
         return handle
-
-
-async def _settled(reference: Any) -> Any:
-    return await reference

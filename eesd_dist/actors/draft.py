@@ -230,9 +230,10 @@ class DraftActor:
             yield error
         finally:
             was_open = self._mail.close(request_id, submission)
-            self._watch.left(request_id)
-            if is_admitted and self._router is not None:
-                self._router.observed((), (request_id,))
+            if request_id not in self._mail:  # else it has come again
+                self._watch.left(request_id)
+                if is_admitted and self._router is not None:
+                    self._router.observed((), (request_id,))
             if was_open and not is_over:  # else whoever closed it has seen to that
                 self._drop(request_id)
 

@@ -84,7 +84,8 @@ class RouterLink:
     async def _something_to_say(self) -> None:
         """News, or nothing for so long that somebody may have pinned or loaded other pools."""
         try:
-            await asyncio.wait_for(self._news.wait(), self._priors_every_s)
+            async with asyncio.timeout(self._priors_every_s):
+                await self._news.wait()
         except TimeoutError:
             return
 
@@ -98,7 +99,8 @@ class RouterLink:
             known_priors=self._known_priors(),
         )
         try:
-            advice = await asyncio.wait_for(self._ask(news), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                advice = await self._ask(news)
         except Exception as error:  # whatever befalls the router must not reach the rounds
             if not self._is_silent:
                 logger.warning("router is silent, drafting goes on alone: error=%r", error)

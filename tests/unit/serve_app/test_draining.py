@@ -1,17 +1,19 @@
 """A pipeline that is to go: how it learns of it, and that no stream is left waiting in it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import suppress
 
 import pytest
 
 from eesd_dist.errors import ConfigError, EngineError, Moved
 from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.types import RequestId
 from serve_app._draining import Draining
 from serve_app._handover import Contacts, HandoverReport, How, hand_over
 from serve_app._speed import speed_of
 
+R = RequestId("r")
 OTHER = PipelineReport(pipeline_id=PipelineId("two"), address="replica-2")
 
 
@@ -22,7 +24,7 @@ class World:
         self.answers: str | None = "replica-1"
         self.other = other
         self.said: list[str] = []
-        self.handed_over: list[str] = []
+        self.handed_over: list[tuple[str, Collection[str]]] = []
         self.breaks_hand_over: Exception | None = None
         self.breaks_say: Exception | None = None
         self.num_pages = 0
@@ -49,10 +51,12 @@ class World:
             raise self.breaks_say
         self.said.append(self.draining.reason)
 
-    async def _hand_over(self, to: PipelineReport) -> HandoverReport:
+    async def _hand_over(
+        self, to: PipelineReport, request_ids: Collection[RequestId]
+    ) -> HandoverReport:
         if self.breaks_hand_over is not None:
             raise self.breaks_hand_over
-        self.handed_over.append(to.pipeline_id)
+        self.handed_over.append((to.pipeline_id, request_ids))
         return HandoverReport(
             by="one",
             to=to.pipeline_id,
@@ -104,7 +108,7 @@ async def a_while() -> None:
 def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_replica() -> None:
     async def story(world: World) -> None:
         stream = Stream()
-        watched = world.draining.watched(stream())
+        watched = world.draining.watched(stream(), R)
         stream.parts.put_nowait(1)
         assert await anext(watched) == 1
         waiting = asyncio.ensure_future(anext(watched))
@@ -116,7 +120,7 @@ def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_r
         assert (moved.value.by, moved.value.to) == ("one", None)
         assert stream.is_closed
         assert world.said == ["Serve takes it down"]
-        assert world.handed_over[0] == "two"
+        assert world.handed_over[0] == ("two", [R])
 
     run(story)
 
@@ -124,7 +128,7 @@ def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_r
 def test_a_stream_between_two_parts_goes_before_the_next_one() -> None:
     async def story(world: World) -> None:
         stream = Stream()
-        watched = world.draining.watched(stream())
+        watched = world.draining.watched(stream(), R)
         stream.parts.put_nowait(1)
         assert await anext(watched) == 1
         stream.parts.put_nowait(2)
@@ -140,11 +144,11 @@ def test_a_request_that_still_comes_goes_at_once_and_stays_after_all_when_undrai
     async def story(world: World) -> None:
         await world.draining.drain()
         with pytest.raises(Moved, match="drained by hand"):
-            await anext(world.draining.watched(Stream()()))
+            await anext(world.draining.watched(Stream()(), R))
         await world.draining.undrain()
         stream = Stream()
         stream.parts.put_nowait(7)
-        assert await anext(world.draining.watched(stream())) == 7
+        assert await anext(world.draining.watched(stream(), R)) == 7
         assert world.said == ["drained by hand", ""]
 
     run(story)
@@ -158,7 +162,7 @@ def test_where_there_is_no_other_pipeline_streams_are_served_to_their_ends() -> 
         stream = Stream()
         for part in (1, 2, -1):
             stream.parts.put_nowait(part)
-        assert [part async for part in world.draining.watched(stream())] == [1, 2]
+        assert [part async for part in world.draining.watched(stream(), R)] == [1, 2]
         with pytest.raises(ConfigError, match="no other pipeline takes requests"):
             await world.draining.drain()
 
@@ -168,7 +172,7 @@ def test_where_there_is_no_other_pipeline_streams_are_served_to_their_ends() -> 
 def test_streams_go_as_soon_as_there_is_another_pipeline() -> None:
     async def story(world: World) -> None:
         world.answers = "replica-2"
-        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()())))
+        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await a_while()
         assert not waiting.done()
         world.other = OTHER
@@ -230,7 +234,7 @@ def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
 ) -> None:
     async def story(world: World) -> None:
         world.num_pages = num_pages
-        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()())))
+        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await asyncio.sleep(0)
         drained = await world.draining.drain()
         assert drained.handover is not None
@@ -246,7 +250,7 @@ def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
 def test_a_hand_over_that_fails_costs_no_stream_its_way_out(error: Exception) -> None:
     async def story(world: World) -> None:
         world.breaks_hand_over = error
-        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()())))
+        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await asyncio.sleep(0)
         await world.draining.drain()
         with pytest.raises(Moved):
@@ -257,7 +261,7 @@ def test_a_hand_over_that_fails_costs_no_stream_its_way_out(error: Exception) ->
 
 def test_the_watch_survives_what_it_cannot_say_and_still_lets_streams_go() -> None:
     async def story(world: World) -> None:
-        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()())))
+        waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         world.breaks_say = RuntimeError("no router")
         world.answers = "replica-2"
         with pytest.raises(Moved):
@@ -285,7 +289,7 @@ def test_a_timeout_of_the_streams_own_is_not_taken_for_an_order_to_go() -> None:
 
     async def story(world: World) -> None:
         with pytest.raises(TimeoutError):
-            await anext(world.draining.watched(late()))
+            await anext(world.draining.watched(late(), R))
 
     run(story)
 
@@ -299,10 +303,11 @@ def test_speed_is_plain_rounds_a_second() -> None:
 def test_a_stream_whose_sender_found_nobody_else_is_kept_for_a_while() -> None:
     async def story(world: World) -> None:
         await world.draining.drain()  # the other one is known, and dead
-        kept = world.draining.watched(Stream()(), must_take=True)
+        kept = world.draining.watched(Stream()(), R, must_take=True)
         waiting = asyncio.ensure_future(anext(kept))
         await a_while()
         assert not waiting.done()
+        assert world.handed_over == [], "nothing of it moves without its stream"
         since_s = asyncio.get_running_loop().time()
         with pytest.raises(Moved):
             await waiting

@@ -15,7 +15,7 @@ from serve_app._keeper import Keeper, _may_be_a_request
 from serve_app._placement import Post
 from serve_app.config import service_config
 from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import toy_stages
+from tests.support.toy_stages import held, toy_stages
 from tests.unit.serve_app.test_stand_in import _Here, _kills_here, _request
 
 __all__ = ["_kills_here"]
@@ -208,3 +208,79 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
     lost = [error for error in said if isinstance(error, PeerLost)]
     assert len(lost) == 2
     assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
+
+
+def test_streams_that_a_drafting_actor_kept_go_on_with_the_stand_in_that_leads_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verify rank is lost, and a draft rank while the generation is formed."""
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=2)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        form = crew.form
+
+        async def forms_once(*, timeout_s: float) -> None:
+            monkeypatch.setattr(crew, "form", form)
+            posts = {post.name: post for post in crew.members.posts}
+            if crew.members.is_empty(posts["verify rank 1"]):
+                await crew.members.fill(posts["verify rank 1"], "test")
+            crew.handle("draft rank 1").killed.set()
+            while not crew.members.is_empty(posts["draft rank 1"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(crew.members, "_recruit", _never)
+            raise PeerLost(peer="draft rank 1", operation="test", reason=PROCESS_DIED)
+
+        with held(crew.engine):
+            request = _request("kept", max_tokens=60)
+            stream = asyncio.ensure_future(_tokens(keeper, request))
+            while (await crew.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(crew, "form", forms_once)
+            crew.handle("verify rank 1").killed.set()
+            while not keeper.is_degraded:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(stream, 10.0) == 60
+        assert keeper.is_degraded
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+async def _never(post: Post, operation: str) -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        halt = crew.halt
+        late: list[asyncio.Task[list[object]]] = []
+
+        async def submission() -> list[object]:
+            request = _request("late", max_tokens=10_000)
+            return [item async for item in keeper.streams.probe(request)]
+
+        async def halts() -> None:
+            late.append(asyncio.ensure_future(submission()))
+            await asyncio.sleep(0.1)
+            await halt()
+
+        monkeypatch.setattr(crew, "halt", halts)
+        crew.handle("drafting actor").killed.set()
+        async with asyncio.timeout(20.0):
+            while not late:
+                await asyncio.sleep(0.01)
+            assert isinstance((await late[0])[-1], EesdError)
+            while keeper.is_degraded or not keeper.is_whole:
+                await asyncio.sleep(0.01)
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())

@@ -50,11 +50,23 @@ class Responses:
         self.is_cancelled = True
 
 
+class LetGo:
+    """Of what a pipeline is told to let go; another one answers at first."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    async def remote(self, request_id: RequestId, attempt: int, sender: str, *, target: str) -> str:
+        self.told.append((request_id, attempt, sender, target))
+        return target if len(self.told) > 1 else "another"
+
+
 class Handle:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.calls: list[dict[str, Any]] = []
         self.responses: list[Responses] = []
+        self.let_go = LetGo()
 
     def options(self, *, stream: bool) -> "Handle":
         assert stream
@@ -63,6 +75,10 @@ class Handle:
     @property
     def stream(self) -> "Handle":
         return self
+
+    @property
+    def let_go_of(self) -> "LetGo":
+        return self.let_go
 
     def remote(self, request: Request, **how: Any) -> Responses:
         self.calls.append(how)
@@ -114,7 +130,7 @@ async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
 
 def test_who_refuses_because_another_is_thought_to_be_there_is_made_to_take_the_stream() -> None:
     async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="draining")
+        yield Taken(pipeline="draining", address="a")
         yield LAST if how["must_take"] else Moved(by="draining", to=None, reason="drained by hand")
 
     handle, lookout = Handle(answer), Lookout()
@@ -123,19 +139,28 @@ def test_who_refuses_because_another_is_thought_to_be_there_is_made_to_take_the_
     assert lookout.refused == Counter({"draining": 1})
 
 
-def test_a_stream_behind_a_link_that_failed_is_cancelled_and_sent_again_as_a_newer_attempt() -> (
-    None
-):
+def test_a_stream_behind_a_link_that_failed_is_let_go_and_sent_again_as_a_newer_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="p")
+        yield Taken(pipeline="p", address="a")
         if how["attempt"] == 1:
             raise ray.exceptions.ActorUnavailableError("a blip", b"0" * 16)
         yield LAST
 
+    async def read() -> list[int]:
+        tokens = await _tokens(handle, Lookout())
+        await asyncio.sleep(0.1)
+        return tokens
+
+    monkeypatch.setattr(_service_client, "_ASK_AGAIN_S", 0.01)
     handle = Handle(answer)
-    assert asyncio.run(_tokens(handle, Lookout())) == [5]
+    assert asyncio.run(read()) == [5]
     assert [call["attempt"] for call in handle.calls] == [1, 2]
     assert [r.is_cancelled for r in handle.responses] == [True, False]
+    assert handle.let_go.told == [("r", 1, "this ingress", "a")] * 2, (
+        "until the right one has heard"
+    )
 
 
 def test_a_silent_stream_goes_on_elsewhere_once_its_pipeline_is_gone(
@@ -145,7 +170,7 @@ def test_a_silent_stream_goes_on_elsewhere_once_its_pipeline_is_gone(
     lookout = Lookout()
 
     async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="p")
+        yield Taken(pipeline="p", address="a")
         if how["attempt"] == 1:
             lookout.gone.add("p")
             await asyncio.Event().wait()

@@ -119,10 +119,10 @@ class Pipeline:
         self.kept.append(len(self.actor._mail))
         await self.streams.broke(error, drafter=self.member)
 
-    async def tokens(self, request: Request, *, sender: str = "") -> list[int]:
+    async def tokens(self, request: Request, *, sender: str = "", attempt: int = 0) -> list[int]:
         return [
             token
-            async for part in self.streams.stream(request, sender=sender)
+            async for part in self.streams.stream(request, sender=sender, attempt=attempt)
             for emission in part
             for token in emission.tokens
         ]
@@ -358,6 +358,63 @@ def test_streams_of_a_sender_that_fell_silent_end_in_the_engine_too(tmp_path: Pa
                 assert pipeline.streams.live == (good.request_id,)
                 await _num_running(pipeline, 1)
             assert await read == _expected(good)
+
+    asyncio.run(run())
+
+
+def test_streams_of_a_sender_that_fell_silent_end_at_the_door_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        pipeline = Pipeline(tmp_path)  # not whole
+        waiting = asyncio.ensure_future(
+            pipeline.tokens(_request("unread", max_tokens=60), sender="dead")
+        )
+        await asyncio.sleep(0.05)
+        pipeline.streams.let_go(frozenset({"dead"}))
+        with pytest.raises(PeerLost, match="its sender was taken for dead"):
+            await asyncio.wait_for(waiting, 1.0)
+        assert pipeline.streams.num_live == 0
+
+    asyncio.run(run())
+
+
+def test_a_call_that_serve_repeats_takes_the_place_of_the_first_and_nobody_elses_does(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with _pipeline(tmp_path) as pipeline:
+            request = _request("mine", max_tokens=20)
+            with held(pipeline.config):
+                first = asyncio.ensure_future(pipeline.tokens(request, sender="me"))
+                await _num_running(pipeline, 1)
+                with pytest.raises(RequestError, match="already being served"):
+                    await pipeline.tokens(request, sender="somebody else")
+                again = asyncio.ensure_future(pipeline.tokens(request, sender="me"))
+                await asyncio.wait({first}, timeout=5.0)
+                assert first.cancelled()
+            assert await again == _expected(request)
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_is_read_elsewhere_is_let_go_and_a_later_attempt_is_not(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with _pipeline(tmp_path) as pipeline:
+            request = _request("mine", max_tokens=20)
+            let_go = pipeline.streams.let_go_of
+            with held(pipeline.config):
+                reading = asyncio.ensure_future(pipeline.tokens(request, sender="me", attempt=2))
+                await _num_running(pipeline, 1)
+                let_go(request.request_id, attempt=1, sender="me")
+                let_go(request.request_id, attempt=2, sender="somebody else")
+                let_go(RequestId("unknown"), attempt=2, sender="me")
+                await asyncio.sleep(0.05)
+                assert not reading.done()
+                let_go(request.request_id, attempt=2, sender="me")
+                await asyncio.wait({reading}, timeout=5.0)
+                assert reading.cancelled()
+                await _num_running(pipeline, 0)
 
     asyncio.run(run())
 
