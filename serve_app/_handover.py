@@ -268,6 +268,8 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
         raise _Unanswered(
             peer=post, operation=method, reason=f"no answer within {timeout_s:g} s"
         ) from error
+    except ray.exceptions.ActorUnavailableError as error:  # a link: who was called may be at it
+        raise _Unanswered(peer=post, operation=method, reason=str(error)) from error
     except PROCESS_LOST as error:
         raise PeerLost(peer=post, operation=method, reason=PROCESS_DIED) from error
     except ray.exceptions.RayError as error:

@@ -316,8 +316,10 @@ class DraftActor:
         return loan
 
     async def return_pages(self, number: str) -> bool:
-        """Whether they held the same all the while."""
-        return await asyncio.to_thread(lambda: self._stages.pages().take_back(number))
+        """Whether they held the same all the while. Between two generations nobody knows: in the
+        verify ranks others may be writing, for whom these pages are free."""
+        held = await asyncio.to_thread(lambda: self._stages.pages().take_back(number))
+        return held and self._membership is not None
 
     async def reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
         """Room for another pipeline's pages; a caller who is never heard of again loses it.
@@ -384,12 +386,16 @@ class DraftActor:
             self._membership.member.apply_plans(plans)
 
     def _deliver(self, result: StepLike) -> None:
-        self._mail.deliver(result.emissions)
+        late = self._mail.deliver(result.emissions)
         if result.rounds:
             self._num_rounds += len(result.rounds)
             self._last_round_unix_s = time.time()
         if self._router is not None:
             # An outcome of one that has left meanwhile would bring it back to the router.
-            read = [outcome for outcome in result.outcomes if outcome.request_id in self._mail]
-            self._router.observed(read, result.finished)
-        self._watch.saw(result)
+            read = [
+                outcome
+                for outcome in result.outcomes
+                if outcome.request_id in self._mail and outcome.request_id not in late
+            ]
+            self._router.observed(read, [name for name in result.finished if name not in late])
+        self._watch.saw(result, late=late)

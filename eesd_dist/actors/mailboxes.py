@@ -81,12 +81,19 @@ class Mailboxes:
         found.fail(EngineError(f"request {request_id} was cancelled"))
         return True
 
-    def deliver(self, emissions: Iterable[Emission]) -> None:
-        """Emissions of submissions whose reader has left are dropped."""
+    def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
+        """Emissions of submissions whose reader has left are dropped. Returns whose came late: a
+        later submission's box is open."""
+        late: set[RequestId] = set()
         for emission in emissions:
             box = self._boxes.get(emission.request_id)
-            if box is not None and box.submission == emission.submission:
+            if box is None:
+                continue
+            if box.submission == emission.submission:
                 box.put(emission)
+            else:
+                late.add(emission.request_id)
+        return frozenset(late)
 
     def names(self) -> tuple[RequestId, ...]:
         """Whose streams are open."""

@@ -295,6 +295,7 @@ class EngineStages:
             )
         stage, latest = self._verify
         latest.join(group)
+        stage.span.paged.begin()
         return stage
 
     def load_head_part(self, folder: str) -> str:
@@ -312,6 +313,7 @@ class EngineStages:
                 self._following = self._load_follower(LatestGroup(group))
         shard, heads, latest = self._following
         latest.join(group)
+        shard.begin()
         return _Following(shard, heads, group)
 
     def _load_follower(self, latest: LatestGroup) -> tuple[OwnShard, HeadShelf, LatestGroup]:

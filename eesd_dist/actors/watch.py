@@ -6,7 +6,7 @@ requests came and when their tokens went. It can be left out without a trace in 
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 from eesd_dist.actors.contracts import LoadLike, StepLike
@@ -72,10 +72,11 @@ class DraftWatch:
     def arrived(self, request: Request) -> None:
         self._requests[request.request_id] = _Watched(request)
 
-    def saw(self, result: StepLike) -> None:
+    def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
+        """`late`: whose emissions are those of an earlier submission."""
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
-            if watched is None:
+            if watched is None or emission.request_id in late:
                 continue
             watched.saw(emission)
             if emission.finish_reason is not None:

@@ -370,13 +370,15 @@ class DraftStage:
         )
 
     def ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
-        """Runs that may go on past their draft while its verdict is under way."""
+        """Runs that may go on past their draft while its verdict is under way: where they have
+        room, and where the model has positions."""
         return [
             run
             for run in runs
             if run.item.max_draft > 0
             and run.item.is_final
-            and run.next_place + len(run.state.ahead) < len(run.item.pages) * self.page_size
+            and run.next_place + len(run.state.ahead)
+            < min(len(run.item.pages) * self.page_size, run.item.live.max_len)
         ]
 
     @torch.inference_mode()

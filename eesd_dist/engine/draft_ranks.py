@@ -131,7 +131,9 @@ class OwnShard:
         self.head = head
 
     def begin(self) -> None:
-        return
+        self.span.paged.begin()
+        if self.head is not None:
+            self.head.paged.begin()
 
     def check(self) -> None:
         return
@@ -205,6 +207,7 @@ class LeadingShard:
         self._agree_on_head()
 
     def begin(self) -> None:
+        self._own.begin()
         self._agree_on_head()
 
     def check(self) -> None:

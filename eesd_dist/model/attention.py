@@ -81,6 +81,10 @@ class LayerPages:
         """Copies the keys and values of slots to others; all are read before one is written."""
         self._slots_SHE.index_copy_(0, targets_M, self._slots_SHE.index_select(0, sources_M))
 
+    def clear(self) -> None:
+        """As at the start: where a round was given up, what it left need not be finite."""
+        self._slots_SHE.zero_()
+
     @property
     def slot_bytes(self) -> int:
         return self._slots_SHE[0].nbytes

@@ -119,6 +119,15 @@ class PagedLayers:
         if self._rotation_SP.is_cuda:
             torch.cuda.synchronize(self._rotation_SP.device)
 
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """A new generation: nothing in the pages is valid. On a GPU, layers that were queued when a
+        peer was lost have run over rows that never arrived, and NaN outlives any mask. On a CPU
+        nothing is computed before its rows are there, and clearing would touch all memory."""
+        if self._rotation_SP.is_cuda:
+            for pages in self._pages:
+                pages.clear()
+
     def _slots_of(self, pages: Sequence[int]) -> Tensor:
         first_P1 = torch.tensor(pages).unsqueeze(1) * self._page_size
         slots_PS = first_P1 + torch.arange(self._page_size)

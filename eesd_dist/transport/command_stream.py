@@ -108,7 +108,9 @@ class DistCommandSource:
         return command
 
     def _rows(self, prefix: wire.Prefix, frame: Tensor) -> Tensor | None:
-        if prefix.hidden is None or prefix.tensors_are_inline:
+        if prefix.hidden is None:
+            return None
+        if prefix.tensors_are_inline:
             return wire.inline_tensors(prefix, frame)[0]
         rows = prefix.hidden.empty(self._group.device)
         return self._group.broadcast(rows, source=_LEADER)

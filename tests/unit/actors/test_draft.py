@@ -22,7 +22,14 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, Moved
 from eesd_dist.schedule.lending import PageLoan
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from tests.support.toy_stages import ToyDrafter, ToyStages, ToyStep, toy_stages, toy_token
+from tests.support.toy_stages import (
+    TOKENS_PER_ROUND,
+    ToyDrafter,
+    ToyStages,
+    ToyStep,
+    toy_stages,
+    toy_token,
+)
 
 
 def _request(name: str, *, max_tokens: int = 1000) -> Request:
@@ -34,12 +41,14 @@ class Router:
     def __init__(self) -> None:
         self.live: set[str] = set()
         self.met: list[str] = []
+        self.ended: list[str] = []
 
     async def __call__(self, news: RouterNews) -> RouterAdvice:
         self.met += [request_id for request_id, _ in news.admitted]
         self.live |= {request_id for request_id, _ in news.admitted}
         self.live |= {outcome.request_id for outcome in news.outcomes}
         self.live -= set(news.finished)
+        self.ended += news.finished
         return RouterAdvice(plans={})
 
 
@@ -98,14 +107,22 @@ class _Slow(ToyDrafter):
 
 
 @asynccontextmanager
-async def _joined(drafter: ToyDrafter) -> AsyncIterator[DraftActor]:
+async def _joined(
+    drafter: ToyDrafter, *, ask_router: Router | None = None
+) -> AsyncIterator[DraftActor]:
     class Stages(ToyStages):
         def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
             return drafter
 
     config = EngineConfig.model_validate({"model": {"path": "."}})
     telemetry = TelemetryOptions(model_name="toy")
-    actor = DraftActor(config, name="p", stages=lambda c, _: Stages(c), telemetry=telemetry)
+    actor = DraftActor(
+        config,
+        name="p",
+        stages=lambda c, _: Stages(c),
+        telemetry=telemetry,
+        ask_router=ask_router,
+    )
     store = Address(host="nowhere", port=1)
     await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
     yield actor
@@ -146,6 +163,30 @@ def test_tokens_still_on_their_way_when_a_request_is_moved_out_are_not_those_of_
     asyncio.run(run())
 
 
+def test_the_last_token_of_an_earlier_submission_ends_no_later_one_for_the_router() -> None:
+    async def run() -> None:
+        drafter, router = _Slow(EngineConfig.model_validate({"model": {"path": "."}})), Router()
+        async with _joined(drafter, ask_router=router) as actor:
+            request = _request("back", max_tokens=TOKENS_PER_ROUND)
+            first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
+            await asyncio.to_thread(drafter.has_made.wait, 5.0)
+            await actor.move_out(None, Moved(by="p", to=None, reason="test"))
+            await first
+            longer = replace(_request("back", max_tokens=100_000), submission=2)
+            async with aclosing(actor.submit(longer)) as second:
+                waiting = asyncio.ensure_future(_some(second))
+                await asyncio.sleep(0.05)
+                drafter.may_leave.set()
+                await waiting
+                await asyncio.sleep(0.5)
+                assert router.live == {"back"}
+                assert router.ended == ["back"], "as it was moved out, and not again"
+        await asyncio.sleep(0.5)
+        assert router.live == set()
+
+    asyncio.run(run())
+
+
 def test_a_cancellation_that_overtook_its_submission_counts() -> None:
     async def run() -> None:
         drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
@@ -171,6 +212,24 @@ def test_a_submission_that_overtook_the_cancellation_of_the_one_before_stays() -
             await actor.cancel(request.request_id, 1)
             await _tokens(first)
             assert len(await second) == 20
+
+    asyncio.run(run())
+
+
+def test_whether_a_loan_has_held_is_not_known_between_two_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        lender = Lender()
+        lender.may_lend.set()
+        async with _joined(drafter) as actor:
+            monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+            assert await actor.return_pages((await actor.lend_pages(None, 1.0)).number)
+            loan = await actor.lend_pages(None, 1.0)
+            await actor.leave()
+            assert not await actor.return_pages(loan.number)
+            assert lender.lent == set()
 
     asyncio.run(run())
 

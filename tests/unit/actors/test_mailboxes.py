@@ -76,7 +76,7 @@ def test_what_an_earlier_submission_made_is_not_put_into_the_box_of_a_later_one(
         assert mail.close(R, 1)
         box = mail.open(replace(REQUEST, submission=2))
         assert not mail.close(R, 1)
-        mail.deliver([_emission(7, submission=1), _emission(8, submission=2)])
+        assert mail.deliver([_emission(7, submission=1), _emission(8, submission=2)]) == {R}
         assert await box.take() == (_emission(8, submission=2),)
 
     asyncio.run(run())

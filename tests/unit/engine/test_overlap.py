@@ -59,6 +59,21 @@ def test_drafting_ahead_of_the_verdict_changes_no_token(
                 assert found[request.request_id] == generation.tokens, (name, controller)
 
 
+def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
+    make_config: MakeConfig,
+) -> None:
+    """Its last page covers more positions than there are."""
+    config = make_config("always", page_size=24)
+    engine = late_engine(config, late_by_polls=20)
+    prompt = tuple(TokenId(3 + i % 90) for i in range(226))
+    sampling = dataclasses.replace(SAMPLING["greedy"], max_tokens=30)
+    request = Request(request_id=RequestId("long"), prompt=prompt, sampling=sampling)
+    off = dataclasses.replace(request, speculation=SpeculationParams(mode="off"))
+    (wanted,) = LLM(make_config("always")).generate([off])
+    assert drain(engine, [request])[request.request_id] == wanted.tokens
+    assert len(wanted.tokens) == 30
+
+
 def test_two_cohorts_take_turns_and_change_no_token(make_config: MakeConfig) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
     engine = late_engine(config, late_by_polls=0)

@@ -364,3 +364,17 @@ def test_a_moved_branch_is_the_text_as_if_it_had_been_decoded(tmp_path: Path, na
         start = num_prefix + len(path)
         segment = RowSegment(start, len(after), (*pages, 41))
         assert torch.equal(stages.run(torch.tensor(after), [segment]), expected_TV)
+
+
+def test_cleared_pages_hold_nothing_that_outlives_a_mask() -> None:
+    pages = LayerPages(
+        num_slots=4,
+        num_kv_heads=1,
+        queries_per_kv=1,
+        head_dim=2,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    pages._slots_SHE.fill_(torch.nan)
+    pages.clear()
+    assert not pages._slots_SHE.any()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from eesd_dist.actors.contracts import Address, Landing, PageLink
 from eesd_dist.errors import EngineError
@@ -118,6 +119,17 @@ def test_a_call_that_fails_leaves_no_page_owned(at: str) -> None:
     assert (source.loans, source.num_moved) == (set(), 1)
     # Whoever fails to answer a reservation has leased the room that nobody knows of.
     assert target.landings == ({"n1"} if at == "reserve_pages" else set())
+
+
+def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_somebody_may_write() -> None:
+    def cut() -> None:
+        raise ActorUnavailableError("RpcError", None)
+
+    source, target = Actor(), Actor()
+    target.broken["receive_pages"] = cut
+    assert _handed_over(source, target).how == "recomputed"
+    assert (source.loans, source.num_moved) == (set(), 1)
+    assert target.landings == {"n1"}
 
 
 def test_a_hand_over_that_is_cancelled_gives_back_what_it_borrowed() -> None:

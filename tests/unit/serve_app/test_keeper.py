@@ -275,10 +275,10 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
         monkeypatch.setattr(crew, "halt", halts)
         crew.handle("drafting actor").killed.set()
         async with asyncio.timeout(20.0):
-            while not late:
+            while not late:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert isinstance((await late[0])[-1], EesdError)
-            while keeper.is_degraded or not keeper.is_whole:
+            while keeper.is_degraded or not keeper.is_whole:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await keeper.stopped()
         await crew.stop()

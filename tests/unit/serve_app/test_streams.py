@@ -370,8 +370,8 @@ def test_streams_of_a_sender_that_fell_silent_end_at_the_door_too(tmp_path: Path
         )
         await asyncio.sleep(0.05)
         pipeline.streams.let_go(frozenset({"dead"}))
-        with pytest.raises(PeerLost, match="its sender was taken for dead"):
-            await asyncio.wait_for(waiting, 1.0)
+        await asyncio.wait({waiting}, timeout=1.0)
+        assert isinstance(waiting.exception(), PeerLost)
         assert pipeline.streams.num_live == 0
 
     asyncio.run(run())
