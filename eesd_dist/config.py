@@ -5,9 +5,10 @@ refused. Hot-path code receives plain values, never these models.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -15,7 +16,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -24,6 +24,18 @@ from eesd_dist.types import ControllerName, TreeShape
 DType = Literal["float32", "bfloat16"]
 Numerics = Literal["invariant", "fast"]
 Overlap = bool | Literal["auto"]
+
+
+def _home_is_meant(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}: write the folder out") from error
+
+
+HomePath = Annotated[Path, AfterValidator(_home_is_meant)]
+"""A path that may begin with `~`, which is the home of whoever reads the configuration: workers may
+have another one."""
 
 
 class Section(BaseModel):
@@ -35,10 +47,10 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which weights, and how they are computed with."""
 
-    path: Path
+    path: HomePath
     """Folder of the target: config.json, safetensors, tokenizer."""
 
-    head: Path | None = None
+    head: HomePath | None = None
     """Folder of the exit head. None takes `<path>/exit_head` where it exists; without either there
     is plain decoding only."""
 
@@ -54,11 +66,6 @@ class ModelConfig(Section):
 
     max_model_len: PositiveInt | None = None
     """Longest prompt plus answer; None takes the checkpoint's own limit."""
-
-    @field_validator("path", "head")
-    @classmethod
-    def _home_is_meant(cls, folder: Path | None) -> Path | None:
-        return None if folder is None else folder.expanduser()
 
 
 class CacheConfig(Section):

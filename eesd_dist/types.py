@@ -101,6 +101,10 @@ class Request:
     tokens of an earlier one may still be on their way."""
 
 
+PROBE = "probe"
+"""The workload class of health checks, which no statistics of requests count."""
+
+
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"

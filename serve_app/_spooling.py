@@ -34,7 +34,7 @@ from eesd_dist.distill.features import (
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.spool import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import Request, SpoolCounts
+from eesd_dist.types import PROBE, Request, SpoolCounts
 from serve_app.config import SpoolConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _FLUSH_WAIT_S = 5.0
 _HEADER_BYTES = 4096
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
 _LOCK_FILE = ".lock"
-_NOT_SAMPLED = frozenset({"probe"})
+_NOT_SAMPLED = frozenset({PROBE})
 
 
 def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:

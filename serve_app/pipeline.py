@@ -31,6 +31,7 @@ from eesd_dist.actors.process import prepare_process, whereabouts
 from eesd_dist.errors import EesdError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import (
+    PROBE,
     Request,
     RequestId,
     RoundStats,
@@ -405,7 +406,7 @@ class Pipeline:
             prompt=(TokenId(0),),
             sampling=SamplingParams(temperature=0.0, max_tokens=1),
             speculation=SpeculationParams(mode="off"),
-            workload="probe",
+            workload=PROBE,
         )
         try:
             async with asyncio.timeout(timeout_s):

@@ -356,6 +356,7 @@ class DraftActor:
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
         for request_id in moved:
             self._mail.fail(request_id, error)
+            self._watch.sent_on(request_id)
             self._drop(request_id)
         return len(moved)
 

@@ -13,6 +13,7 @@ from eesd_dist.actors.contracts import LoadLike, StepLike
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
 from eesd_dist.telemetry.tracing import SpanIds, Tracing
 from eesd_dist.types import (
+    PROBE,
     Emission,
     FinishReason,
     Request,
@@ -28,7 +29,8 @@ class _Watched:
     """One live request, as seen from the drafting actor."""
 
     def __init__(self, request: Request) -> None:
-        self._num_prompt_tokens = len(request.prompt)
+        self._is_resumed = bool(request.generated)
+        self._num_prompt_tokens = 0 if self._is_resumed else len(request.prompt)
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._last_s = self._arrived_s
@@ -47,14 +49,17 @@ class _Watched:
             self._inter_token_s.append((now_s - self._last_s) / len(emission.tokens))
         self._last_s = now_s
 
-    def timings(self, reason: FinishReason) -> RequestTimings:
+    def timings(self, reason: FinishReason | None) -> RequestTimings:
+        is_whole = reason is not None and not self._is_resumed
         return RequestTimings(
             num_prompt_tokens=self._num_prompt_tokens,
             finish_reason=reason,
             queue_s=self._queue_s,
-            e2e_s=time.monotonic() - self._arrived_s,
+            e2e_s=time.monotonic() - self._arrived_s if is_whole else None,
             time_to_first_token_s=(
-                None if self._first_s is None else self._first_s - self._arrived_s
+                None
+                if self._first_s is None or self._is_resumed
+                else self._first_s - self._arrived_s
             ),
             inter_token_s=tuple(self._inter_token_s),
         )
@@ -70,6 +75,8 @@ class DraftWatch:
         self._requests: dict[RequestId, _Watched] = {}
 
     def arrived(self, request: Request) -> None:
+        if request.workload == PROBE:
+            return
         self._requests[request.request_id] = _Watched(request)
 
     def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
@@ -91,6 +98,10 @@ class DraftWatch:
     def left(self, request_id: RequestId) -> None:
         """Its reader has gone, or it has failed."""
         self._ended(request_id, FinishReason.ABORT)
+
+    def sent_on(self, request_id: RequestId) -> None:
+        """It will be resumed, here or elsewhere."""
+        self._ended(request_id, None)
 
     def page(self, load: LoadLike | None, *, spool: SpoolCounts | None = None) -> bytes:
         """What a Prometheus server would scrape here."""
@@ -118,7 +129,7 @@ class DraftWatch:
     def flush(self) -> None:
         self._tracing.flush()
 
-    def _ended(self, request_id: RequestId, reason: FinishReason) -> None:
+    def _ended(self, request_id: RequestId, reason: FinishReason | None) -> None:
         watched = self._requests.pop(request_id, None)
         if watched is not None:
             self._metrics.observe_request(watched.timings(reason))

@@ -17,6 +17,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput import Goodput, GoodputController
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
 
 __all__ = ["DraftPolicy", "Offer"]
@@ -59,9 +60,11 @@ class DraftPolicy:
         self._names[request_id] = name
 
     def check(self, name: ControllerName | None) -> None:
-        """Raises ConfigError where `admit` would."""
+        """Raises RequestError where `admit` would fail with it."""
         name = name or self._speculation.controller
-        if name != "goodput":
+        if name == "goodput":
+            return
+        try:
             make_controller(
                 name,
                 config=self._speculation,
@@ -70,6 +73,8 @@ class DraftPolicy:
                 rng=Random(),
                 cost=self._cost,
             )
+        except ConfigError as error:
+            raise RequestError(str(error), param="speculation.controller") from error
 
     def advise(self, beliefs: Mapping[RequestId, Belief]) -> None:
         """The router's beliefs, from any thread: they count from each request's next round on."""

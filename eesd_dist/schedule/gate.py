@@ -6,7 +6,10 @@ Refuses what no waiting would help; whether there is room now is the scheduler's
 from collections.abc import Iterable
 
 from eesd_dist.errors import PromptTooLong, RequestError
-from eesd_dist.types import Request
+from eesd_dist.types import Request, SamplingParams
+
+_LARGEST = 2**31 - 1
+_NUM_SEEDS = 2**64
 
 
 class Gate:
@@ -26,6 +29,8 @@ class Gate:
         self._check_vocabulary((*request.prompt, *request.generated), param="prompt")
         biased = (token for token, _ in request.sampling.logit_bias)
         self._check_vocabulary(biased, param="logit_bias")
+        self._check_vocabulary(request.sampling.stop_token_ids, param="stop_token_ids")
+        self._check_numbers(request.sampling)
         self._check_pages(request)
 
     def _check_length(self, request: Request) -> None:
@@ -53,6 +58,14 @@ class Gate:
                 f"{param} has token {foreign}, the vocabulary is 0 to {self._vocab_size - 1}",
                 param=param,
             )
+
+    def _check_numbers(self, sampling: SamplingParams) -> None:
+        """Each has a field of its size in a round's header: what does not fit breaks the round."""
+        for param, number in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens)):
+            if not 0 <= number <= _LARGEST:
+                raise RequestError(f"{param} is {number}: give 0 to {_LARGEST}", param=param)
+        if not -_NUM_SEEDS // 2 <= sampling.seed < _NUM_SEEDS // 2:
+            raise RequestError(f"seed is {sampling.seed}: give one of 64 bits", param="seed")
 
     def _check_pages(self, request: Request) -> None:
         longest = min(len(request.prompt) + request.sampling.max_tokens, self._max_model_len)

@@ -44,14 +44,17 @@ _STAGE_S = tuple(0.0001 * 2**i for i in range(16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimings:
-    """One finished request, as the process that served it saw it."""
+    """One request's stay in the process that served it, or the only one."""
 
     num_prompt_tokens: int
-    finish_reason: FinishReason
+    """0 where it was resumed: who had it first has counted them."""
+    finish_reason: FinishReason | None
+    """None: it was sent on, and ends elsewhere or later."""
     queue_s: float
-    e2e_s: float
+    e2e_s: float | None
+    """None where it did not both begin and end here."""
     time_to_first_token_s: float | None = None
-    """None when it ended before its first token."""
+    """None when it ended before its first token, or had it elsewhere."""
     inter_token_s: tuple[float, ...] = ()
     """Between one emission and the next, divided by the tokens of the latter."""
 
@@ -68,7 +71,9 @@ class ServiceMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generated_tokens = self._counter("generation_tokens", "Tokens that left.")
         self._finished = self._labelled_counter(
-            "request_success", "Finished requests.", "finished_reason"
+            "request_success",
+            "Finished requests. One that a stop string ended is an abort here.",
+            "finished_reason",
         )
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
@@ -147,9 +152,11 @@ class ServiceMetrics:
 
     def observe_request(self, timings: RequestTimings) -> None:
         self._prompt_tokens.inc(timings.num_prompt_tokens)
-        self._finished.labels(self._model_name, timings.finish_reason.value).inc()
+        if timings.finish_reason is not None:
+            self._finished.labels(self._model_name, timings.finish_reason.value).inc()
         self._queue.observe(timings.queue_s)
-        self._e2e.observe(timings.e2e_s)
+        if timings.e2e_s is not None:
+            self._e2e.observe(timings.e2e_s)
         if timings.time_to_first_token_s is not None:
             self._first_token.observe(timings.time_to_first_token_s)
         for seconds in timings.inter_token_s:

@@ -157,15 +157,21 @@ async def generate(
         await _let_go(engine, choice, emissions, abort=not ended_itself)
 
 
-async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What any of them yields, as it comes; the first error ends them all."""
+async def merged(
+    sources: Sequence[AsyncGenerator[T, None]], *, at_once: int = 32
+) -> AsyncGenerator[T, None]:
+    """What any of them yields, as it comes; the first error ends them all.
+
+    So many run `at_once`: all choices of one request together would fill any queue.
+    """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for only in source:
                 yield only
         return
     items: asyncio.Queue[T | _Ended] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(source, items)) for source in sources]
+    turns = asyncio.Semaphore(at_once)
+    pumps = [asyncio.create_task(_pump(source, items, turns)) for source in sources]
     num_running = len(pumps)
     try:
         while num_running:
@@ -189,9 +195,11 @@ class _Ended:
     error: Exception | None = None
 
 
-async def _pump(source: AsyncGenerator[T, None], items: asyncio.Queue[T | _Ended]) -> None:
+async def _pump(
+    source: AsyncGenerator[T, None], items: asyncio.Queue[T | _Ended], turns: asyncio.Semaphore
+) -> None:
     try:
-        async with aclosing(source):
+        async with turns, aclosing(source):
             async for item in source:
                 items.put_nowait(item)
     except Exception as error:  # raised again by whoever reads the queue

@@ -33,6 +33,10 @@ Kind = Literal["chat", "completion"]
 Prompt = tuple[TokenId, ...]
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_TOP_K_OF_ALL = 2**31 - 1
+"""More than any vocabulary has; whatever is above it means the same."""
+_ID_DIGITS = 20
+"""No token id is that long, and Python refuses to read numbers of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +282,7 @@ class Preparation:
         return SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
-            top_k=max(fields.top_k, 0),
+            top_k=min(max(fields.top_k, 0), _TOP_K_OF_ALL),
             min_p=fields.min_p,
             repetition_penalty=fields.repetition_penalty,
             presence_penalty=fields.presence_penalty,
@@ -309,8 +313,10 @@ class Preparation:
 
     def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
         for key in bias:
-            if not (key.isascii() and key.isdecimal()):
-                raise RequestError(f"logit_bias: '{key}' is not a token id", param="logit_bias")
+            if not (key.isascii() and key.isdecimal() and len(key) < _ID_DIGITS):
+                raise RequestError(
+                    f"logit_bias: '{key[:_ID_DIGITS]}' is not a token id", param="logit_bias"
+                )
         entries = {int(key): float(value) for key, value in bias.items()}
         self.check_ids(list(entries), param="logit_bias")
         return tuple(sorted(entries.items()))

@@ -10,6 +10,7 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.errors import RequestError
 from eesd_dist.types import Branch, ControllerName, Outcome, RequestId
 from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
 
@@ -325,3 +326,12 @@ def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() 
     rounds(600, accepts=False)
     assert rounds(100, accepts=False) <= 5
     assert rounds(200, accepts=True) > 200
+
+
+def test_a_request_may_not_name_a_controller_that_wants_what_this_engine_does_not_know() -> None:
+    speculation = SpeculationConfig(controller="goodput", stop_rule="optimal")
+    policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
+    with pytest.raises(RequestError, match="start-up profile") as refused:
+        policy.check("beta")
+    assert refused.value.param == "speculation.controller"
+    policy.check(None)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from eesd_dist.errors import EngineError, QueueFull
+from eesd_dist.errors import EngineError, Poisonous, QueueFull
 from eesd_dist.types import FinishReason
 from serve_app.openai.api import build_api
 from tests.support.live_server import serving
@@ -487,6 +487,26 @@ def test_a_broken_engine_is_503_and_a_bug_is_500_without_its_details(api: Api) -
     answer = api.post("/v1/completions", {"prompt": "x"})
     assert answer.status_code == 500
     assert "secret" not in answer.text
+
+
+def test_who_is_refused_for_good_is_not_invited_to_try_again(api: Api) -> None:
+    api.engine.refusal = Poisonous(request_id="r", strikes=2, reason="a bug")
+    answer = api.post("/v1/completions", {"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poisonous")
+
+
+def test_numbers_beyond_their_fields_mean_all_or_are_refused(api: Api) -> None:
+    assert api.post("/v1/completions", {"prompt": "x", "top_k": 3_000_000_000}).status_code == 200
+    assert api.engine.requests[-1].sampling.top_k == 2**31 - 1
+    answer = api.post("/v1/completions", {"prompt": "x", "logit_bias": {"1" * 5000: 1.0}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+
+
+def test_the_choices_of_one_request_take_turns(api: Api) -> None:
+    body = {"prompt": ["a", "b", "c"], "n": 100, "max_tokens": 2, "seed": 1}
+    choices = api.post("/v1/completions", body).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(300))
+    assert 1 < api.engine.max_live <= 32
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_object(api: Api) -> None:

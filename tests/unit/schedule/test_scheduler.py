@@ -1,9 +1,10 @@
 """The scheduler against toy stages: every request ends with the very tokens of plain decoding."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import settings
@@ -231,6 +232,11 @@ def test_a_resumed_request_goes_on_where_it_was() -> None:
 # Who is let in.
 
 
+def _with(**sampling: Any) -> Request:
+    request = _request()
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **sampling))
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
@@ -241,6 +247,10 @@ def test_a_resumed_request_goes_on_where_it_was() -> None:
         (_request(generated=[VOCAB_SIZE]), RequestError, f"token {VOCAB_SIZE}"),
         (_request(max_tokens=0), RequestError, "at least 1"),
         (_request(max_tokens=2, generated=(3, 3)), RequestError, "nothing is left"),
+        (_with(top_k=2**31), RequestError, "top_k is 2147483648: give 0 to"),
+        (_with(min_tokens=-1), RequestError, "min_tokens is -1"),
+        (_with(seed=2**63), RequestError, "64 bits"),
+        (_with(stop_token_ids=(VOCAB_SIZE,)), RequestError, "stop_token_ids has token"),
         (_request(max_tokens=30), RequestError, r"need 9 pages .* raise cache\.num_pages"),
     ],
 )
