@@ -116,16 +116,25 @@ class PeerLost(EngineError):
 class Moved(EngineError):
     """The stream ends here and is to go on elsewhere, from its tokens so far: no interruption.
 
-    `to` names the pipeline that waits for it; None: any but `by`. `strikes` are those it had there:
+    `to` names the pipeline that waits for it; None: any but `by`. Strikes are those it had there:
     see `types.Request`.
     """
 
-    def __init__(self, *, by: str, to: str | None, reason: str, strikes: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        by: str,
+        to: str | None,
+        reason: str,
+        strikes: int = 0,
+        telling_strikes: int = 0,
+    ) -> None:
         super().__init__(f"{by} hands its stream over to {to or 'another pipeline'}: {reason}")
         self.by = by
         self.to = to
         self.reason = reason
         self.strikes = strikes
+        self.telling_strikes = telling_strikes
 
 
 class Poisonous(EngineError):

@@ -96,6 +96,8 @@ class Request:
     """W3C trace context of the HTTP request this belongs to."""
     strikes: int = 0
     """How often an engine broke under it since its last token, wherever that was."""
+    telling_strikes: int = 0
+    """Of these, the ones that a request can have brought about."""
     submission: int = 0
     """Which of its stays in an engine this is, later ones being higher. Its emissions say it too:
     tokens of an earlier one may still be on their way."""

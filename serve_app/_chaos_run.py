@@ -140,8 +140,8 @@ class Breaker:
         self._links = links
         self._patience_s = patience_s
         self._afterwards: list[asyncio.Task[None]] = []
-        self._wounds: list[Callable[[], Awaitable[bool]]] = []
-        """Each says whether it has healed."""
+        self._wounds: list[tuple[int, Callable[[], Awaitable[bool]]]] = []
+        """The blows that dealt them; each says whether it has healed."""
         self.dealt = Dealt()
 
     async def run(self, plan: Iterator[Planned], *, until: asyncio.Event, say: Say) -> None:
@@ -177,7 +177,9 @@ class Breaker:
                 return True
             waited_s = time.monotonic() - began_s
             if waited_s > self._patience_s and await self._service.is_whole():
-                self.dealt.unnoticed.append(self.dealt.blows[-1].number)
+                self.dealt.unnoticed += [
+                    number for number, healed in self._wounds if not await healed()
+                ]
                 self._wounds.clear()
                 return True
             if await _is_set_within(until, _POLL_S):
@@ -206,7 +208,7 @@ class Breaker:
         struck_s = time.monotonic()
         victim = await self._hit(planned, state, ledger)
         landed_s = time.monotonic()
-        self._wounds.append(lambda: self._is_past(state))
+        self._wounds.append((planned.number, lambda: self._is_past(state)))
         return Blow(
             number=planned.number,
             kind=planned.kind,
@@ -243,7 +245,7 @@ class Breaker:
         struck_s = time.monotonic()
         await self._kill(at, "router")
         landed_s = time.monotonic()
-        self._wounds.append(lambda: self._is_other_router(at))
+        self._wounds.append((planned.number, lambda: self._is_other_router(at)))
         return Blow(
             number=planned.number,
             kind=planned.kind,
@@ -290,12 +292,14 @@ class Breaker:
         return f"link of {host}, for {links.cut_s:g} s"
 
     async def _is_mended(self) -> bool:
-        return await self._service.is_whole() and all([await healed() for healed in self._wounds])
+        return await self._service.is_whole() and all(
+            [await healed() for _, healed in self._wounds]
+        )
 
     async def _is_past(self, struck: PipelineState) -> bool:
         """Whether the generation that was struck is no more."""
         states = await self._service.states()
-        return not any(
+        return bool(states) and not any(
             (s.pipeline, s.generation) == (struck.pipeline, struck.generation) for s in states
         )
 

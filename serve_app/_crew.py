@@ -214,11 +214,23 @@ class Crew:
         )
         await _all(
             [
-                drafter.ask("connect", operation, generation),
-                *[rank.ask("join", operation, generation) for rank in ranks],
+                self._take_part(drafter, "connect", operation, generation),
+                *[self._take_part(rank, "join", operation, generation) for rank in ranks],
             ]
         )
-        await drafter.ask("join", operation, generation)
+        await self._take_part(drafter, "join", operation, generation)
+
+    async def _take_part(
+        self, member: Member, method: str, operation: str, generation: Generation
+    ) -> None:
+        """Who fails by itself would fail the next generation too: its place is for another one."""
+        try:
+            await member.ask(method, operation, generation)
+        except (PeerLost, ConfigError):
+            raise
+        except EesdError:
+            self._broken.add(member.post.name)
+            raise
 
     async def trouble(self) -> EesdError:
         """Waits until this generation is broken, and says by whom."""
@@ -367,7 +379,13 @@ class Crew:
                         reason=f"its weights are not loaded after {timeout_s:g} s",
                     )
                 )
-            preparing.result()
+            try:
+                preparing.result()
+            except (PeerLost, ConfigError):
+                raise
+            except EesdError:  # it would fail again
+                self._dismiss(member)
+                raise
         finally:
             preparing.cancel()
             silence.cancel()

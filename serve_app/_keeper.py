@@ -12,7 +12,7 @@ loaded: nothing was interrupted by that, and nothing is held against anyone.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, 
 from eesd_dist.routing.directory import PipelineReport, Promotion
 from serve_app._crew import Crew
 from serve_app._members import Member, Members, Recruiting
-from serve_app._placement import gpus_per_rank, posts_of
-from serve_app._places import places_for
+from serve_app._placement import Post, gpus_per_rank, posts_of
+from serve_app._places import Places, places_for
 from serve_app._streams import Streams
 from serve_app._suspicion import Patience
 from serve_app.config import ServiceConfig
@@ -228,13 +228,7 @@ class Keeper:
 
     async def _recruit(self) -> Crew:
         engine = self._config.engine
-        posts = posts_of(
-            self._config.placement,
-            num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
-            num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
-            gpus_per_rank=_gpus_per_rank(engine),
-        )
-        places = await places_for(posts, placement=self._config.placement, name=self._pipeline)
+        posts, places = await self._placed()
         recruiting = Recruiting(
             pipeline=self._pipeline,
             engine=engine,
@@ -247,6 +241,27 @@ class Keeper:
         if self._promotion is not None:
             crew.recruit_with_head(self._promotion.head)
         return crew
+
+    async def _placed(self) -> tuple[Sequence[Post], Places]:
+        """Nodes may join while room is waited for: with other GPUs than were counted on, all is
+        asked for anew."""
+        engine, placement = self._config.engine, self._config.placement
+        gpus = _gpus_per_rank(engine)
+        while True:
+            posts = posts_of(
+                placement,
+                num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
+                num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
+                gpus_per_rank=gpus,
+            )
+            places = await places_for(posts, placement=placement, name=self._pipeline)
+            counted, gpus = gpus, _gpus_per_rank(engine)
+            if counted == gpus:
+                return posts, places
+            logger.info(
+                "placed anew: pipeline=%s gpus_per_rank=%g, was %g", self._pipeline, gpus, counted
+            )
+            places.remove()
 
     async def _form(self, crew: Crew) -> None:
         """Tries until it succeeds, while it is not the configuration that is to blame."""

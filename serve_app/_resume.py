@@ -78,7 +78,11 @@ async def resumed(
             if max_moves == 0:
                 raise
             is_resumed = True
-            request = replace(request, strikes=max(request.strikes, error.strikes))
+            request = replace(
+                request,
+                strikes=max(request.strikes, error.strikes),
+                telling_strikes=max(request.telling_strikes, error.telling_strikes),
+            )
             num_moves += 1
             moved_since_s = moved_since_s or time.monotonic()
             if num_moves <= max_moves:
@@ -133,6 +137,6 @@ def _as_first_seen(emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
 
 def _with_tokens(request: Request, emissions: tuple[Emission, ...]) -> Request:
     new = tuple(token for emission in emissions for token in emission.tokens)
-    return replace(
-        request, generated=request.generated + new, strikes=0 if new else request.strikes
-    )
+    if not new:
+        return request
+    return replace(request, generated=request.generated + new, strikes=0, telling_strikes=0)

@@ -189,7 +189,8 @@ class ServiceClient:
             is_over = False
             if isinstance(error, PROCESS_LOST) and pipeline is not None:
                 self._steering.lost(pipeline)
-            self._let_go(request.request_id, attempt, at=target)
+            if isinstance(error, ray.exceptions.ActorUnavailableError):
+                self._let_go(request.request_id, attempt, at=target)
             yield _ours(error)
         except EesdError as error:
             if isinstance(error, PeerLost) and pipeline is not None:
@@ -204,7 +205,7 @@ class ServiceClient:
                 responses.cancel()
 
     def _let_go(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
-        """Ray cancels no call that has failed, and behind the link that failed it may go on."""
+        """Ray cancels no call that has failed, and behind a link that failed it may go on."""
         if at is not None:
             self._errands.add(task := asyncio.ensure_future(self._told(request_id, attempt, at)))
             task.add_done_callback(self._errands.discard)

@@ -201,7 +201,7 @@ class Streams:
         await self._displace(request_id, attempt=attempt, sender=sender)
         reader = _Reader(attempt=attempt, sender=sender, task=asyncio.current_task())
         self._live[request_id] = reader
-        self._suspicion.came(request_id, strikes=request.strikes)
+        self._suspicion.came(request_id, strikes=request.strikes, telling=request.telling_strikes)
         parts = resumed(
             request,
             source=self._submitted,
@@ -357,8 +357,13 @@ class Streams:
             raise self._moved(request_id, self._leaving)
 
     def _moved(self, request_id: RequestId, reason: str) -> Moved:
-        strikes = self._suspicion.strikes(request_id)
-        return Moved(by=self._pipeline, to=None, reason=reason, strikes=strikes)
+        return Moved(
+            by=self._pipeline,
+            to=None,
+            reason=reason,
+            strikes=self._suspicion.strikes(request_id),
+            telling_strikes=self._suspicion.telling(request_id),
+        )
 
     def _patience_left_s(self, request_id: RequestId, since_s: float) -> float:
         """How long the present state of things is borne with."""

@@ -63,13 +63,16 @@ class Suspicion:
     def strikes(self, request_id: RequestId) -> int:
         return self._strikes[request_id]
 
+    def telling(self, request_id: RequestId) -> int:
+        return self._telling[request_id]
+
     def is_suspect(self, request_id: RequestId) -> bool:
         return self._strikes[request_id] >= self._suspect_after
 
-    def came(self, request_id: RequestId, *, strikes: int = 0) -> None:
+    def came(self, request_id: RequestId, *, strikes: int = 0, telling: int = 0) -> None:
         """A stream, from elsewhere with the strikes it has there. It is outside."""
         self._strikes[request_id] = strikes
-        self._telling[request_id] = strikes
+        self._telling[request_id] = telling
 
     def left(self, request_id: RequestId) -> None:
         """The stream has ended, wherever it was."""

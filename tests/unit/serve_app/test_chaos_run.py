@@ -51,3 +51,25 @@ def test_a_link_is_mended_although_the_first_attempt_fails(
     asyncio.run(run_without_blows(one, lambda: _chaos_run._mend_later(links, "h")))
     assert one.dealt.missed == []
     assert second.exists()
+
+
+class WholeService(NoService):
+    """It is whole, whatever was done to it."""
+
+    async def is_whole(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("num_wounds", [0, 2])
+def test_a_blow_that_nobody_noticed_is_told_by_its_own_number(num_wounds: int) -> None:
+    one = Breaker(WholeService(), signals=SignalsByCommand("true"), links=None, patience_s=-1.0)
+
+    async def says(answer: bool) -> bool:
+        return answer
+
+    async def run() -> bool:
+        one._wounds = [(7, lambda: says(False)), (8, lambda: says(True))][:num_wounds]
+        return await one._wait_until_mended(asyncio.Event())
+
+    assert asyncio.run(run())
+    assert one.dealt.unnoticed == [7][:num_wounds]

@@ -1,21 +1,26 @@
 """A keeper whose crew is in this process, and what it does when the crew cannot be mended."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eesd_dist.actors.contracts import Generation, Stages
+from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from serve_app import _keeper, _places
 from serve_app._crew import Crew
 from serve_app._keeper import Keeper, _may_be_a_request
 from serve_app._placement import Post
+from serve_app._places import Places
 from serve_app.config import service_config
 from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import held, toy_stages
+from tests.support.toy_stages import ToyRank, ToyStages, held, toy_stages
 from tests.unit.serve_app.test_stand_in import _Here, _kills_here, _request
 
 __all__ = ["_kills_here"]
@@ -282,5 +287,69 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
                 await asyncio.sleep(0.01)
         await keeper.stopped()
         await crew.stop()
+
+    asyncio.run(run())
+
+
+class _Broken(ToyStages):
+    """A process that can take part in no generation."""
+
+    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+        raise OSError("too many open files")
+
+
+def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_not(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        made: list[Stages] = []
+
+        def stages(config: EngineConfig, tracing: Tracing) -> Stages:
+            made.append(_Broken(config) if not made else ToyStages(config))
+            return made[-1]
+
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        as_configured = crew.members.recruiting
+        posts = {post.name: post for post in crew.members.posts}
+        crew.members.recruiting = replace(as_configured, stages=stages)
+        await crew.members.fill(posts["verify rank 1"], "test")
+        await crew.members.fill(posts["verify rank 0"], "test")
+        broken, healthy = crew.handle("verify rank 1"), crew.handle("verify rank 0")
+        keeper = _Keeper(crew, tmp_path)
+        await asyncio.wait_for(keeper.check(), 10.0)
+        assert crew.handle("verify rank 0") is healthy
+        assert crew.handle("verify rank 1") is not broken
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter([0.0, 1.0, 1.0])
+    asked: list[list[float]] = []
+    removed: list[Places] = []
+
+    class Room(Places):
+        def remove(self) -> None:
+            removed.append(self)
+
+    async def places_for(posts: Sequence[Post], *, placement: object, name: str) -> Places:
+        asked.append([post.resources.get("GPU", 0.0) for post in posts])
+        return Room([], name=name)
+
+    monkeypatch.setattr(_keeper, "_gpus_per_rank", lambda engine: next(counted))
+    monkeypatch.setattr(_keeper, "places_for", places_for)
+
+    async def run() -> None:
+        keeper = _Keeper(EngineError("no crew in this test"), tmp_path)
+        posts, places = await keeper._placed()
+        assert asked == [[0.0] * 3, [1.0] * 3]
+        assert [post.resources["GPU"] for post in posts] == [1.0] * 3
+        assert len(removed) == 1
+        assert removed[0] is not places
+        await keeper.stopped()
 
     asyncio.run(run())

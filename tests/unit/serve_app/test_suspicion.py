@@ -101,9 +101,18 @@ def test_one_that_is_alone_from_the_first_is_refused_after_two_engines() -> None
 def test_a_stream_brings_its_strikes_from_elsewhere() -> None:
     suspicion = Suspicion()
     (a,) = _ids("a")
-    suspicion.came(a, strikes=1)
+    suspicion.came(a, strikes=1, telling=1)
     suspicion.enter(a)
     assert suspicion.broke(keeps_streams=False).refused == a
+
+
+def test_a_link_that_was_lost_elsewhere_is_not_held_against_a_stream() -> None:
+    suspicion = Suspicion()
+    (a,) = _ids("a")
+    suspicion.came(a, strikes=1, telling=0)
+    suspicion.enter(a)
+    assert suspicion.broke(keeps_streams=False).refused is None
+    assert (suspicion.strikes(a), suspicion.telling(a)) == (2, 1)
 
 
 def test_a_suspect_that_leaves_does_not_hold_up_the_others() -> None:
