@@ -42,23 +42,27 @@ def measure_cost(
 ) -> CostModel:
     """Seconds of drafting and verifying, for one request and for batches of up to `max_running`.
 
+    Drafts that fit into neither the pages nor the positions are not rehearsed: they are taken to
+    cost what the longest does that fits.
+
     Lower quartiles: on a shared machine whatever disturbs a run makes it longer. What is left of
     the noise must not look like a free row, so that times over rising counts never fall.
     """
     longest = max_draft_tokens + 1
     num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
-    place = _Place(
-        start=max(0, num * page_size - longest - page_size // 2),
-        pages=tuple(PageId(page) for page in range(num)),
-    )
+    positions = draft.span.spec.max_position_embeddings
+    start = max(0, min(num * page_size - page_size // 2, positions) - longest)
+    place = _Place(start=start, pages=tuple(PageId(page) for page in range(num)))
+    fitting = min(longest, min(num * page_size, positions) - start)
     bench = _Bench(draft=draft, channel=channel, place=place, generation=generation)
     sizes = _batch_sizes(max_running)
-    verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, longest + 1)])
+    verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, fitting + 1)])
+    verify_s += [verify_s[-1]] * (longest - fitting)
     request_s = bench.request_s(min(8, max_running), verify_s)
-    batches = [bench.verify_s([longest] * size) - request_s * (size - 1) for size in sizes]
+    batches = [bench.verify_s([fitting] * size) - request_s * (size - 1) for size in sizes]
     known_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
     # A draft of a few tokens, since the first one differs: the exit head sees the known row too.
-    length = min(4, max_draft_tokens)
+    length = min(4, max_draft_tokens, fitting - 1)
     drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
     steps_s = isotonic(
         [max(d - k, 0.0) / max(length, 1) for d, k in zip(drafts_s, known_s, strict=True)]
@@ -72,7 +76,7 @@ def measure_cost(
         guess_s=min(max(guess_s, 0.0), steps_s[0]),
         request_s=request_s,
         verify_rows_s=tuple(
-            (longest * size, max(seconds, verify_s[-1]))
+            (fitting * size, max(seconds, verify_s[-1]))
             for size, seconds in zip(sizes, isotonic(batches), strict=True)
         ),
         draft_rows_s=tuple(zip(sizes, steps_s[1:], strict=True)),

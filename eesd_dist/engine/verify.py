@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import Numerics
+from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
@@ -101,35 +102,47 @@ class VerifyStage:
             hidden_TD = hidden_TD[torch.tensor(sampled, device=hidden_TD.device)]
         logits_SV = self.span.logits(hidden_TD)
         rules = [rule for segment in header.segments for rule in rules_of(segment)]
-        choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
+        choice = choose(
+            logits_SV,
+            rules,
+            group=self.group,
+            vocab_start=self.span.vocab_start,
+            joined=self._joined,
+        )
         tokens = np.asarray(choice.tokens, dtype=np.int32)
+        logprobs = np.asarray(choice.logprobs, dtype=np.float32)
         accepted = _NO_INTS
         if header.wants_rejection:
             if draft_probs_KV is None:  # nobody drafted: every token is drawn from the target
                 draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
-            judged = self._reject(header.segments, logits_SV, draft_probs_KV, rules)
+            full_SV = self._joined(logits_SV)
+            judged = self._reject(header.segments, full_SV, draft_probs_KV, rules)
             tokens, accepted = judged.tokens, judged.accepted
+            if logprobs.size:  # they are those of other tokens
+                logprobs = _logprobs_of(tokens, full_SV)
         took_s = time.perf_counter() - started
         return VerifyReply(
             round_id=header.round_id,
             tokens=tokens,
             accepted=accepted,
-            logprobs=np.asarray(choice.logprobs, dtype=np.float32),
+            logprobs=logprobs,
             top_ids=np.asarray(choice.top_ids, dtype=np.int32),
             top_logprobs=np.asarray(choice.top_logprobs, dtype=np.float32),
             verify_s=took_s,
             received_to_sent_s=took_s,
         )
 
+    def _joined(self, logits_RV: Tensor) -> Tensor:
+        return joined_over_ranks(logits_RV, self.group, count=self.span.spec.vocab_size)
+
     def _reject(
         self,
         segments: tuple[Segment, ...],
-        logits_SV: Tensor,
+        full_SV: Tensor,
         draft_probs_KV: Tensor,
         rules: list[RowRule],
     ) -> "_Judged":
         """Rejection sampling over each drafted chain (the published baseline)."""
-        full_SV = torch.cat(self.group.all_gather(logits_SV.contiguous()), dim=-1)
         drafts = [
             segment.tokens[segment.num_rows - segment.num_sampled + 1 :]
             for segment in segments
@@ -152,6 +165,14 @@ class VerifyStage:
 class _Judged(NamedTuple):
     tokens: "np.typing.NDArray[np.int32]"
     accepted: "np.typing.NDArray[np.int32]"
+
+
+def _logprobs_of(
+    tokens: "np.typing.NDArray[np.int32]", full_SV: Tensor
+) -> "np.typing.NDArray[np.float32]":
+    tokens_S1 = torch.from_numpy(tokens).to(full_SV.device, torch.int64).unsqueeze(-1)
+    logprobs_S1 = full_SV.log_softmax(dim=-1).gather(-1, tokens_S1)
+    return logprobs_S1.squeeze(-1).cpu().numpy().astype(np.float32)
 
 
 def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:

@@ -9,7 +9,7 @@ two channels that a rotation mixes are neighbours.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,6 +28,10 @@ from eesd_dist.transport.contracts import TensorGroup
 # G queries per KV head, E channels of a head, O rows of a fused weight, P pairs of channels.
 Attend = Callable[[Tensor], Tensor]
 """heads_THE -> mixed_TD: keeps the keys and values, lets the queries look at theirs."""
+
+
+_GRAIN = 32768
+"""Fewer elements than these torch never splits among threads."""
 
 
 class RmsNorm:
@@ -89,13 +93,15 @@ class DecoderLayer:
             heads_THE = self._rotated(heads_THE, rotation_T1P)
         x_TD = x_TD + self.output(attend(heads_THE))
         gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(functional.silu(gate_TI).mul_(up_TI))
+        return x_TD + self.down(_silu(gate_TI).mul_(up_TI))
 
     def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
         """Turns queries and keys to their positions; the fused product is ours alone."""
         num_rows, num_heads, head_dim = heads_THE.shape
         pairs_THP = torch.view_as_complex(heads_THE.view(num_rows, num_heads, head_dim // 2, 2))
-        pairs_THP.narrow(1, 0, num_heads - self.num_kv_heads).mul_(rotation_T1P)
+        turned_THP = pairs_THP.narrow(1, 0, num_heads - self.num_kv_heads)
+        for rows in _row_blocks(turned_THP):
+            turned_THP[rows].mul_(rotation_T1P[rows])
 
     def _rotated(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
         num_rows, num_heads, head_dim = heads_THE.shape
@@ -104,10 +110,31 @@ class DecoderLayer:
         values_THE = heads_THE.narrow(1, num_turned, self.num_kv_heads)
         if self.head_norm is not None:
             turned_THE = self.head_norm(turned_THE)
-        paired = turned_THE.float().reshape(num_rows, -1, head_dim // 2, 2)
-        pairs_THP = torch.view_as_complex(paired) * rotation_T1P
+        paired = turned_THE.to(torch.float32, copy=True).reshape(num_rows, -1, head_dim // 2, 2)
+        pairs_THP = torch.view_as_complex(paired)
+        for rows in _row_blocks(pairs_THP):
+            pairs_THP[rows].mul_(rotation_T1P[rows])
         turned_THE = torch.view_as_real(pairs_THP).flatten(2).to(heads_THE.dtype)
         return torch.cat([turned_THE, values_THE], dim=1)
+
+
+def _silu(x_TI: Tensor) -> Tensor:
+    parts = [functional.silu(x_TI[rows]) for rows in _row_blocks(x_TI)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _row_blocks(x: Tensor) -> Iterable[slice]:
+    """All rows, in runs that a thread computes alone, or one by one.
+
+    Where torch splits a longer range among threads, elements at the seams are computed by another
+    routine, which may round otherwise: where the seams lie must not depend on the rows beside one.
+    """
+    num_rows = x.shape[0]
+    is_whole = x.is_cuda or x.requires_grad or torch.get_num_threads() == 1
+    if is_whole or x.numel() < _GRAIN:
+        return (slice(num_rows),)
+    step = max(1, (_GRAIN - 1) // x[0].numel())
+    return (slice(first, first + step) for first in range(0, num_rows, step))
 
 
 class LayerWeights(nn.Module):

@@ -14,13 +14,14 @@ Shapes: S sampled rows, F rows that need the whole vocabulary, V columns of the 
 alternatives, G ranks, W numbers that a rank tells the others of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eesd_dist.sampling.evidence import Certainty, evidence_of
 from eesd_dist.sampling.noise import gumbel, noise_key
@@ -90,12 +91,16 @@ def choose(
     *,
     group: TensorGroup | None = None,
     vocab_start: int = 0,
+    joined: Callable[[Tensor], Tensor] = lambda x_SV: x_SV,
 ) -> Choice:
-    """The rule, on float32 logits of this rank's shard; every rank returns the same Choice."""
+    """The rule, on float32 logits of this rank's shard; every rank returns the same Choice.
+
+    `joined`: all columns of rows of which each rank has its shard's, which may differ in width.
+    """
     assert len(rules) == logits_SV.shape[0], "one rule per row"
     if group is None or group.size == 1:
         return _choose_alone(logits_SV, rules)
-    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start)
+    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start, joined=joined)
 
 
 def draft_choice(
@@ -201,7 +206,12 @@ def _silent_choice(tokens: npt.NDArray[np.int64]) -> Choice:
 
 
 def _choose_together(
-    logits_SV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup, vocab_start: int
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    *,
+    group: TensorGroup,
+    vocab_start: int,
+    joined: Callable[[Tensor], Tensor],
 ) -> Choice:
     """Local maxima, one exchange of a few numbers per row, and whole rows only for filters."""
     columns = Shard(start=vocab_start, size=logits_SV.shape[-1])
@@ -210,7 +220,7 @@ def _choose_together(
     # score, token and raw logit of the best candidate of each row; float64 holds all three
     best_S3 = torch.empty(len(rules), 3, dtype=torch.float64, device=logits_SV.device)
     if full:
-        whole_FV = torch.cat(group.all_gather(logits_SV[full].contiguous()), dim=-1)
+        whole_FV = joined(logits_SV[full])
         best_S3[full] = _best(whole_FV, [rules[r] for r in full], _columns_of(whole_FV, None))
     if local:
         best_S3[local] = _best(logits_SV[local], [rules[r] for r in local], columns, vocab_start)
@@ -236,10 +246,13 @@ def _best(
 
 
 def _report(logits_SV: Tensor, num_top: int, vocab_start: int) -> Tensor:
-    """What log-probabilities need of a shard: its logsumexp, its largest logits and their ids."""
+    """What log-probabilities need of a shard: its logsumexp, its largest logits and their ids, as
+    many from every rank."""
     best = logits_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
-    ids_Sn = best.indices + vocab_start
-    return torch.cat([log_total(logits_SV).double(), best.values.double(), ids_Sn.double()], dim=-1)
+    missing = (0, num_top - best.values.shape[-1])
+    values_Sn = functional.pad(best.values.double(), missing, value=-torch.inf)
+    ids_Sn = functional.pad((best.indices + vocab_start).double(), missing)
+    return torch.cat([log_total(logits_SV).double(), values_Sn, ids_Sn], dim=-1)
 
 
 def _reported_choice(
@@ -250,8 +263,8 @@ def _reported_choice(
     num_top: int,
 ) -> Choice:
     total_S = np.logaddexp.reduce(report_GSW[:, :, 0], axis=0)
-    per_shard = (report_GSW.shape[-1] - 1) // 2
-    values_GSn, ids_GSn = np.split(report_GSW[:, :, 1:], [per_shard], axis=-1)
+    values_GSn, ids_GSn = np.split(report_GSW[:, :, 1:], [num_top], axis=-1)
+    num_top = min(num_top, int(np.isfinite(values_GSn).sum(axis=(0, 2)).min()))
     top_ids, top_logits = _ordered(
         np.concatenate(list(ids_GSn), axis=-1), np.concatenate(list(values_GSn), axis=-1)
     )

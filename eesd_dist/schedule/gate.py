@@ -29,7 +29,6 @@ class Gate:
         self._check_vocabulary((*request.prompt, *request.generated), param="prompt")
         biased = (token for token, _ in request.sampling.logit_bias)
         self._check_vocabulary(biased, param="logit_bias")
-        self._check_vocabulary(request.sampling.stop_token_ids, param="stop_token_ids")
         self._check_numbers(request.sampling)
         self._check_pages(request)
 
@@ -64,6 +63,12 @@ class Gate:
         for param, number in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens)):
             if not 0 <= number <= _LARGEST:
                 raise RequestError(f"{param} is {number}: give 0 to {_LARGEST}", param=param)
+        # A checkpoint may name end tokens that its model never chooses: these do no harm.
+        if any(not 0 <= token <= _LARGEST for token in sampling.stop_token_ids):
+            raise RequestError(
+                f"stop_token_ids are {list(sampling.stop_token_ids)}: give 0 to {_LARGEST}",
+                param="stop_token_ids",
+            )
         if not -_NUM_SEEDS // 2 <= sampling.seed < _NUM_SEEDS // 2:
             raise RequestError(f"seed is {sampling.seed}: give one of 64 bits", param="seed")
 

@@ -33,6 +33,7 @@ class ThreadGroup:
         self._slots[self._rank] = x.clone()
         self._barrier.wait(WAIT_S)
         gathered = list(self._slots)
+        assert all(part.shape == x.shape for part in gathered), "real groups need equal shapes"
         self._barrier.wait(WAIT_S)
         return gathered
 

@@ -172,6 +172,19 @@ def test_a_cached_prefix_changes_nothing(make_config: MakeConfig) -> None:
     assert cached_again == 64
 
 
+def test_log_probabilities_under_rejection_sampling_are_those_of_the_tokens_that_left(
+    make_config: MakeConfig,
+) -> None:
+    rejection = SpeculationConfig(max_draft_tokens=4, acceptance="rejection")
+    llm = LLM(make_config("sometimes", speculation=rejection))
+    sampling = SamplingParams(temperature=1.0, max_tokens=24, top_logprobs=96)
+    for mode in ("auto", "off"):
+        batch = requests(3, sampling, SpeculationParams(mode=mode), mode)
+        for generation in llm.generate(batch):
+            for token, told in zip(generation.tokens, generation.logprobs, strict=True):
+                assert told.logprob == pytest.approx(dict(told.top)[token], abs=1e-5)
+
+
 def test_rejection_sampling_is_exact_at_temperature_zero(make_config: MakeConfig) -> None:
     rejection = SpeculationConfig(max_draft_tokens=4, acceptance="rejection")
     for head in ("sometimes", "truncated"):

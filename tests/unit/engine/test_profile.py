@@ -53,6 +53,22 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
     assert cost.verify_batch(144, 24) > cost.verify_batch(6)
 
 
+@pytest.mark.parametrize(("page_size", "num_pages"), [(128, 8), (4, 2), (250, 1)])
+def test_the_profile_rehearses_what_fits_into_the_pages_and_the_positions(
+    page_size: int, num_pages: int, make_config: MakeConfig
+) -> None:
+    speculation = SpeculationConfig(max_draft_tokens=8)
+    scheduler = SchedulerConfig(prefill_chunk=24, max_running=2)
+    llm = LLM(
+        make_config(
+            page_size=page_size, num_pages=num_pages, speculation=speculation, scheduler=scheduler
+        )
+    )
+    cost = llm.engine.cost
+    assert cost is not None
+    assert len(cost.verify_s) == 9
+
+
 def test_a_pinned_cost_model_is_taken_instead_of_measuring(
     make_config: MakeConfig, cost_file: Path
 ) -> None:

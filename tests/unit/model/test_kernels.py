@@ -14,6 +14,7 @@ from eesd_dist.model.kernels import (
     padded_rows,
     rows_are_independent,
 )
+from eesd_dist.model.layer import _row_blocks, _silu
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -85,3 +86,36 @@ def test_rows_are_padded_to_counts_the_check_has_answered_for() -> None:
 def test_a_gpu_sees_few_row_counts() -> None:
     counts = {padded_rows(rows, numerics="invariant", device=CUDA) for rows in range(1, 513)}
     assert counts == {16, 32, 64, 128, 256, 512}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("width", [1408, 40_001])
+def test_a_row_has_the_same_gate_however_many_threads_and_rows_there_are(
+    num_threads: int, width: int
+) -> None:
+    x_TI = torch.randn(64, 2 * width, generator=torch.Generator().manual_seed(1)).chunk(2, -1)[0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = _silu(x_TI)
+        for first, count in ((0, 1), (0, 50), (13, 7), (50, 14)):
+            alone = _silu(x_TI[first : first + count])
+            assert torch.equal(together[first : first + count], alone)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(together, torch.nn.functional.silu(x_TI))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_rows_are_computed_in_runs_that_no_thread_cuts(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for shape in ((100, 7, 300), (5, 40_000), (0, 4), (3, 4)):
+            x = torch.empty(shape)
+            runs = list(_row_blocks(x))
+            assert [i for run in runs for i in range(shape[0])[run]] == list(range(shape[0]))
+            if num_threads > 1:
+                assert all(x[run].shape[0] == 1 or x[run].numel() < 32768 for run in runs)
+    finally:
+        torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eesd_dist.model.parallel import joined_over_ranks, part_of
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     Choice,
@@ -147,14 +148,37 @@ def test_the_noise_of_a_row_does_not_depend_on_the_greedy_rows_beside_it() -> No
 
 
 def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) -> list[Choice]:
-    width = logits_SV.shape[-1] // num_ranks
+    count = logits_SV.shape[-1]
 
     def on_rank(group: TensorGroup) -> Choice:
-        start = group.rank * width
-        shard_SV = logits_SV[:, start : start + width]
-        return choose(shard_SV, rules, group=group, vocab_start=start)
+        part = part_of(count, group.rank, num_ranks)
+        return choose(
+            logits_SV[:, part.start : part.stop],
+            rules,
+            group=group,
+            vocab_start=part.start,
+            joined=partial(joined_over_ranks, group=group, count=count),
+        )
 
     return on_ranks(num_ranks, on_rank)
+
+
+@pytest.mark.parametrize("num_columns", [97, 21, 3])
+def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(num_columns: int) -> None:
+    rules = [
+        replace(each, top_logprobs=20)
+        for each in (
+            rule(SamplingParams(temperature=0.0)),
+            rule(SamplingParams(temperature=0.8, seed=3)),
+            rule(SamplingParams(temperature=0.8, top_p=0.9)),
+        )
+    ]
+    logits_SV = random_logits(4, len(rules), num_columns)
+    alone = choose(logits_SV, rules)
+    for choice in choose_on_shards(logits_SV, rules, 2):
+        assert choice.tokens.tolist() == alone.tokens.tolist()
+        assert choice.top_ids.tolist() == alone.top_ids.tolist()
+        np.testing.assert_allclose(choice.top_logprobs, alone.top_logprobs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
