@@ -282,6 +282,11 @@ class Stages(Protocol):
         """Opens the drafting actor's connection; verify rank 0 opens its end at the same time."""
         ...
 
+    def disconnect(self) -> None:
+        """Ends what is being connected, here or in a join, and what `connect_draft` has connected
+        for no member yet. From any thread."""
+        ...
+
     def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
         """Takes the drafting part, once every verify rank is ready for rounds.
 

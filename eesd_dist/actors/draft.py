@@ -28,6 +28,7 @@ from eesd_dist.actors.contracts import (
     PageLink,
     RouterAdvice,
     RouterNews,
+    Stages,
     StagesFactory,
     StepLike,
     StreamItem,
@@ -93,6 +94,16 @@ class _Membership:
         return await self.thread.ended_within(_ABORT_WAIT_S)
 
 
+class _Connected:
+    """What stages have connected, until a member has it."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def abort(self) -> None:
+        self._stages.disconnect()
+
+
 class DraftActor:
     """One per pipeline. Its methods run in the actor's event loop, the rounds in a thread."""
 
@@ -149,7 +160,12 @@ class DraftActor:
 
     async def connect(self, generation: Generation) -> None:
         """First half of a generation's start: while the verify ranks join and load."""
-        await asyncio.to_thread(self._stages.connect_draft, generation)
+
+        def connect() -> _Connected:
+            self._stages.connect_draft(generation)
+            return _Connected(self._stages)
+
+        await self._joining.enter(generation, connect)
 
     async def join(self, generation: Generation) -> None:
         """Second half, when they are ready for rounds: starts turning them."""
@@ -188,9 +204,11 @@ class DraftActor:
         return membership is None or await membership.halt()
 
     async def leave(self) -> bool:
-        """Ends the part in this generation; False when its loop or load cannot be stopped."""
+        """Ends the part in this generation; False when its loop, load or connecting cannot be
+        stopped."""
         membership = self._membership
         self._membership = None
+        self._stages.disconnect()
         has_left = await self._joining.leave()
         return has_left and (membership is None or await membership.stop())
 

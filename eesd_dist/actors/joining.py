@@ -1,8 +1,8 @@
 """One join at a time, and none that outlives its generation.
 
-Loading weights blocks a thread that nobody can stop. Here stands which generation was asked for
-last and whether it has been left, so that two loads never run side by side and one that ends too
-late is thrown away. What is loaded is none of its business.
+Loading weights blocks a thread that nobody can stop, and so may connecting. Here stands which
+generation was asked for last and whether it has been left, so that two loads never run side by side
+and one that ends too late is thrown away. What is loaded is none of its business.
 """
 
 import asyncio

@@ -132,6 +132,7 @@ class RankActor:
         """Ends the part in this generation; False when its loop or load cannot be stopped."""
         membership = self._membership
         self._membership = None
+        self._stages.disconnect()
         has_left = await self._joining.leave()
         return has_left and (membership is None or await membership.stop())
 

@@ -47,7 +47,7 @@ from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
-from eesd_dist.errors import CheckpointError, ConfigError, EngineError, PeerLost
+from eesd_dist.errors import CheckpointError, ConfigError, EngineError
 from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.schedule.lending import KvLayout
@@ -56,7 +56,7 @@ from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel
 from eesd_dist.transport.command_stream import DistCommandSink, DistCommandSource
 from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyChannel, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
 from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
 from eesd_dist.transport.through_host import OntoDevice, ThroughHost
 from eesd_dist.types import Request, RequestId, SpoolCounts
@@ -116,8 +116,10 @@ class EngineStages:
         """The same to the other ranks of the draft stage; None where there are none."""
         self._leading: tuple[LatestGroup, DistCommandSink] | None = None
         """What the present engine reaches them by; None where there are none."""
-        self._newest = 0
-        """The latest generation that was connected to."""
+        self._connecting: Address | None = None
+        """The store where groups are being built; None while they are not."""
+        self._unjoined: list[ProcessGroup] = []
+        """These two, until a member has them."""
         self._engine: EngineCore | None = None
         """None until the first generation has come about, and while a new one is built."""
         self._verify: tuple[VerifyStage, LatestGroup] | None = None
@@ -152,17 +154,21 @@ class EngineStages:
                 self._known_cost = None if cost is None else CostModel.from_json(cost)
 
     def connect_draft(self, generation: Generation) -> None:
-        self._newest = max(self._newest, generation.number)
-        group = self._join(generation, "rounds", 0, (_DRAFTER, "verify rank 0"))
-        draft_group = None
-        if generation.num_draft_ranks > 1:
-            draft_group = self._join_stage(generation, "draft", rank=0)
-        if generation.number < self._newest:  # it has waited for a peer for too long
-            for joined in (group, draft_group):
-                if joined is not None:
-                    joined.abort("a newer generation began")
-            raise PeerLost(peer=_DRAFTER, operation="connect", reason="a newer generation began")
-        self._rounds, self._draft_group = group, draft_group
+        self.disconnect()
+        with _all_or_none() as groups:
+            groups.append(self._join(generation, "rounds", 0, (_DRAFTER, "verify rank 0")))
+            if generation.num_draft_ranks > 1:
+                groups.append(self._join_stage(generation, "draft", rank=0))
+        self._unjoined = groups
+        self._rounds, *followed = groups
+        self._draft_group = followed[0] if followed else None
+
+    def disconnect(self) -> None:
+        store = self._connecting
+        if store is not None:
+            leave_store(store.host, store.port)
+        for group in self._unjoined:
+            group.abort("its generation was not joined")
 
     def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
         group = self._rounds
@@ -180,6 +186,7 @@ class EngineStages:
                 self._lead_on()
                 self._engine.attach(channel, generation=generation.number)
             groups = [group] if self._draft_group is None else [group, self._draft_group]
+            self._unjoined = []
             return _Drafting(self._engine, groups)
 
     def _lead_on(self) -> None:
@@ -269,19 +276,19 @@ class EngineStages:
 
     def join_verify(self, generation: Generation, *, rank: int) -> RankMember:
         self._page_moves.enter(generation.number)
-        groups: list[ProcessGroup] = []
-        if rank == 0:
-            groups.append(self._join(generation, "rounds", 1, (_DRAFTER, "verify rank 0")))
-        tensor_group: SingleGroup | ProcessGroup = SingleGroup()
-        if generation.num_verify_ranks > 1:
-            tensor_group = self._join_stage(generation, "verify", rank=rank)
-            groups.append(tensor_group)
-        stage = self._verify_stage_in(tensor_group)
-        # Built now: from here on the drafting actor may send.
-        source: RoundSource | None = DistRoundSource(groups[0]) if rank == 0 else None
-        if source is not None and generation.stands_in:
-            source = OntoDevice(source, layout_of(self._config).device)
-        return _Verifying(stage, groups, source=source, rank=rank, tracing=self._tracing)
+        with _all_or_none() as groups:
+            if rank == 0:
+                groups.append(self._join(generation, "rounds", 1, (_DRAFTER, "verify rank 0")))
+            tensor_group: SingleGroup | ProcessGroup = SingleGroup()
+            if generation.num_verify_ranks > 1:
+                tensor_group = self._join_stage(generation, "verify", rank=rank)
+                groups.append(tensor_group)
+            stage = self._verify_stage_in(tensor_group)
+            # Built now: from here on the drafting actor may send.
+            source: RoundSource | None = DistRoundSource(groups[0]) if rank == 0 else None
+            if source is not None and generation.stands_in:
+                source = OntoDevice(source, layout_of(self._config).device)
+            return _Verifying(stage, groups, source=source, rank=rank, tracing=self._tracing)
 
     def _verify_stage_in(self, group: SingleGroup | ProcessGroup) -> VerifyStage:
         """Weights are loaded for the first generation, and stay for those to come."""
@@ -307,14 +314,16 @@ class EngineStages:
 
     def join_draft_follower(self, generation: Generation, *, rank: int) -> RankMember:
         self._page_moves.enter(generation.number)
-        group = self._join_stage(generation, "draft", rank=rank)
-        with self._preparing:
-            if self._following is None:
-                self._following = self._load_follower(LatestGroup(group))
-        shard, heads, latest = self._following
-        latest.join(group)
-        shard.begin()
-        return _Following(shard, heads, group)
+        with _all_or_none() as groups:
+            group = self._join_stage(generation, "draft", rank=rank)
+            groups.append(group)
+            with self._preparing:
+                if self._following is None:
+                    self._following = self._load_follower(LatestGroup(group))
+            shard, heads, latest = self._following
+            latest.join(group)
+            shard.begin()
+            return _Following(shard, heads, group)
 
     def _load_follower(self, latest: LatestGroup) -> tuple[OwnShard, HeadShelf, LatestGroup]:
         heads = head_shelf(self._config, layout_of(self._config), latest)
@@ -381,20 +390,25 @@ class EngineStages:
     def _join(
         self, generation: Generation, name: str, rank: int, members: tuple[str, ...]
     ) -> ProcessGroup:
-        store = connect_store(
-            generation.store.host, generation.store.port, timeout_s=generation.timeout_s
-        )
-        return build_group(
-            store,
-            generation=generation.number,
-            name=name,
-            rank=rank,
-            size=len(members),
-            timeout_s=generation.timeout_s,
-            device=self._device_of(generation, name),
-            address=self._here,
-            members=members,
-        )
+        device = self._device_of(generation, name)
+        self._connecting = generation.store
+        try:
+            store = connect_store(
+                generation.store.host, generation.store.port, timeout_s=generation.timeout_s
+            )
+            return build_group(
+                store,
+                generation=generation.number,
+                name=name,
+                rank=rank,
+                size=len(members),
+                timeout_s=generation.timeout_s,
+                device=device,
+                address=self._here,
+                members=members,
+            )
+        finally:
+            self._connecting = None
 
     def _device_of(self, generation: Generation, group: str) -> torch.device:
         """Where tensors lie that this group sends. Raises what a bad checkpoint raises."""
@@ -492,6 +506,19 @@ class _Verifying:
             started_unix_s=time.time() - reply.verify_s,
             seconds=reply.verify_s,
         )
+
+
+@contextmanager
+def _all_or_none() -> Iterator[list[ProcessGroup]]:
+    """For the groups of one generation: where one of them or its member does not come about, the
+    others are of no use, and hold memory of a GPU."""
+    groups: list[ProcessGroup] = []
+    try:
+        yield groups
+    except BaseException:
+        for group in groups:
+            group.abort("its generation did not come about")
+        raise
 
 
 @contextmanager

@@ -9,7 +9,8 @@ order, in float32 for narrower types, whatever the size of the tensor. So all ra
 bits, and a row's sum does not depend on the rows beside it (`numerics: invariant`).
 
 RuntimeErrors of torch become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
-`_on_device`; what a computation raises after work was given up, in `names_who_is_lost`. Every
+`_on_device`; what a computation raises after work was given up, in `names_who_is_lost`. Those that
+say that this rank's own device has failed are nobody else's fault, and name this rank. Every
 operation is counted by its kind: how many, bytes each way, seconds waited. A wait without a
 deadline is nobody's fault (there is no round to work on) and is not counted.
 """
@@ -23,7 +24,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from eesd_dist.errors import PeerLost
+from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport.counts import GroupCounts, Tally
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.nccl import NcclPlane
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _WHOLE_BYTES = 256 * 1024
 """Up to here every rank sends everything to every other; above, each rank sums one share."""
+
+OWN_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""What torch raises when this process's device cannot go on: a CUDA error, or its memory is full.
+NCCL's own errors (DistBackendError) are about a peer as a rule, and are none of them."""
 
 
 class Tag(IntEnum):
@@ -382,6 +387,12 @@ class ProcessGroup:
             yield self._nccl
         except RuntimeError as error:
             self.check()  # it was late before, and this is what follows from that
+            if isinstance(error, OWN_FAILURES):
+                raise own_failure(
+                    error,
+                    member=self.members[self._rank],
+                    operation=f"{operation} (generation {self.generation})",
+                ) from error
             raise PeerLost(
                 peer=self._everyone_else() if peer is None else self.members[peer],
                 operation=operation,
@@ -401,6 +412,11 @@ def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
         transfer.finish(timeout_s=deadline - time.monotonic())
 
 
+def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineError:
+    """One of OWN_FAILURES, in our words."""
+    return EngineError(f"{member} failed on its own device during {operation}: {_said(error)}")
+
+
 def _sum_into(total: Tensor, parts: Sequence[Tensor]) -> None:
     """total = parts[0] + parts[1] + ..., one after the other and rounded once."""
     wide = torch.promote_types(total.dtype, torch.float32)
@@ -415,10 +431,14 @@ _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ock
 
 def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
     """Gloo's sentence in our words: what a person needs to know, then the first line of its own."""
-    text = str(error).strip()
-    said = text.splitlines()[0][:200] if text else type(error).__name__
+    said = _said(error)
     if "imed out" in said:
         return f"no answer within {timeout_s:g} s"
     if any(sign in said for sign in _GONE):
         return f"its connection is gone, waited {waited_s:.1f} s ({said})"
     return f"its link failed, waited {waited_s:.1f} s ({said})"
+
+
+def _said(error: RuntimeError) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -3,14 +3,16 @@
 NCCL's wait only orders streams: the host runs on, and a dead peer is a kernel that never ends. So
 nothing here blocks the host. Each piece of work is handed to a `Watchdog`, which asks whether it
 has finished and, when its deadline is past, aborts the communicator, so that the kernels end and
-whoever waits for the device wakes up; the group then raises PeerLost at its next check.
+whoever waits for the device wakes up; the group then raises PeerLost at its next check. A plane
+that nobody holds any more is aborted as well: a communicator keeps memory of its GPU.
 """
 
 import logging
 import os
+import queue
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, cast
@@ -52,33 +54,28 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._on_late = on_late
         self._poll_s = poll_s
-        self._watched: deque[tuple[DeviceWork, str, float]] = deque()
-        self._something = threading.Event()
-        self._stopped = threading.Event()
+        self._watched: queue.SimpleQueue[tuple[DeviceWork, str, float] | None]
+        self._watched = queue.SimpleQueue()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="nccl watchdog", daemon=True)
         self._thread.start()
 
     def watch(self, work: DeviceWork, *, operation: str) -> None:
-        self._watched.append((work, operation, time.monotonic() + self._timeout_s))
-        self._something.set()
+        self._watched.put((work, operation, time.monotonic() + self._timeout_s))
 
     def stop(self) -> None:
-        self._stopped.set()
-        self._something.set()
+        """Takes no lock of ours: the collector may call it in the midst of anything."""
+        self._is_stopped = True
+        self._watched.put(None)
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
-            self._something.wait()
-            self._something.clear()
-            while self._watched and not self._stopped.is_set():
-                work, operation, deadline = self._watched[0]
-                if work.is_completed():
-                    self._watched.popleft()
-                elif time.monotonic() < deadline:
-                    self._stopped.wait(self._poll_s)
-                else:
+        while (watched := self._watched.get()) is not None:
+            work, operation, deadline = watched
+            while not self._is_stopped and not work.is_completed():
+                if time.monotonic() >= deadline:
                     self._on_late(operation)
                     return
+                time.sleep(self._poll_s)
 
 
 class NcclPlane:
@@ -103,11 +100,23 @@ class NcclPlane:
         options._timeout = NO_DEADLINE
         self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
         self._lost: str | None = None
-        self._watchdog = Watchdog(timeout_s=timeout_s, on_late=self._give_up)
-        # The first collective builds the communicator; with a timeout this wait blocks the host.
-        self._backend.allreduce([torch.zeros(1, device=device)]).wait(
-            timedelta(seconds=join_timeout_s)
-        )
+        give_up = weakref.WeakMethod(self._give_up)  # the watchdog's thread must not keep the plane
+
+        def on_late(operation: str) -> None:
+            if (living := give_up()) is not None:
+                living(operation)
+
+        self._watchdog = Watchdog(timeout_s=timeout_s, on_late=on_late)
+        # Once only: by the watchdog, by `abort`, or when nobody holds this any more.
+        self._end = weakref.finalize(self, _end, self._watchdog, self._backend)
+        self._end.atexit = False  # the driver takes back what an ending process has
+        try:  # the first collective builds the communicator; its wait, with a timeout, blocks
+            self._backend.allreduce([torch.zeros(1, device=device)]).wait(
+                timedelta(seconds=join_timeout_s)
+            )
+        except BaseException:
+            self.abort()
+            raise
 
     @property
     def lost(self) -> str | None:
@@ -136,9 +145,7 @@ class NcclPlane:
         self._watchdog.watch(self._backend.send([x], to, 0), operation=operation)
 
     def abort(self) -> None:
-        self._watchdog.stop()
-        if self._lost is None:  # else the watchdog has done it
-            self._backend.abort()
+        self._end()
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()
@@ -147,4 +154,9 @@ class NcclPlane:
     def _give_up(self, operation: str) -> None:
         logger.error("nccl work is late, aborting: operation=%s", operation)
         self._lost = operation
-        self._backend.abort()
+        self._end()
+
+
+def _end(watchdog: Watchdog, backend: CollectiveBackend) -> None:
+    watchdog.stop()
+    backend.abort()

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.gloo import LISTENING, Address, GlooDevice, GlooPlane, cut_connections
-from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.nccl import NcclPlane
 
 _RETRY_S = 0.1
@@ -80,6 +80,11 @@ def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
         raise _store_lost(address, port, "connecting", reason=reason) from error
 
 
+def leave_store(address: str, port: int) -> None:
+    """Ends this process's connections to the store: who builds a group there raises PeerLost."""
+    cut_connections(address, port)
+
+
 def build_group(
     store: Store,
     *,
@@ -130,18 +135,24 @@ def build_group(
                     *(at.listens for peer, at in enumerate(places) if peer != rank)
                 ),
             )
-            nccl = (
-                NcclPlane(
-                    PrefixStore("nccl", shelf),
-                    rank=rank,
-                    size=size,
-                    timeout_s=timeout_s,
-                    join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
-                    device=device,
+            try:
+                nccl = (
+                    NcclPlane(
+                        PrefixStore("nccl", shelf),
+                        rank=rank,
+                        size=size,
+                        timeout_s=timeout_s,
+                        join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
+                        device=device,
+                    )
+                    if device.type == "cuda"
+                    else None
                 )
-                if device.type == "cuda"
-                else None
-            )
+            except BaseException:
+                gloo.abort()
+                raise
+        except OWN_FAILURES as error:
+            raise own_failure(error, member=names[rank], operation=joining) from error
         except RuntimeError as error:
             others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
             raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error

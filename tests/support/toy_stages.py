@@ -207,6 +207,9 @@ class ToyStages:
     def connect_draft(self, generation: Generation) -> None:
         del generation
 
+    def disconnect(self) -> None:
+        return
+
     def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
         if anew:
             self._drafter = ToyDrafter(self._config)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from eesd_dist.errors import PeerLost
-from eesd_dist.transport import gloo
+from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
 from eesd_dist.transport.seats import SingleGroup
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist
@@ -300,6 +300,67 @@ def test_a_group_that_nobody_holds_closes_its_connections() -> None:
     gc.collect()
     with pytest.raises(PeerLost, match="its connection is gone"):
         receiving.finish(timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (torch.AcceleratorError, "verify rank 0 on .* failed on its own device during joining"),
+        (torch.OutOfMemoryError, "verify rank 0 on .* failed on its own device during joining"),
+        (torch.distributed.DistBackendError, "lost verify rank 1 on .* during joining"),
+    ],
+)
+def test_a_group_whose_gpus_do_not_meet_leaves_no_connection_and_says_whose_fault_it_is(
+    kind: type[RuntimeError], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_are_there = threading.Event()
+
+    def no_plane(*_: object, **__: object) -> None:
+        others_are_there.wait(10.0)
+        raise kind("it is of no use")
+
+    monkeypatch.setattr(rendezvous, "NcclPlane", no_plane)
+    host = StoreHost()
+    joined: list[ProcessGroup] = []
+    raised: list[EngineError] = []
+
+    def join(rank: int, device: str) -> None:
+        store = connect_store("127.0.0.1", host.port, timeout_s=10)
+        try:
+            joined.append(
+                build_group(
+                    store,
+                    generation=1,
+                    name="verify",
+                    rank=rank,
+                    size=2,
+                    timeout_s=20.0,
+                    device=device,
+                    members=("verify rank 0", "verify rank 1"),
+                )
+            )
+        except EngineError as error:
+            raised.append(error)
+        others_are_there.set()
+
+    in_threads(lambda: join(0, "cuda"), lambda: join(1, "cpu"))
+    assert len(raised) == 1, "it holds on to everything that was built"
+    with pytest.raises(EngineError, match=named):
+        raise raised[0]
+    assert isinstance(raised[0], PeerLost) == (kind is torch.distributed.DistBackendError)
+    with pytest.raises(PeerLost, match="its connection is gone"):
+        joined[0].recv(torch.ones(1), source=0, operation="a receive")
+
+
+def test_who_waits_for_a_peer_at_a_store_that_is_left_waits_no_longer() -> None:
+    host = StoreHost()
+    store = connect_store("127.0.0.1", host.port, timeout_s=10)
+    leaving = threading.Timer(0.3, leave_store, args=("127.0.0.1", host.port))
+    leaving.start()
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost, match="the rendezvous store during joining group verify"):
+        build_group(store, generation=1, name="verify", rank=0, size=2, timeout_s=60.0)
+    assert time.monotonic() - started_s < LATE_S
 
 
 def test_a_device_takes_no_store_for_its_own_that_is_made_meanwhile(

@@ -1,4 +1,5 @@
-"""What the router hears of requests that end before their last token, and how long loans last."""
+"""What the router hears of requests that end before their last token, how long loans last, and
+how a generation is left before it was joined."""
 
 import asyncio
 import threading
@@ -18,8 +19,9 @@ from eesd_dist.actors.contracts import (
     TelemetryOptions,
 )
 from eesd_dist.actors.draft import DraftActor
+from eesd_dist.actors.joining import Joining
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, Moved
+from eesd_dist.errors import EesdError, Moved, PeerLost
 from eesd_dist.schedule.lending import PageLoan
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from tests.support.toy_stages import (
@@ -272,5 +274,95 @@ def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_to
         assert lender.lent == {"n1"}
         await asyncio.sleep(0.4)
         assert lender.lent == set()
+
+    asyncio.run(run())
+
+
+class _Connecting(ToyStages):
+    """Connects when it may, and counts how often that was undone."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.has_begun = threading.Event()
+        self.may_connect = threading.Event()
+        self.num_running = 0
+        self.num_undone = 0
+
+    def connect_draft(self, generation: Generation) -> None:
+        self.num_running += 1
+        self.has_begun.set()
+        self.may_connect.wait(10.0)
+        self.num_running -= 1
+
+    def disconnect(self) -> None:
+        self.num_undone += 1
+
+
+def _connecting() -> tuple[DraftActor, _Connecting]:
+    config = EngineConfig.model_validate({"model": {"path": "."}})
+    stages = _Connecting(config)
+    actor = DraftActor(
+        config,
+        name="p",
+        stages=lambda *_: stages,
+        telemetry=TelemetryOptions(model_name="toy"),
+    )
+    actor._joining = Joining(name="p", leave_wait_s=0.05)
+    return actor, stages
+
+
+def _generation(number: int) -> Generation:
+    store = Address(host="nowhere", port=1)
+    return Generation(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+
+
+def test_who_is_stuck_in_connecting_has_not_left() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        connecting = asyncio.ensure_future(actor.connect(_generation(1)))
+        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        assert not await actor.leave()
+        assert stages.num_undone == 1
+        stages.may_connect.set()
+        with pytest.raises(PeerLost, match="its generation was left"):
+            await connecting
+        assert stages.num_undone == 2, "what has come about after all is of no use"
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
+def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        stages.may_connect.set()
+        await actor.connect(_generation(1))
+        assert stages.num_undone == 0
+        assert await actor.leave()
+        assert stages.num_undone == 1
+        with pytest.raises(PeerLost, match="its generation was left"):
+            await actor.join(_generation(1))
+        await actor.connect(_generation(2))
+        await actor.join(_generation(2))
+        assert stages.num_undone == 1
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
+def test_a_connection_waits_for_the_one_before_it_and_outlives_it() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        overtaken = asyncio.ensure_future(actor.connect(_generation(1)))
+        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        newest = asyncio.ensure_future(actor.connect(_generation(2)))
+        await asyncio.sleep(0.05)
+        assert stages.num_running == 1
+        stages.may_connect.set()
+        with pytest.raises(PeerLost, match="a newer generation began"):
+            await overtaken
+        await newest
+        assert stages.num_undone == 1
+        assert await actor.leave()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What NCCL raises names a peer, tried with a plane that has no GPU."""
+"""What NCCL raises names a peer, and what a rank's own device raises that rank; without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.errors import PeerLost
+from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport.gloo import GlooPlane
 from eesd_dist.transport.group import ProcessGroup, Tag
 from eesd_dist.transport.nccl import NcclPlane
@@ -23,9 +23,12 @@ class FailingPlane:
 
     lost: str | None = None
 
+    def __init__(self, kind: type[RuntimeError] = torch.distributed.DistBackendError) -> None:
+        self._kind = kind
+
     def __getattr__(self, name: str) -> Any:
         def fails(*_: object, **__: object) -> None:
-            raise RuntimeError(f"NCCL error in {name}: remote process exited")
+            raise self._kind(f"NCCL error in {name}: remote process exited")
 
         return fails
 
@@ -54,6 +57,27 @@ def test_a_collective_that_nccl_refuses_names_everyone_else() -> None:
 def test_a_transfer_that_nccl_refuses_names_its_peer() -> None:
     with pytest.raises(PeerLost, match="lost verify rank 2 during round 7"):
         group(FailingPlane()).isend(ON_DEVICE, to=2, tag=Tag.ROUND, operation="round 7")
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_what_this_ranks_own_device_raises_names_this_rank(kind: type[RuntimeError]) -> None:
+    failing = group(FailingPlane(kind))
+    failing.doing(7)
+    with pytest.raises(EngineError, match=r"verify rank 0 .* own device .* of round 7") as found:
+        failing.all_reduce(ON_DEVICE)
+    assert not isinstance(found.value, PeerLost)
+    assert isinstance(found.value.__cause__, kind)
+    with pytest.raises(EngineError, match="verify rank 0 failed on its own device") as found:
+        failing.isend(ON_DEVICE, to=2, tag=Tag.ROUND, operation="round 7")
+    assert "verify rank 2" not in str(found.value)
+
+
+def test_what_follows_from_work_that_was_given_up_is_still_that_peers_loss() -> None:
+    plane = FailingPlane(torch.AcceleratorError)
+    late = group(plane)
+    plane.lost = "all_reduce of round 8"
+    with pytest.raises(PeerLost, match="all_reduce of round 8"):
+        late.all_reduce(ON_DEVICE)
 
 
 def test_what_is_raised_after_work_was_given_up_is_that_peers_loss() -> None:

@@ -1,0 +1,132 @@
+"""How a communicator ends, tried with a backend of torch's that has no GPU."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from eesd_dist.transport.nccl import NcclPlane
+
+
+class Work:
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._fails and timeout is not None:
+            raise torch.distributed.DistBackendError("NCCL error: remote process exited")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Backend:
+    """Work on it never ends."""
+
+    Options = SimpleNamespace
+    fails = False
+    made: "list[Backend]"
+
+    def __init__(self, store: Store, rank: int, size: int, options: object) -> None:
+        self.num_aborts = 0
+        self.was_aborted = threading.Event()
+        self.made.append(self)
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        return Work(fails=self.fails)
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.was_aborted.set()
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
+    class Own(Backend):
+        pass
+
+    Own.made = []
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    yield Own
+    assert {each.num_aborts for each in Own.made} == {1}
+
+
+def make_plane(*, timeout_s: float = 60.0) -> NcclPlane:
+    return NcclPlane(
+        cast(Store, None),
+        rank=0,
+        size=2,
+        timeout_s=timeout_s,
+        join_timeout_s=1.0,
+        device=torch.device("cpu"),
+    )
+
+
+def watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nccl watchdog"]
+
+
+def test_a_plane_that_nobody_holds_is_aborted_and_its_watchdog_ends(
+    backend: type[Backend],
+) -> None:
+    before = watchdogs()
+    plane = make_plane()
+    (own,) = [thread for thread in watchdogs() if thread not in before]
+    plane.all_reduce(torch.zeros(1), operation="all_reduce of round 7")
+    del plane
+    gc.collect()
+    assert backend.made[0].num_aborts == 1
+    own.join(5.0)
+    assert not own.is_alive()
+
+
+def test_a_plane_that_is_not_used_yet_goes_as_well() -> None:
+    before = watchdogs()
+    plane = make_plane()
+    (own,) = [thread for thread in watchdogs() if thread not in before]
+    gone = weakref.ref(plane)
+    del plane
+    gc.collect()
+    assert gone() is None
+    own.join(5.0)
+    assert not own.is_alive()
+
+
+def test_a_plane_whose_first_collective_fails_is_aborted_though_its_error_is_kept(
+    backend: type[Backend],
+) -> None:
+    before = watchdogs()
+    backend.fails = True
+    with pytest.raises(torch.distributed.DistBackendError) as kept:
+        make_plane()
+    assert backend.made[0].num_aborts == 1
+    for own in set(watchdogs()) - set(before):
+        own.join(5.0)
+        assert not own.is_alive()
+    del kept
+
+
+def test_work_that_is_late_aborts_once_and_is_named(backend: type[Backend]) -> None:
+    plane = make_plane(timeout_s=0.05)
+    plane.all_reduce(torch.zeros(1), operation="all_reduce of round 7")
+    assert backend.made[0].was_aborted.wait(5.0)
+    assert plane.lost == "all_reduce of round 7"
+    plane.abort()
+
+
+def test_a_plane_is_aborted_once_by_whoever_aborts_it() -> None:
+    plane = make_plane()
+    plane.abort()
+    plane.abort()
+    assert plane.lost is None
