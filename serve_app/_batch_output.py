@@ -3,14 +3,17 @@
 Whatever kills the process, the file holds whole lines and at most one torn line at its end, which
 the next run cuts off. The manifest says what the lines were made with; another model, seed or
 other defaults are refused, since half the file would then have another meaning. One process at a
-time: the manifest is locked. Knows nothing of requests.
+time: the manifest is locked. What a disk refuses is a ConfigError. Knows nothing of requests.
 """
 
 import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -49,14 +52,16 @@ class Manifest:
         wanted = json.dumps(contents, indent=2, sort_keys=True)
         if text == wanted:
             return
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(wanted)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with _writing(self._file_name):
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(wanted)
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # writes again what `claim` has failed with, and nothing else
+            self._file.close()
 
     def _refuse_another(self, text: str, contents: Mapping[str, object], *, output: Path) -> None:
         try:
@@ -68,6 +73,13 @@ class Manifest:
                 f"{output}: has rows already, and no manifest says how they were made; name "
                 "another output, or take --force to go on behind them"
             )
+        if found.get("format") != contents.get("format"):
+            raise ConfigError(
+                f"{output}: another version of eesd began it (format {found.get('format')!r}, this "
+                f"one has {contents.get('format')!r}), and what decides its texts was not noted in "
+                "the same way; name another output, or take --force if the model's folder and the "
+                "options are still the same"
+            )
         names = sorted(found.keys() | contents.keys())
         for name in names:
             if found.get(name) != contents.get(name):
@@ -77,49 +89,59 @@ class Manifest:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Rows that are not run again."""
+
+    ids: frozenset[str]
+    failed: frozenset[str]
+    """Those of them that were refused for what they are."""
+
+
 class OutputFile:
     """Rows that are done; more are appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file: IO[bytes] = path.open("ab+")
+            self._file = _opened(path)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
         self._num_unsynced = 0
         self._synced_s = time.monotonic()
 
-    def recover(self) -> dict[str, str]:
-        """Cuts off a torn line and drops rows that may go better now.
+    def recover(self, digests: Mapping[str, str], *, force: bool) -> Done:
+        """Cuts off a torn line and drops rows that are to be done again.
 
-        Returns the digest of every row that is done, by id.
+        Those are the ones that may go better now, and failed ones with another digest in `digests`,
+        which has every row's of the input. Answered ones with another digest are refused, unless
+        forced.
         """
         self._cut_torn_line()
         records = list(self._records())
-        if any(_is_worth_another_try(record) for _, record in records):
-            records = [entry for entry in records if not _is_worth_another_try(entry[1])]
-            self._rewrite(line for line, _ in records)
-        return {str(record["custom_id"]): str(record.get("digest")) for _, record in records}
+        kept = [entry for entry in records if not _is_worth_another_try(entry[1], digests)]
+        if not force:
+            self._refuse_changed((record for _, record in kept), digests)
+        if len(kept) < len(records):
+            self._rewrite(line for line, _ in kept)
+        return Done(
+            ids=frozenset(_id_of(record) for _, record in kept),
+            failed=frozenset(_id_of(record) for _, record in kept if _has_failed(record)),
+        )
 
     def append(self, record: Mapping[str, object]) -> None:
         """The line is out of this process when this returns, and on disk a little later."""
-        try:
-            self._file.write(encoded(record) + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise ConfigError(
-                f"{self._path}: cannot be written ({error.strerror}); make room and start again, "
-                "what is done stays done"
-            ) from error
-        self._num_unsynced += 1
-        is_late = time.monotonic() - self._synced_s > _SECONDS_PER_SYNC
-        if is_late or self._num_unsynced >= _LINES_PER_SYNC:
-            self._sync()
+        with _writing(self._path):
+            self._write(encoded(record) + b"\n")
+            self._num_unsynced += 1
+            is_late = time.monotonic() - self._synced_s > _SECONDS_PER_SYNC
+            if is_late or self._num_unsynced >= _LINES_PER_SYNC:
+                self._sync()
 
     def put_in_order(self, ids: Mapping[str, object]) -> None:
         """Rows in the order of `ids`; those of no id in it come last, as they stand."""
         rank = {custom_id: i for i, custom_id in enumerate(ids)}
-        lines = [(rank.get(str(r["custom_id"]), len(rank)), line) for line, r in self._records()]
+        lines = [(rank.get(_id_of(r), len(rank)), line) for line, r in self._records()]
         if lines != sorted(lines, key=lambda entry: entry[0]):
             lines.sort(key=lambda entry: entry[0])
             self._rewrite(line for _, line in lines)
@@ -133,8 +155,21 @@ class OutputFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._sync()
-        self._file.close()
+        # An error that is on its way came first; it may be this very disk's.
+        closing: AbstractContextManager[object] = (
+            _writing(self._path) if error is None else suppress(OSError)
+        )
+        with closing, self._file:
+            self._sync()
+
+    def _write(self, line: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(size)  # another row may still come, and must not follow a torn line
+            raise
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -143,40 +178,90 @@ class OutputFile:
 
     def _cut_torn_line(self) -> None:
         content_end = 0
-        self._file.seek(0)
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            content_end += len(line)
-        self._file.truncate(content_end)
+        with self._path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                content_end += len(line)
+        with _writing(self._path):
+            self._file.truncate(content_end)
+
+    def _refuse_changed(
+        self, records: Iterable[Mapping[str, object]], digests: Mapping[str, str]
+    ) -> None:
+        changed = [_id_of(record) for record in records if _has_changed(record, digests)]
+        if changed:
+            raise ConfigError(
+                f"{self._path}: {len(changed)} rows were answered already and have another content "
+                f"now, '{changed[0]}' for one; name another output, or take --force to keep the "
+                "old answers"
+            )
 
     def _records(self) -> Iterator[tuple[bytes, dict[str, object]]]:
-        self._file.seek(0)
-        for line_number, line in enumerate(self._file, start=1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or "custom_id" not in record:
-                raise ConfigError(
-                    f"{self._path}: line {line_number} is no result of a batch; name another output"
-                )
-            yield line, record
+        with self._path.open("rb") as lines:
+            for line_number, line in enumerate(lines, start=1):
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = None
+                if not isinstance(record, dict) or "custom_id" not in record:
+                    raise ConfigError(
+                        f"{self._path}: line {line_number} is no result of a batch; name another "
+                        "output"
+                    )
+                yield line, record
 
     def _rewrite(self, lines: Iterator[bytes]) -> None:
         """All or nothing: a new file takes the old one's name when it is complete."""
         draft = self._path.with_name(f"{self._path.name}.rewriting")
-        with draft.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
+        with _writing(self._path):
+            try:
+                with draft.open("wb") as file:
+                    file.writelines(lines)
+                    file.flush()
+                    os.fsync(file.fileno())
+                draft.replace(self._path)
+            finally:
+                draft.unlink(missing_ok=True)  # half a draft would only take room
+            rewritten = _opened(self._path)
         self._file.close()
-        self._file = self._path.open("ab+")
+        self._file = rewritten
 
 
-def _is_worth_another_try(record: Mapping[str, object]) -> bool:
-    """Refused for lack of room, or failed on our side."""
+def _opened(path: Path) -> FileIO:
+    """Without a buffer, which would write a refused line once more when it is closed."""
+    return path.open("ab+", buffering=0)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); make room and start again, what is "
+            "done stays done"
+        ) from error
+
+
+def _id_of(record: Mapping[str, object]) -> str:
+    return str(record["custom_id"])
+
+
+def _has_failed(record: Mapping[str, object]) -> bool:
+    return record.get("error") is not None
+
+
+def _has_changed(record: Mapping[str, object], digests: Mapping[str, str]) -> bool:
+    """Rows that have left the input have not."""
+    digest = str(record.get("digest"))
+    return digests.get(_id_of(record), digest) != digest
+
+
+def _is_worth_another_try(record: Mapping[str, object], digests: Mapping[str, str]) -> bool:
+    """Refused for lack of room, failed on our side, or corrected since it failed."""
     response = record.get("response")
     status = response.get("status_code") if isinstance(response, dict) else None
-    return isinstance(status, int) and (status == 429 or status >= 500)
+    if isinstance(status, int) and (status == 429 or status >= 500):
+        return True
+    return _has_failed(record) and _has_changed(record, digests)

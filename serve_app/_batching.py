@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections.abc import Iterable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -15,6 +16,16 @@ from serve_app.batch import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.config import ServiceConfig
 
 _HASHED_WHOLE_BYTES = 2**28
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What turns a prompt into token ids and ends a text, besides the model's shape."""
 
 
 def run_here(
@@ -72,9 +83,9 @@ async def _there(
     async with aclosing(HttpClient(url, model="", api_key=api_key)) as asking:
         card = await asking.model_card()
     model = ServedModel(
-        name=card["id"],
-        identity=f"served as {card['id']}",
-        max_model_len=card["max_model_len"],
+        name=card.name,
+        identity=_identity_there(card.name, config.engine.model.path),
+        max_model_len=card.max_model_len,
         max_draft_tokens=config.engine.speculation.max_draft_tokens,
     )
     async with aclosing(HttpClient(url, model=model.name, api_key=api_key)) as client:
@@ -89,9 +100,26 @@ async def _there(
 
 
 def _identity(engine: EngineConfig) -> str:
-    """A digest of the weights and of what else decides texts; the draft stage does not."""
-    digest = hashlib.sha256(f"{engine.model.dtype} {engine.model.numerics}".encode())
-    for file in sorted((*engine.model.path.glob("*.safetensors"), *_configs(engine.model.path))):
+    """A digest of the weights and of what else decides texts.
+
+    The draft stage does not, unless rejection sampling draws other tokens behind its drafts.
+    """
+    model = engine.model
+    words = f"{model.dtype} {model.numerics}"
+    if engine.speculation.acceptance == "rejection":
+        words += " rejection"
+    weights = sorted(model.path.glob("*.safetensors"))
+    return _digest(words, (*weights, *_text_files(model.path)))
+
+
+def _identity_there(name: str, folder: Path) -> str:
+    """Of a service only the name is known; prompts and ends are made here, from the folder."""
+    return f"served as {name}, text by {_digest('', _text_files(folder))}"
+
+
+def _digest(words: str, files: Iterable[Path]) -> str:
+    digest = hashlib.sha256(words.encode())
+    for file in files:
         digest.update(f"\0{file.name} {file.stat().st_size}\0".encode())
         if file.stat().st_size <= _HASHED_WHOLE_BYTES:
             digest.update(file.read_bytes())
@@ -100,5 +128,5 @@ def _identity(engine: EngineConfig) -> str:
     return digest.hexdigest()
 
 
-def _configs(folder: Path) -> list[Path]:
-    return [folder / name for name in ("config.json", "tokenizer.json") if (folder / name).exists()]
+def _text_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _TEXT_FILES if (folder / name).exists()]

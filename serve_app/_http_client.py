@@ -1,20 +1,45 @@
 """A running service as an engine: token ids go out over its HTTP API, token ids come back.
 
 For `eesd batch --url`. A text comes whole, so its rounds are seen as one; log-probabilities, which
-the API gives by text and not by id, are refused.
+the API gives by text and not by id, are refused. Only what the service finds wrong with a request
+itself is a RequestError: a service that is away, or another one, is no fault of the request.
 """
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httpx
 
-from eesd_dist.errors import CapacityError, EngineError, RequestError
+from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId
 
 _TIMEOUT_S = 3600.0
-_TOO_MANY = 429
-_SERVER_ERROR = 500
+_FAULT_OF_THE_REQUEST = frozenset(
+    {
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,  # a poisonous one
+    }
+)
+_ADVICE: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "check the API key",
+    HTTPStatus.FORBIDDEN: "check the API key, and what it may do",
+    HTTPStatus.NOT_FOUND: "check --url, and that the model is still served there under its name",
+    HTTPStatus.METHOD_NOT_ALLOWED: "check --url: that is no eesd service",
+    HTTPStatus.REQUEST_TIMEOUT: "check what stands between here and the service: it gave up",
+}
+_SURPRISES = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+"""What reading an answer of another form raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a service says of the model it serves."""
+
+    name: str
+    max_model_len: int
 
 
 class HttpClient:
@@ -38,54 +63,85 @@ class HttpClient:
                 param="logprobs",
             )
         answer = await self._posted(_body(request, model=self._model))
-        choice = answer["choices"][0]
-        statistics = answer.get("metrics", {}).get("speculative_decoding") or {}
-        tokens = tuple(TokenId(token) for token in choice["token_ids"])
-        yield Emission(
-            request_id=request.request_id,
-            tokens=tokens,
-            num_accepted=statistics.get("num_accepted_draft_tokens", 0),
-            num_drafted=statistics.get("num_draft_tokens", 0),
-            finish_reason=FinishReason(choice["finish_reason"]),
-        )
+        try:
+            emission = _emission(answer.json(), request.request_id)
+        except _SURPRISES as error:
+            raise EngineError(self._no_service_of_ours(answer, error)) from error
+        yield emission
 
     async def abort(self, request_id: RequestId) -> None:
         """Closing the connection is what tells the service; httpx does it on cancellation."""
         del request_id
 
-    async def model_card(self) -> Mapping[str, Any]:
-        """What the service says of the model it serves."""
+    async def model_card(self) -> ModelCard:
+        """Raises ConfigError where something else than an eesd service answers."""
         try:
             answer = await self._http.get("/v1/models")
-            answer.raise_for_status()
         except httpx.HTTPError as error:
-            raise EngineError(f"no service answers at {self._http.base_url}: {error}") from error
-        card: Mapping[str, Any] = answer.json()["data"][0]
-        return card
+            raise EngineError(f"no service answers at {self._address}: {error}") from error
+        if not answer.is_success:
+            raise EngineError(f"no service answers at {self._address}: {_found(answer)}")
+        try:
+            card = answer.json()["data"][0]
+            return ModelCard(name=str(card["id"]), max_model_len=int(card["max_model_len"]))
+        except _SURPRISES as error:
+            raise ConfigError(self._no_service_of_ours(answer, error)) from error
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def _posted(self, body: Mapping[str, object]) -> Any:
+    @property
+    def _address(self) -> str:
+        """Without a password that stands in it: errors are kept with the rows."""
+        return str(self._http.base_url.copy_with(userinfo=b"")).rstrip("/")
+
+    async def _posted(self, body: Mapping[str, object]) -> httpx.Response:
         try:
             answer = await self._http.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise EngineError(f"the service does not answer: {error!r}") from error
-        if answer.is_success:
-            return answer.json()
-        said = _said(answer)
-        if answer.status_code == _TOO_MANY:
-            raise CapacityError(said)
-        if answer.status_code >= _SERVER_ERROR:
-            raise EngineError(said)
-        raise RequestError(said)
+        if not answer.is_success:
+            raise _refusal(answer)
+        return answer
+
+    def _no_service_of_ours(self, answer: httpx.Response, error: Exception) -> str:
+        return (
+            f"{self._address} is no eesd service: {answer.request.url.path} was answered, but not "
+            f"in the form that was expected ({error!r}); give --url the address that `eesd serve` "
+            "has shown"
+        )
+
+
+def _refusal(answer: httpx.Response) -> EesdError:
+    if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
+        return CapacityError(_said(answer))
+    if answer.status_code in _FAULT_OF_THE_REQUEST:
+        return RequestError(_said(answer))
+    return EngineError(f"the service does not take the request: {_found(answer)}")
+
+
+def _found(answer: httpx.Response) -> str:
+    advice = _ADVICE.get(answer.status_code, "the service's log has the details")
+    return f"HTTP {answer.status_code} ({_said(answer)}); {advice}"
 
 
 def _said(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {answer.status_code}"
+    except _SURPRISES:
+        return answer.reason_phrase or f"HTTP {answer.status_code}"
+
+
+def _emission(content: Any, request_id: RequestId) -> Emission:
+    choice = content["choices"][0]
+    statistics = content.get("metrics", {}).get("speculative_decoding") or {}
+    return Emission(
+        request_id=request_id,
+        tokens=tuple(TokenId(token) for token in choice["token_ids"]),
+        num_accepted=statistics.get("num_accepted_draft_tokens", 0),
+        num_drafted=statistics.get("num_draft_tokens", 0),
+        finish_reason=FinishReason(choice["finish_reason"]),
+    )
 
 
 def _body(request: Request, *, model: str) -> dict[str, object]:

@@ -1,13 +1,15 @@
 """Runs a file of requests over an engine, and goes on where an earlier run was killed.
 
 Rows run side by side, so that one long answer holds up nobody. Every id is answered exactly once,
-with an error record when its row is bad; the same row gives the same text in any run, since its
-seed comes from the job's seed and its id. Requests are those of the HTTP API, field for field.
+with an error record when its row is bad, which is run again once it has been corrected; the same
+row gives the same text in any run, since its seed comes from the job's seed and its id. Requests
+are those of the HTTP API, field for field.
 """
 
 import asyncio
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -18,7 +20,14 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
+from eesd_dist.errors import (
+    CapacityError,
+    ConfigError,
+    EesdError,
+    EngineError,
+    Poisonous,
+    RequestError,
+)
 from eesd_dist.text import TextCodec
 from serve_app._batch_input import Row, checked_digests, rows_of
 from serve_app._batch_output import Manifest, OutputFile
@@ -31,7 +40,8 @@ from serve_app.openai.service import Service
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
+"""Of the manifest. Another one each time that `ServedModel.identity` is made of more."""
 _MAX_ATTEMPTS = 4
 _MAX_FAILURES_IN_A_ROW = 20
 _FIRST_PAUSE_S = 0.5
@@ -65,12 +75,20 @@ class BatchOptions:
     show_progress: bool = True
     """A bar on standard error."""
 
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigError(
+                f"concurrency is {self.concurrency}, expected 1 or more: nothing would be run"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
     num_rows: int
     num_skipped: int
     """Done by an earlier run."""
+    num_failed_before: int
+    """Of those that were skipped: refused for what they are."""
     num_completed: int
     num_failed: int
     num_tokens: int
@@ -92,23 +110,24 @@ async def run_batch(
     with closing(Manifest(output_file)) as manifest:
         manifest.claim(_manifest_of(model, options), output=output_file, force=options.force)
         with OutputFile(output_file) as output:
-            done = output.recover()
-            if not options.force:
-                _refuse_changed_rows(done, digests, output=output_file)
-            todo = (row for row in rows_of(input_file) if row.custom_id not in done)
-            num_skipped = sum(custom_id in done for custom_id in digests)
+            done = output.recover(digests, force=options.force)
+            todo = (row for row in rows_of(input_file) if row.custom_id not in done.ids)
+            num_skipped = len(digests.keys() & done.ids)
             with _bar(total=len(digests), initial=num_skipped, options=options) as bar:
                 run = _Run(service, output=output, options=options, bar=bar)
                 await run.answer_all(todo)
             if options.ordered:
                 output.put_in_order(digests)
-    return BatchReport(
+    report = BatchReport(
         num_rows=len(digests),
         num_skipped=num_skipped,
+        num_failed_before=len(digests.keys() & done.failed),
         num_completed=run.num_completed,
         num_failed=run.num_failed,
         num_tokens=run.num_tokens,
     )
+    _check_that_all_are_done(report, input_file)
+    return report
 
 
 def _service(engine: EngineClient, codec: TextCodec, model: ServedModel) -> Service:
@@ -124,7 +143,21 @@ def _service(engine: EngineClient, codec: TextCodec, model: ServedModel) -> Serv
 def _digests(input_file: Path, output_file: Path) -> dict[str, str]:
     if input_file.resolve() == output_file.resolve():
         raise ConfigError(f"{output_file}: is the input itself; name another output")
+    if os.path.exists(input_file) and not os.path.isfile(input_file):
+        raise ConfigError(
+            f"{input_file}: is no regular file, and it has to be read twice; write the rows to a "
+            "file and name that"
+        )
     return checked_digests(input_file)
+
+
+def _check_that_all_are_done(report: BatchReport, input_file: Path) -> None:
+    num_done = report.num_skipped + report.num_completed + report.num_failed
+    if num_done != report.num_rows:
+        raise ConfigError(
+            f"{input_file}: had {report.num_rows} rows, and {num_done} were found when they were "
+            "run: something has written to it meanwhile; start again, what is done stays done"
+        )
 
 
 class _Run:
@@ -175,6 +208,8 @@ class _Run:
                 waited_s += pause_s
                 if waited_s > _MAX_CAPACITY_WAIT_S:
                     raise
+            except Poisonous:
+                raise
             except EngineError as error:
                 num_attempts += 1
                 if num_attempts == _MAX_ATTEMPTS:
@@ -195,7 +230,7 @@ class _Run:
         said = http_error_of(error)
         self._output.append(_record(row, status=said.status, body=said.body, error=said))
         self.num_failed += 1
-        if not isinstance(error, EngineError):
+        if not isinstance(error, EngineError) or isinstance(error, Poisonous):
             return
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
@@ -208,8 +243,8 @@ class _Run:
 
 def row_seed(seed: int, custom_id: str) -> int:
     """A row's own seed: the same in every run, another for every id."""
-    digest = hashlib.sha256(f"batch {seed} {custom_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    key = f"batch {seed} {custom_id}".encode(errors="backslashreplace")  # half surrogates are ids
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
 
 
 def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields:
@@ -251,21 +286,6 @@ def _manifest_of(model: ServedModel, options: BatchOptions) -> dict[str, object]
         "seed": options.seed,
         "defaults": dict(options.defaults),
     }
-
-
-def _refuse_changed_rows(
-    done: Mapping[str, str], digests: Mapping[str, str], *, output: Path
-) -> None:
-    changed = [
-        custom_id
-        for custom_id in done
-        if digests.get(custom_id, done[custom_id]) != done[custom_id]
-    ]
-    if changed:
-        raise ConfigError(
-            f"{output}: {len(changed)} rows were answered already and have another content now, "
-            f"'{changed[0]}' for one; name another output, or take --force to keep the old answers"
-        )
 
 
 def _bar(*, total: int, initial: int, options: BatchOptions) -> Any:

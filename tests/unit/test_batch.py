@@ -2,15 +2,20 @@
 
 import fcntl
 import json
+import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eesd_dist.errors import ConfigError, EngineError, QueueFull
+from eesd_dist.errors import ConfigError, EngineError, Poisonous, QueueFull
+from serve_app._batch_output import OutputFile
 from serve_app.batch import BatchOptions
 from tests.support.toy_batch import MODEL, run
 from tests.support.toy_engine import ToyEngine
@@ -39,6 +44,17 @@ def _texts(file: Path) -> dict[object, object]:
     return texts
 
 
+@contextmanager
+def _room_for(num_bytes: int) -> Iterator[None]:
+    """No file grows beyond it: what a full disk does to whoever writes (Python ignores SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     return _write(tmp_path / "in.jsonl", _plain(20))
@@ -55,7 +71,7 @@ def test_a_killed_batch_goes_on_where_it_was_and_gives_the_same_texts(
     rows: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "tests.support.toy_batch", str(rows), str(output), "0.02"]
+    command = [sys.executable, "-m", "tests.support.toy_batch", str(rows), str(output), "0.1"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 60
     while not output.exists() or output.read_bytes().count(b"\n") < 6:
@@ -118,7 +134,9 @@ def test_bad_rows_become_error_records_and_stop_nobody(tmp_path: Path) -> None:
         assert response["status_code"] == 400
         assert response["body"]["error"]["message"]
         assert records[name]["error"]
-    assert run(file, tmp_path / "out.jsonl").num_skipped == len(expected)
+    again = run(file, tmp_path / "out.jsonl")
+    assert again.num_skipped == len(expected)
+    assert (again.num_failed, again.num_failed_before) == (0, len(expected) - 1)
 
 
 def test_openai_lines_and_plain_lines_mean_the_same(tmp_path: Path) -> None:
@@ -158,6 +176,116 @@ def test_a_row_that_changed_under_its_id_is_noticed(rows: Path, tmp_path: Path) 
     _write(rows, [*_plain(19), {"id": "r19", "prompt": "another question"}])
     with pytest.raises(ConfigError, match="'r19'"):
         run(rows, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_bad_row_that_was_corrected_is_run_again(tmp_path: Path, force: bool) -> None:
+    output = tmp_path / "out.jsonl"
+    bad = {"id": "r7", "prompt": "prompt 7", "max_tokens": 12, "temperature": 9}
+    file = _write(tmp_path / "in.jsonl", [*_plain(7), bad])
+    assert run(file, output).num_failed == 1
+    options = replace(QUIET, force=force)
+    assert run(file, output, options=options).num_failed_before == 1
+    _write(file, _plain(8))
+    report = run(file, output, options=options)
+    assert (report.num_skipped, report.num_completed, report.num_failed_before) == (7, 1, 0)
+    assert len(_texts(output)) == 8
+
+
+def test_a_refused_run_leaves_the_output_as_it_was(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    file = _write(tmp_path / "in.jsonl", [*_plain(2), {"id": "bad"}])
+    run(file, output)
+    before = output.read_bytes()
+    _write(file, [{"id": "r0", "prompt": "another question"}, {"id": "bad", "prompt": "good"}])
+    with pytest.raises(ConfigError, match=r"1 rows were answered already .* 'r0'"):
+        run(file, output)
+    assert output.read_bytes() == before
+
+
+def test_rows_of_an_earlier_version_are_refused_with_what_to_do(rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    run(rows, output)
+    manifest = tmp_path / "out.jsonl.manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
+    with pytest.raises(ConfigError, match=r"another version of eesd .* name another output, or"):
+        run(rows, output)
+    assert run(rows, output, options=replace(QUIET, force=True)).num_skipped == 20
+    assert run(rows, output).num_skipped == 20
+
+
+def test_half_a_character_is_an_id_like_any_other(tmp_path: Path) -> None:
+    file = _write(tmp_path / "in.jsonl", [{"id": "\ud800", "prompt": "x", "temperature": 1}])
+    assert run(file, tmp_path / "out.jsonl").num_completed == 1
+    assert run(file, tmp_path / "out.jsonl").num_skipped == 1
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b'{"id": "a", "prompt": "x"}\n')
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match=rf"/dev/fd/{reader}: is no regular file"):
+            run(Path(f"/dev/fd/{reader}"), tmp_path / "out.jsonl")
+    finally:
+        os.close(reader)
+
+
+def test_rows_that_vanish_while_they_are_run_are_missed(tmp_path: Path) -> None:
+    file = _write(tmp_path / "in.jsonl", _plain(400))
+
+    def cut(_: object) -> list[int]:
+        os.truncate(file, 1000)
+        return [65]
+
+    with pytest.raises(ConfigError, match=r"had 400 rows, and \d+ were found"):
+        run(file, tmp_path / "out.jsonl", engine=ToyEngine(script=cut))
+    _write(file, _plain(400))
+    report = run(file, tmp_path / "out.jsonl")
+    assert report.num_skipped > 0
+    assert report.num_skipped + report.num_completed == 400
+
+
+def test_less_than_one_row_at_a_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="concurrency is 0, expected 1 or more"):
+        BatchOptions(concurrency=0)
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    manifest = r"out\.jsonl\.manifest\.json: cannot be written .*; make room"
+    with _room_for(20), pytest.raises(ConfigError, match=manifest):
+        run(rows, output)
+    with _room_for(4000), pytest.raises(ConfigError, match=r"out\.jsonl: cannot .*; make room"):
+        run(rows, output)
+    num_done = output.read_bytes().count(b"\n")
+    report = run(rows, output)
+    assert (report.num_skipped, report.num_completed) == (num_done, 20 - num_done)
+    assert 0 < num_done < 20
+    run(rows, tmp_path / "undisturbed.jsonl")
+    assert _texts(output) == _texts(tmp_path / "undisturbed.jsonl")
+
+
+def test_no_room_for_a_rewritten_output_leaves_the_old_one(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.batch._FIRST_PAUSE_S", 0.001)
+    output = tmp_path / "out.jsonl"
+    run(rows, output, engine=_FailsAtFirst(EngineError("gone"), times=10**9, only="7"))
+    before = output.read_bytes()
+    with _room_for(1000), pytest.raises(ConfigError, match="make room"):
+        run(rows, output)
+    assert output.read_bytes() == before
+    assert not (tmp_path / "out.jsonl.rewriting").exists()
+    assert run(rows, output).num_completed == 2
+
+
+def test_a_line_that_found_no_room_does_not_tear_the_next_one(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        with _room_for(2000), pytest.raises(ConfigError, match="make room"):
+            output.append({"custom_id": "long", "text": "x" * 20_000})
+        output.append({"custom_id": "short"})
+        assert output.recover({}, force=False).ids == {"short"}
 
 
 def test_a_foreign_file_is_not_appended_to(rows: Path, tmp_path: Path) -> None:
@@ -226,6 +354,20 @@ def test_a_dead_engine_ends_the_job_and_not_fifty_thousand_rows(
         run(file, tmp_path / "out.jsonl", engine=engine)
     report = run(file, tmp_path / "out.jsonl")
     assert (report.num_skipped, report.num_completed) == (0, 60)
+
+
+def test_a_poisonous_row_is_sent_once_and_never_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.batch._FIRST_PAUSE_S", 0.001)
+    file, output = _write(tmp_path / "in.jsonl", _plain(30)), tmp_path / "out.jsonl"
+    poison = Poisonous(request_id="r", strikes=3, reason="a bug")
+    engine = _FailsAtFirst(poison, times=10**9)
+    report = run(file, output, engine=engine)
+    assert (report.num_failed, len(engine.requests)) == (30, 30)
+    assert {r["error"]["code"] for r in _records(output)} == {"poisonous"}  # type: ignore[index]
+    again = run(file, output)
+    assert (again.num_skipped, again.num_failed_before) == (30, 30)
 
 
 class _FailsAtFirst(ToyEngine):
