@@ -5,23 +5,28 @@ is served, and by whom, is `serve_app.app`.
 """
 
 import logging
+import os
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import ray
+from pydantic import SecretStr
 from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app._local_ray import joined_ray, local_ray
 from serve_app._passes import pass_for
-from serve_app.app import build_app
+from serve_app.app import application_of
 from serve_app.config import ServiceConfig, TelemetryConfig
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,7 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
 
     Raises ConfigError when the service cannot be started as it is.
     """
-    _check_early(config)
+    _check_early(config, is_ours=address is None)
     stopping = Stopping()
     stopping.listen()
     began_s = time.monotonic()
@@ -96,6 +101,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
         else joined_ray(address, shows_logs=False)
     )
     with where:
+        _start_serve(config)
         try:
             _bring_up(config, Stopping())
             yield
@@ -106,17 +112,19 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
 def _serve_until_stopped(
     config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
 ) -> None:
+    url = _start_serve(config)
     try:
         _bring_up(config, stopping)
         if not stopping.is_set:
-            say(_welcome(config, took_s=time.monotonic() - began_s))
+            took_s = time.monotonic() - began_s
+            say(_welcome(config, url=url, took_s=took_s, is_ours=is_ours))
             _stay(config, stopping, say=say)
     finally:
         say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
         _take_down(config, is_ours=is_ours)
 
 
-def _check_early(config: ServiceConfig) -> None:
+def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
     """What a person got wrong most likely, said at once rather than after Ray has started."""
     folder = config.engine.model.path
     if not (folder / "config.json").is_file():
@@ -126,15 +134,22 @@ def _check_early(config: ServiceConfig) -> None:
             expected="a Hugging Face model folder",
             advice="name one with --model",
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    if is_ours:  # a cluster's head may be elsewhere, and its Serve may listen there already
+        _require_free(config)
+
+
+def _require_free(config: ServiceConfig) -> None:
+    # As Serve does it, for which every name is one of IPv4.
+    family = socket.AF_INET6 if _is_ipv6(config.host) else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another "
-                "with --host or --port"
-            ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {_at(config.host, config.port)}: {error.strerror}; choose another "
+            "with --host or --port"
+        ) from error
 
 
 @contextmanager
@@ -147,14 +162,83 @@ def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
         yield
 
 
-def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+def _start_serve(config: ServiceConfig) -> str:
+    """Unless it runs; the answer is the URL of the service to come.
+
+    Raises ConfigError when Serve cannot listen there, or listens elsewhere, or has an application
+    already; what others run stays as it is.
+    """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(
-        http_options={"host": config.host, "port": config.port},
-        proxy_location="HeadOnly",
-        logging_config=_QUIET,
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        _start_new_serve(config)
+    client = _get_global_client()
+    details = client.get_serve_details()
+    require_place(
+        config,
+        listens=client.http_config,
+        location=details["proxy_location"],
+        others={name: app["route_prefix"] for name, app in details["applications"].items()},
     )
-    deploy(build_app(config), name=config.app_name, route_prefix="/", wait=stopping.wait)
+    return _url(config, has_tls=client.http_config.ssl_certfile is not None)
+
+
+def _start_new_serve(config: ServiceConfig) -> None:
+    try:
+        serve.start(
+            http_options={"host": config.host, "port": config.port},
+            proxy_location="HeadOnly",
+            logging_config=_QUIET,
+        )
+    except RayTaskError as error:
+        serve.shutdown()  # it would keep to this address
+        raise ConfigError(
+            f"cannot listen on {_at(config.host, config.port)} of the cluster's head "
+            f"({error.cause}): choose another with --host or --port"
+        ) from error
+
+
+def require_place(
+    config: ServiceConfig,
+    *,
+    listens: HTTPOptions,
+    location: ProxyLocation,
+    others: Mapping[str, str | None],
+) -> None:
+    """Raises ConfigError where a Serve like this one cannot serve this configuration.
+
+    Serve keeps to what it was first started with, whatever it is told later. `others` are the
+    routes of the applications it has: one of the same name would be replaced.
+    """
+    if location == ProxyLocation.Disabled:
+        raise ConfigError(
+            "Serve runs in this cluster without HTTP (proxy_location Disabled): end it with `serve "
+            "shutdown`, and a new one will listen"
+        )
+    if (listens.host, listens.port) != (config.host, config.port):
+        raise ConfigError(
+            f"Serve runs in this cluster and listens on {_at(listens.host, listens.port)}, "
+            f"expected {_at(config.host, config.port)}: give --host {listens.host} --port "
+            f"{listens.port}, or end it and all that it serves with `serve shutdown`"
+        )
+    for name, route in others.items():
+        if name == config.app_name or route == "/":
+            raise ConfigError(
+                f"Serve runs in this cluster and has application {name!r} at {route}, expected "
+                f"none at / and none named {config.app_name!r}: stop it first, where it was "
+                "started or with `serve shutdown`"
+            )
+
+
+def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+    application = application_of(config, api_key=_api_key(config))
+    deploy(application, name=config.app_name, route_prefix="/", wait=stopping.wait)
+
+
+def _api_key(config: ServiceConfig) -> SecretStr | None:
+    """It goes along as an argument that shows itself to nobody: Ray prints and logs a runtime
+    environment, and passes it on a command line."""
+    key = os.environ.get(config.api_key_env)
+    return SecretStr(key) if key else None
 
 
 def deploy(
@@ -270,18 +354,31 @@ def _several(count: int, stage: str) -> list[str]:
     return [f"{count} {stage} rank{'s' if count > 1 else ''}"] if count else []
 
 
-def _welcome(config: ServiceConfig, *, took_s: float) -> str:
-    url = f"http://{config.host}:{config.port}"
+def _is_ipv6(host: str) -> bool:
+    return ":" in host
+
+
+def _at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
+
+
+def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
+    return f"http{'s' if has_tls else ''}://{_at(config.host, config.port)}"
+
+
+def _welcome(config: ServiceConfig, *, url: str, took_s: float, is_ours: bool) -> str:
+    where = url if is_ours else f"{url} of the cluster's head"
+    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if _api_key(config) else ""
     parallel = config.engine.parallel
     drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
     crew = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
     return f"""\
-ready after {took_s:.0f} s: {config.served_model_name} on {url}
+ready after {took_s:.0f} s: {config.served_model_name} on {where}
 ({crew}; Ctrl-C stops them)
 
 Try it:
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{{
     "model": "{config.served_model_name}", "max_tokens": 64,
     "messages": [{{"role": "user", "content": "How many minutes are in three hours?"}}]}}'
 """

@@ -1,12 +1,14 @@
 """The composition root: from a configuration to a Serve application.
 
-`build_app` starts nothing. It is what a Serve YAML names (`import_path: serve_app.app:build_app`,
-the configuration under `args`) and what `eesd serve` runs. Classes are wrapped here and not where
-they are defined: a decorated class would be pickled by value, module and all.
+Nothing is started here. `build_app` is what a Serve YAML names (`import_path:
+serve_app.app:build_app`, the configuration under `args`), `application_of` what `eesd serve` runs.
+Classes are wrapped here and not where they are defined: a decorated class would be pickled by
+value, module and all.
 """
 
 from collections.abc import Mapping
 
+from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -22,11 +24,20 @@ _MANY = 100_000
 """Serve's own limit on live requests: out of the way, since the engine's queue is the one bound."""
 
 
-def build_app(
-    args: Mapping[str, object] | ServiceConfig, *, stages: StagesFactory | None = None
+def build_app(args: Mapping[str, object] | ServiceConfig) -> Application:
+    """Raises ConfigError for a tree that does not fit. Serve takes no builder with more parameters
+    than one."""
+    return application_of(args if isinstance(args, ServiceConfig) else service_config(dict(args)))
+
+
+def application_of(
+    config: ServiceConfig,
+    *,
+    stages: StagesFactory | None = None,
+    api_key: SecretStr | None = None,
 ) -> Application:
-    """Raises ConfigError for a tree that does not fit; `stages` lets tests replace the model."""
-    config = args if isinstance(args, ServiceConfig) else service_config(dict(args))
+    """`stages` lets tests replace the model. Without an `api_key`, the one that is set where an
+    HTTP replica runs is asked for."""
     if stages is None:
         stages = stages_of(config)
     pipelines = serve.deployment(
@@ -48,7 +59,7 @@ def build_app(
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
-    ).bind(config, pipelines)
+    ).bind(config, pipelines, api_key)
     return ingress
 
 

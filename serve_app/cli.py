@@ -7,6 +7,7 @@ mend in the command or its files, 1 for the rest.
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import random
@@ -135,7 +136,9 @@ def _batch(arguments: argparse.Namespace) -> int:
         f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
         f"answered, {report.num_failed} failed; {report.num_tokens} tokens"
     )
-    return 1 if report.num_failed else 0
+    if report.num_failed_before:
+        print(f"{report.num_failed_before} of those done before had failed: correct their rows")
+    return 1 if report.num_failed or report.num_failed_before else 0
 
 
 def _defaults(settings: Sequence[str]) -> dict[str, object]:
@@ -144,7 +147,7 @@ def _defaults(settings: Sequence[str]) -> dict[str, object]:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--default {setting}: expected FIELD=VALUE")
-        defaults[name] = yaml.safe_load(value)
+        defaults[name] = _json_of(f"--default {setting}", _value_of(f"--default {setting}", value))
     return defaults
 
 
@@ -216,13 +219,45 @@ def _config_of(arguments: argparse.Namespace) -> ServiceConfig:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting}: expected KEY=VALUE")
-        _put(tree, key, yaml.safe_load(value))
+        _put(tree, key, _value_of(f"--set {setting}", value))
     if _is_missing(tree, "engine.model.path"):
         _put(tree, "engine.model.path", str(BUNDLED_MODEL))
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if endpoint and _is_missing(tree, "telemetry.otlp_endpoint"):
         _put(tree, "telemetry.otlp_endpoint", endpoint)
     return service_config(tree)
+
+
+def _value_of(argument: str, text: str) -> object:
+    """Read as in a configuration file, only that null has to be written out."""
+    try:
+        value: object = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a date that no calendar has
+        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+        raise ConfigError(
+            f"{argument}: found no YAML ({reason}), expected a value: put a text into quotes of "
+            "its own"
+        ) from error
+    if value is None and text.strip().lower() not in ("null", "~"):
+        raise ConfigError(
+            f"{argument}: found no value, expected one: write null, or put a text into quotes of "
+            "its own"
+        )
+    return value
+
+
+def _json_of(argument: str, value: object) -> object:
+    """What a request's body can have; a job's manifest is compared with what it has written."""
+    try:
+        survives = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        survives = False
+    if not survives:
+        raise ConfigError(
+            f"{argument}: found {value!r}, which JSON has no form for: put dates, and the keys of "
+            "a mapping, into quotes of their own"
+        )
+    return value
 
 
 def _put(tree: dict[str, object], key: str, value: object) -> None:

@@ -19,10 +19,13 @@ from pydantic import (
 )
 
 from eesd_dist.actors.contracts import TelemetryOptions
-from eesd_dist.config import EngineConfig, Section
+from eesd_dist.config import EngineConfig, HomePath, Section
 from eesd_dist.errors import ConfigError
 
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
+
+_MIN_HEARTBEATS = 3
+"""So many fit between a pipeline's last word and its being forgotten."""
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Ray's four: together if possible, apart if possible, on one node, each on a node of its own."""
@@ -166,14 +169,14 @@ class RouterConfig(Section):
     namespace: str = "eesd"
     """Ray namespace of that name."""
 
-    checkpoint: Path | None = None
+    checkpoint: HomePath | None = None
     """File the beliefs are kept in, on the node of the router or on a disk that all nodes share,
     e.g. /var/lib/eesd/beliefs.json; None forgets them with the actor."""
 
     checkpoint_every_s: PositiveFloat = 5.0
     """How much learning a crash may cost."""
 
-    priors: Path | None = None
+    priors: HomePath | None = None
     """File that `eesd controllers save` has written: pools to begin with. A checkpoint, once there
     is one, knows better; with `pinned` these priors come first."""
 
@@ -187,8 +190,20 @@ class RouterConfig(Section):
     heartbeat_s: PositiveFloat = 1.0
     """How often a pipeline says that it is there."""
 
-    expiry_s: PositiveFloat = 5.0
-    """A pipeline silent for so long is forgotten."""
+    expiry_s: float = Field(default=5.0, ge=1.5)
+    """A pipeline silent for so long is forgotten, and an ingress after twice as long: no less than
+    three heartbeats, and than three of the half seconds after which an ingress asks again."""
+
+    @model_validator(mode="after")
+    def _a_late_heartbeat_is_no_silence(self) -> Self:
+        if self.expiry_s < _MIN_HEARTBEATS * self.heartbeat_s:
+            raise ValueError(
+                f"expiry_s is {self.expiry_s:g} and heartbeat_s is {self.heartbeat_s:g}: a "
+                "pipeline would be forgotten when one or two heartbeats are late; raise expiry_s "
+                f"to {_MIN_HEARTBEATS * self.heartbeat_s:g} or more, or lower heartbeat_s to "
+                f"{self.expiry_s / _MIN_HEARTBEATS:g} or less"
+            )
+        return self
 
 
 class SpoolConfig(Section):
@@ -197,7 +212,7 @@ class SpoolConfig(Section):
     A shard holds token ids, hidden states and the target's best tokens of sampled requests: no text
     and no request's name, and yet as confidential as the texts themselves."""
 
-    folder: Path | None = None
+    folder: HomePath | None = None
     """Folder on the drafting actors' nodes; None keeps nothing."""
 
     max_bytes: PositiveInt = 256 * 2**20
@@ -216,7 +231,7 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://localhost:4318."""
 
-    trace_folder: Path | None = None
+    trace_folder: HomePath | None = None
     """Folder for span files, one per process, where there is no collector."""
 
 
@@ -235,7 +250,7 @@ class ServiceConfig(Section):
     host: str = "127.0.0.1"
     """Address the HTTP service listens on."""
 
-    port: PositiveInt = 8000
+    port: int = Field(default=8000, ge=1, le=65535)
     """Its port."""
 
     api_key_env: str = "EESD_API_KEY"

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import SecretStr
 from ray import serve
 
 from eesd_dist.actors.process import prepare_process, tracing_of
@@ -31,9 +32,10 @@ _ANSWER_TIMEOUT_S = 5.0
 class Ingress:
     """Deployed by `serve_app.app`."""
 
-    def __init__(self, config: ServiceConfig, pipelines: Any) -> None:
+    def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
         prepare_process()
         self._config = config
+        self._api_key = api_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
         self._steering = Steering(config, ingress=serve.get_replica_context().replica_id.unique_id)
         self._client = ServiceClient(
@@ -53,7 +55,7 @@ class Ingress:
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             workloads_by_temperature=config.router.workloads_by_temperature,
-            api_key=os.environ.get(config.api_key_env) or None,
+            api_key=key_of(config, handed_over=self._api_key),
             created_unix_s=int(time.time()),
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
@@ -110,6 +112,14 @@ class Ingress:
             "workloads": router["workloads"],
             "pipelines": [_as_json(part) for part in parts],
         }
+
+
+def key_of(config: ServiceConfig, *, handed_over: SecretStr | None) -> str | None:
+    """What clients must send: the key of who has started the service, or else this node's, whose
+    environment is another one in a cluster."""
+    if handed_over is not None:
+        return handed_over.get_secret_value()
+    return os.environ.get(config.api_key_env) or None
 
 
 def _as_json(part: PipelineControl) -> dict[str, object]:

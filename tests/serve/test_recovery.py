@@ -20,7 +20,7 @@ from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app._serving import deploy
-from serve_app.app import build_app
+from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.pipeline import Health, Pipeline
 from tests.support.running import Running, tokens_of, until
@@ -326,7 +326,7 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
             "pipelines": {"min_count": 2, "max_count": 2},
         }
     )
-    application = build_app(config, stages=toy_stages)
+    application = application_of(config, stages=toy_stages)
     deploy(application, name="pair", route_prefix="/pair", wait=Event().wait)
     pipelines = serve.get_deployment_handle("Pipeline", "pair")
     served_by: set[str] = set()

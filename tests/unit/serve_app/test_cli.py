@@ -1,6 +1,7 @@
 """From words to a configuration, without starting anything."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,43 @@ def test_any_key_can_be_set_and_is_checked() -> None:
         _config("serve", "--set", "engine.scheduler.overlapp=false")
     with pytest.raises(ConfigError, match="host is 'x', expected a section"):
         _config("serve", "--host", "x", "--set", "host.name=y")
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("model_name=@x", r"found no YAML \(found character '@' that cannot start any token\)"),
+        ("model_name=[", r"found no YAML .* put a text into quotes of its own"),
+        ("model_name=2026-13-45", r"found no YAML \(month must be in 1\.\.12"),
+        ("model_name=#x", "found no value, expected one: write null"),
+        ("model_name=", "found no value, expected one: write null"),
+    ],
+)
+def test_a_value_that_is_none_is_named_with_its_argument(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--set {re.escape(setting)}: {complaint}"):
+        _config("serve", "--set", setting)
+    with pytest.raises(ConfigError, match=f"^--default {re.escape(setting)}: {complaint}"):
+        cli._defaults([setting])
+
+
+def test_null_and_quoted_texts_are_values() -> None:
+    for null in ("null", "~", " Null "):
+        assert _config("serve", "--set", f"engine.model.head={null}").engine.model.head is None
+        assert cli._defaults([f"stop={null}"]) == {"stop": None}
+    assert cli._defaults(["stop='#'", 'user="2026-01-01"', 'logit_bias={"5": 10}']) == {
+        "stop": "#",
+        "user": "2026-01-01",
+        "logit_bias": {"5": 10},
+    }
+
+
+@pytest.mark.parametrize(
+    "setting", ["user=2026-01-01", "logit_bias={5: 10}", "temperature=.nan", "stop=!!set {a}"]
+)
+def test_a_default_is_something_that_json_has_a_form_for(setting: str) -> None:
+    complaint = rf"^--default {re.escape(setting)}: found .*, which JSON has no form for"
+    with pytest.raises(ConfigError, match=complaint):
+        cli._defaults([setting])
 
 
 def test_a_tree_is_named_by_a_flag_and_its_form_by_the_configuration() -> None:

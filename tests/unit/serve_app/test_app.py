@@ -1,0 +1,38 @@
+"""From a configuration to a Serve application, which is not started."""
+
+import pytest
+from pydantic import SecretStr
+from ray.serve import Application
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+from serve_app.app import application_of, build_app
+from serve_app.config import BUNDLED_MODEL, service_config
+from serve_app.ingress import key_of
+
+TREE = {"engine": {"model": {"path": str(BUNDLED_MODEL)}}}
+CONFIG = service_config(TREE)
+
+
+def test_serve_takes_the_builder_that_its_files_name() -> None:
+    built = call_user_app_builder_with_args_if_necessary(build_app, TREE)
+    assert isinstance(built, Application)
+
+
+def test_a_key_reaches_the_http_replicas_and_shows_itself_nowhere() -> None:
+    ingress = application_of(CONFIG, api_key=SecretStr("s3cret"))._bound_deployment
+    assert ingress.init_args[-1].get_secret_value() == "s3cret"
+    assert "s3cret" not in repr((ingress, ingress.init_args))
+    assert "runtime_env" not in ingress.ray_actor_options  # Ray prints and logs that
+
+
+def test_who_starts_the_service_has_the_word_over_a_replicas_own_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CONFIG.api_key_env, raising=False)
+    assert key_of(CONFIG, handed_over=None) is None
+    assert key_of(CONFIG, handed_over=SecretStr("given")) == "given"
+    monkeypatch.setenv(CONFIG.api_key_env, "of this node")
+    assert key_of(CONFIG, handed_over=None) == "of this node"
+    assert key_of(CONFIG, handed_over=SecretStr("given")) == "given"
+    monkeypatch.setenv(CONFIG.api_key_env, "")
+    assert key_of(CONFIG, handed_over=None) is None

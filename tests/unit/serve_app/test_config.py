@@ -1,0 +1,52 @@
+"""What a service's configuration takes, and what it says of what it does not take."""
+
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.errors import ConfigError
+from serve_app.config import ServiceConfig, service_config
+
+
+def _config(**sections: object) -> ServiceConfig:
+    return service_config({"engine": {"model": {"path": "/model"}}, **sections})
+
+
+def test_a_pipeline_is_not_forgotten_between_two_heartbeats() -> None:
+    with pytest.raises(ConfigError, match=r"expiry_s is 5 and heartbeat_s is 30.*to 90 or more"):
+        _config(router={"heartbeat_s": 30, "expiry_s": 5})
+    with pytest.raises(ConfigError, match=r"heartbeat_s to 1\.66667 or less"):
+        _config(router={"heartbeat_s": 2})
+    with pytest.raises(ConfigError, match=r"router\.expiry_s: Input should be greater"):
+        _config(router={"heartbeat_s": 0.01, "expiry_s": 0.4})
+    router = _config(router={"heartbeat_s": 2, "expiry_s": 6}).router
+    assert (router.heartbeat_s, router.expiry_s) == (2, 6)
+
+
+@pytest.mark.parametrize("port", [0, 70_000])
+def test_a_port_is_one_that_can_be_listened_on(port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"port: Input should be .*, found {port}"):
+        _config(port=port)
+
+
+def test_a_tilde_is_the_home_of_who_writes_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/of-mine")
+    config = _config(
+        engine={"model": {"path": "~/model", "head": "~/head"}},
+        router={"checkpoint": "~/beliefs.json", "priors": "~/priors.json"},
+        spool={"folder": "~/spool"},
+        telemetry={"trace_folder": "~/traces"},
+    )
+    home = Path("/home/of-mine")
+    assert (config.engine.model.path, config.engine.model.head) == (home / "model", home / "head")
+    assert config.router.checkpoint == home / "beliefs.json"
+    assert config.router.priors == home / "priors.json"
+    assert config.spool.folder == home / "spool"
+    assert config.telemetry.trace_folder == home / "traces"
+
+
+def test_the_home_of_nobody_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"spool\.folder: .*~no-such-user/x: .*write the folder"):
+        _config(spool={"folder": "~no-such-user/x"})
