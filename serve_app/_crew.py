@@ -223,13 +223,15 @@ class Crew:
     async def _take_part(
         self, member: Member, method: str, operation: str, generation: Generation
     ) -> None:
-        """Who fails by itself would fail the next generation too: its place is for another one."""
+        """Who fails by itself would fail the next generation too: its place is for another one. A
+        stand-in has none, and its host may be in good health."""
         try:
             await member.ask(method, operation, generation)
         except (PeerLost, ConfigError):
             raise
         except EesdError:
-            self._broken.add(member.post.name)
+            if member.host is None:
+                self._broken.add(member.post.name)
             raise
 
     async def trouble(self) -> EesdError:

@@ -1,18 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster.memory import memory_of, render_memory, with_stand_ins
-from cluster.shapes import Load, ModelShape, Split
+from cluster.shapes import Load, Split
 from eesd_dist.errors import ConfigError
+from tests.unit.cluster.test_planner import LLAMA_70B
 
-LLAMA_3_70B = ModelShape(
-    num_layers=80,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-)
+LLAMA_3_70B = replace(LLAMA_70B, vocab_size=128256)
 
 
 def test_a_ranks_memory_is_its_share_of_the_weights_and_of_the_keys_and_values() -> None:

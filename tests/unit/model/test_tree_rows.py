@@ -316,8 +316,8 @@ def test_rows_and_branches_attend_in_groups_where_the_self_check_allows(
 # -- moves ----------------------------------------------------------------------------------------
 
 
-def test_moves_read_every_slot_before_they_write_one() -> None:
-    pages = LayerPages(
+def twelve_slots() -> LayerPages:
+    return LayerPages(
         num_slots=12,
         num_kv_heads=2,
         queries_per_kv=2,
@@ -325,6 +325,10 @@ def test_moves_read_every_slot_before_they_write_one() -> None:
         dtype=torch.float32,
         device=CPU,
     )
+
+
+def test_moves_read_every_slot_before_they_write_one() -> None:
+    pages = twelve_slots()
     before = torch.randn_like(pages._slots_SHE)
     pages._slots_SHE.copy_(before)
     moves = [(4, 3), (5, 4), (9, 5), (3, 11)]
@@ -367,14 +371,7 @@ def test_a_moved_branch_is_the_text_as_if_it_had_been_decoded(tmp_path: Path, na
 
 
 def test_cleared_pages_hold_nothing_that_outlives_a_mask() -> None:
-    pages = LayerPages(
-        num_slots=4,
-        num_kv_heads=1,
-        queries_per_kv=1,
-        head_dim=2,
-        dtype=torch.bfloat16,
-        device=CPU,
-    )
+    pages = twelve_slots()
     pages._slots_SHE.fill_(torch.nan)
     pages.clear()
     assert not pages._slots_SHE.any()

@@ -353,3 +353,30 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
         await keeper.stopped()
 
     asyncio.run(run())
+
+
+class _NoRoomToStandIn(ToyStages):
+    def connect_draft(self, generation: Generation) -> None:
+        if generation.stands_in:
+            raise OSError("cannot allocate memory")
+
+
+def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        crew.members.recruiting = replace(
+            crew.members.recruiting, stages=lambda config, _: _NoRoomToStandIn(config)
+        )
+        keeper = _Keeper(crew, tmp_path)
+        await asyncio.wait_for(keeper.check(), 10.0)
+        host = crew.handle("verify rank 0")
+        crew.handle("drafting actor").killed.set()
+        async with asyncio.timeout(10.0):
+            while keeper.num_interruptions == 0 or not keeper.is_whole:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not keeper.is_degraded
+        assert crew.handle("verify rank 0") is host
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
