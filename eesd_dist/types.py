@@ -27,7 +27,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """Noise is keyed by (seed, position, token): the same seed gives the same text anywhere."""
+    """Noise is keyed by (seed, position, token): the same seed gives the same text anywhere. All of
+    its 64 bits count; -1 and 2**64 - 1 are one seed."""
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

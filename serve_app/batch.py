@@ -244,7 +244,7 @@ class _Run:
 def row_seed(seed: int, custom_id: str) -> int:
     """A row's own seed: the same in every run, another for every id."""
     key = f"batch {seed} {custom_id}".encode(errors="backslashreplace")  # half surrogates are ids
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
 
 
 def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields:

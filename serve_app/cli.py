@@ -29,6 +29,7 @@ _DELEGATED = {
     "bench offline": "eesd_dist.bench.offline",
     "bench online": "eesd_dist.bench.online",
     "bench exact": "serve_app.bench_exact",
+    "bench noise": "eesd_dist.bench.noise",
     "bench control": "eesd_dist.bench.control",
     "bench chaos": "serve_app.bench_chaos",
     "bench handover": "serve_app.bench_handover",
@@ -287,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="eesd",
         description="Lossless early-exit speculative decoding. A model that is not named is the "
         "bundled one.",
-        epilog="Also: eesd bench offline|online|exact|control|router|rounds|chaos|handover, "
+        epilog="Also: eesd bench offline|online|exact|noise|control|router|rounds|chaos|handover, "
         "eesd controllers, eesd pipelines, eesd plan, eesd preflight, eesd distill; "
         "each explains itself with --help.",
     )

@@ -19,7 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.rows import RowRule
+
+_EVERYTHING = 2.0
+"""As a top_p: more than all tokens have, those whose mass is rounded to 0 included."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -159,7 +163,7 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     """Every filter comes down to the lowest score that stays, so that rows are masked once."""
     vocab_size = scores_RV.shape[-1]
     top_k = [min(rule.top_k, vocab_size) or vocab_size for rule in rules]
-    top_p = [rule.top_p if rule.top_p < 1.0 else torch.inf for rule in rules]
+    top_p = [rule.top_p if rule.top_p < 1.0 else _EVERYTHING for rule in rules]
     min_p = [rule.min_p for rule in rules]
     lowest_R1 = torch.full_like(scores_RV[:, :1], -torch.inf)
     if max(min_p) > 0.0:
@@ -173,7 +177,9 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     if min(top_p) < 1.0:
         if min(top_k) < vocab_size:
             sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
-        num_kept_R1 = _num_in_nucleus(sorted_RV, _column(top_p, like=scores_RV))
+        num_kept_R1 = _num_in_nucleus(
+            sorted_RV, _column(top_p, dtype=torch.float64, like=scores_RV)
+        )
         edge_R1 = sorted_RV.gather(-1, num_kept_R1 - 1)
         next_R1 = sorted_RV.gather(-1, num_kept_R1.clamp_max(vocab_size - 1))
         if bool(((next_R1 == edge_R1) & (num_kept_R1 < vocab_size)).any()):
@@ -192,10 +198,12 @@ def _descending(x_RV: Tensor) -> Tensor:
 def _num_in_nucleus(sorted_RV: Tensor, top_p_R1: Tensor) -> Tensor:
     """[R, 1] the fewest leading tokens with a mass of top_p, at least one.
 
-    Holtzman et al. 2019 (arXiv 1904.09751).
+    Holtzman et al. 2019 (arXiv 1904.09751). Masses are integers, so that their sums are the same
+    in any order: a parallel scan of floats on a GPU gives other sums from run to run.
     """
-    mass_RV = sorted_RV.softmax(dim=-1).cumsum(dim=-1)
-    return 1 + (mass_RV[:, :-1] < top_p_R1).sum(dim=-1, keepdim=True)
+    mass_RV = mass_of(sorted_RV - sorted_RV[:, :1]).cumsum(dim=-1)
+    enough_R1 = (top_p_R1 * mass_RV[:, -1:].double()).ceil_().long()
+    return 1 + (mass_RV[:, :-1] < enough_R1).sum(dim=-1, keepdim=True)
 
 
 def _without_excess(
@@ -207,8 +215,8 @@ def _without_excess(
     return scores_RV.masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > room_R1), -torch.inf)
 
 
-def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+def _column(values: Sequence[float], *, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(-1)
 
 
 def log_total(x_SV: Tensor) -> Tensor:

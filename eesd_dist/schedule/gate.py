@@ -69,8 +69,10 @@ class Gate:
                 f"stop_token_ids are {list(sampling.stop_token_ids)}: give 0 to {_LARGEST}",
                 param="stop_token_ids",
             )
-        if not -_NUM_SEEDS // 2 <= sampling.seed < _NUM_SEEDS // 2:
-            raise RequestError(f"seed is {sampling.seed}: give one of 64 bits", param="seed")
+        if not -_NUM_SEEDS // 2 <= sampling.seed < _NUM_SEEDS:
+            raise RequestError(
+                f"seed is {sampling.seed}: give one of 64 bits, -2**63 to 2**64 - 1", param="seed"
+            )
 
     def _check_pages(self, request: Request) -> None:
         longest = min(len(request.prompt) + request.sampling.max_tokens, self._max_model_len)

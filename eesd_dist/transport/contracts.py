@@ -66,6 +66,7 @@ class Segment:
     presence_penalty: float
     frequency_penalty: float
     seed: int
+    """0 to 2**64 - 1."""
     min_tokens: int
     stop_token_ids: tuple[int, ...]
     """Forbidden while fewer than min_tokens were generated."""

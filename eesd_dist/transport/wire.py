@@ -37,7 +37,7 @@ from eesd_dist.types import Traffic
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 3
+VERSION = 4
 ROUND_FRAME_WORDS = 8192
 """32 KiB: a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_WORDS = 1024
@@ -55,7 +55,7 @@ _MAX_ELEMENTS = 1 << 33
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
-# Round payload: counts | trace, span (u64) | seeds (i64) | doubles | table | token and page lists,
+# Round payload: counts | trace, span (u64) | seeds (u64) | doubles | table | token and page lists,
 # and only where there are trees: number of moves, parents of each segment | moves | parents.
 _COUNTS = struct.Struct("<iiii")  # segments, logit biases, flags, integers in the lists
 _TRACE = struct.Struct("<QQQ")
@@ -248,7 +248,7 @@ def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
     reader = Reader(payload)
     num_segments, num_biases, flags, num_listed = reader.unpack(_COUNTS)
     trace_high, trace_low, span_id = reader.unpack(_TRACE)
-    seeds = reader.take(np.int64, num_segments)
+    seeds = reader.take(np.uint64, num_segments)
     doubles = reader.take(np.float64, _NUM_DOUBLES * num_segments + num_biases)
     table = reader.take(np.int32, _TABLE_COLUMNS * num_segments)
     listed = reader.take(np.int32, num_listed)
@@ -355,7 +355,7 @@ class Reader:
 def _round_payload(header: RoundHeader) -> bytes:
     segments = header.segments
     table, listed = array("i"), array("i")
-    doubles, seeds = array("d"), array("q")
+    doubles, seeds = array("d"), array("Q")
     biases = [bias for segment in segments for bias in segment.logit_bias]
     try:
         for segment in segments:

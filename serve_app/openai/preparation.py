@@ -323,11 +323,12 @@ class Preparation:
 
 
 def choice_seed(seed: int, i: int) -> int:
-    """The i-th choice's own seed; the first is the seed itself: n changes nothing for it."""
+    """The i-th choice's own seed, below 2**64; the first is the seed itself: n changes nothing
+    for it."""
     if i == 0:
-        return seed % 2**63
+        return seed % 2**64
     digest = hashlib.sha256(f"choice {i} of {seed % 2**64}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(digest[:8], "big")
 
 
 def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:

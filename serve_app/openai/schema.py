@@ -20,7 +20,8 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
 Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
 
@@ -84,7 +85,7 @@ class GenerationFields(Fields):
     top_k: Annotated[int, Field(ge=-1)] = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: Probability = 0.0
-    seed: Int64 | None = None
+    seed: Seed | None = None
     """Drawn at random when absent; the response's `metrics.seed` tells which it was."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []

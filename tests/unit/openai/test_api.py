@@ -11,6 +11,7 @@ import pytest
 from eesd_dist.errors import EngineError, Poisonous, QueueFull
 from eesd_dist.types import FinishReason
 from serve_app.openai.api import build_api
+from serve_app.openai.preparation import choice_seed
 from tests.support.live_server import serving
 from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
@@ -143,6 +144,25 @@ def test_a_seed_that_was_drawn_is_told_and_gives_the_text_again(api: Api) -> Non
     again = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20, seed=seed)
     other = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20)
     assert again.choices[0].text == first.choices[0].text != other.choices[0].text
+
+
+def test_all_64_bits_of_a_seed_count_with_or_without_a_sign(api: Api) -> None:
+    def text(seed: int) -> str:
+        asked = {"model": MODEL, "prompt": "once", "max_tokens": 20, "seed": seed}
+        return str(api.client.completions.create(**asked).choices[0].text)
+
+    assert text(-1) == text(2**64 - 1)
+    assert len({text(seed) for seed in (0, -1, 2**63 - 1, -(2**63))}) == 4
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(openai.APIStatusError, match="seed"):
+            text(seed)
+
+
+def test_every_choice_has_a_seed_of_64_bits() -> None:
+    assert choice_seed(-1, 0) == 2**64 - 1
+    seeds = [choice_seed(5, i) for i in range(1, 1_000)]
+    assert max(seeds) >= 2**63 > min(seeds)
+    assert len(set(seeds)) == 999
 
 
 @pytest.mark.parametrize("form", ["texts", "tokens"])

@@ -1,16 +1,19 @@
 """The noise is Gumbel, independent wherever its key differs, and the same wherever it is made."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from eesd_dist.bench.noise import LAGS, LIMIT, XORS, survey
 from eesd_dist.sampling.noise import (
     Stream,
-    _exponential,
-    _hash,
+    _mix_64,
+    exponential,
     gumbel,
+    hash_ids,
     noise_key,
     uniform,
 )
@@ -19,28 +22,80 @@ EULER = 0.5772156649015329
 MASK_32 = (1 << 32) - 1
 
 
-def lowbias32(x: int, first: int = 0, second: int = 0) -> int:
-    """The published hash in Python's own integers, with the two halves of a key."""
-    x = ((x ^ (x >> 16)) ^ first) * 0x7FEB352D & MASK_32
-    x = ((x ^ (x >> 15)) + second) * 0x846CA68B & MASK_32
-    return x ^ (x >> 16)
+def triple32(x: int) -> int:
+    """The published hash in Python's own integers."""
+    x ^= x >> 17
+    x = x * 0xED5AD4BB & MASK_32
+    x ^= x >> 11
+    x = x * 0xAC4C1B51 & MASK_32
+    x ^= x >> 15
+    x = x * 0x31848BAB & MASK_32
+    return x ^ (x >> 14)
+
+
+def keyed_hash(x: int, first: int, second: int, third: int) -> int:
+    x = (x ^ first) * 0xED5AD4BB & MASK_32
+    x = ((x ^ (x >> 11)) + second) * 0xAC4C1B51 & MASK_32
+    x = ((x ^ (x >> 15)) ^ third) * 0x31848BAB & MASK_32
+    return x ^ (x >> 14)
 
 
 def noise_of(seed: int, positions: range, num_ids: int) -> Tensor:
     return gumbel([noise_key(seed, position) for position in positions], torch.arange(num_ids))
 
 
-def test_the_hash_is_lowbias32_when_the_key_is_zero() -> None:
-    ids = [0, 1, 2, 65_535, 65_536, 128_255, 2**31 - 1]
-    hashed = (_hash([0], torch.tensor(ids)).long() & MASK_32).squeeze(0).tolist()
-    assert hashed == [lowbias32(x) for x in ids]
+def test_the_hash_is_triple32_when_the_key_words_are_zero() -> None:
+    for x in (0, 1, 2, 65_535, 65_536, 131_071):
+        assert keyed_hash(x, 0, 0, 0) == triple32(x)
 
 
-@pytest.mark.parametrize("key", [1, 2**31, 2**32, 2**63, 2**64 - 1, noise_key(3, 5)])
+@pytest.mark.parametrize("key", [0, 1, 2**31, 2**32, 2**63, 2**64 - 1, noise_key(3, 5)])
 def test_the_hash_is_that_of_plain_integers_for_any_key(key: int) -> None:
-    ids = range(257)
-    hashed = (_hash([key], torch.arange(257)).long() & MASK_32).squeeze(0).tolist()
-    assert hashed == [lowbias32(x, key & MASK_32, key >> 32) for x in ids]
+    ids = [*range(257), 128_255, 2**17, 2**31 - 1]
+    hashed = (hash_ids([key], torch.tensor(ids)).long() & MASK_32).squeeze(0).tolist()
+    words = (key & MASK_32, key >> 32, _mix_64(key) & MASK_32)
+    assert hashed == [keyed_hash(x, *words) for x in ids]
+
+
+def lowbias32_hash(keys: Sequence[int], ids_V: Tensor) -> Tensor:
+    """Two rounds with a key half before each: what this project used first."""
+    key_S1 = torch.tensor([[key & MASK_32] for key in keys])
+    high_S1 = torch.tensor([[key >> 32] for key in keys])
+    x_SV = ids_V.long() ^ (ids_V.long() >> 16) ^ key_S1
+    x_SV = x_SV * 0x7FEB352D & MASK_32
+    x_SV = (x_SV ^ (x_SV >> 15)) + high_S1
+    x_SV = (x_SV & MASK_32) * 0x846CA68B & MASK_32
+    x_SV = x_SV ^ (x_SV >> 16)
+    return torch.where(x_SV > 2**31 - 1, x_SV - 2**32, x_SV).int()
+
+
+KNOWN_BAD = (40_960, 24_576, 33_280, 17_408, 34_816, 69_633, 8_704, 6)
+"""Differences at which two rounds were dependent, by 16 to 100 standard deviations."""
+ONE_BIT = tuple(1 << bit for bit in range(17))
+
+
+def test_two_tokens_are_independent_whatever_single_bit_their_ids_differ_in() -> None:
+    found = survey((*ONE_BIT, *KNOWN_BAD), num_draws=1_500_000, seed=0)
+    assert found.worst < LIMIT, found.as_json()
+
+
+def test_the_survey_finds_a_hash_of_two_rounds_out() -> None:
+    found = survey(KNOWN_BAD, num_draws=1_000_000, seed=0, hashed=lowbias32_hash)
+    assert found.worst > LIMIT
+    assert float(found.z_X["lowest 4 bits"].abs().max()) > 20.0
+
+
+def test_tokens_a_few_ids_apart_are_independent() -> None:
+    found = survey((1, 2, 3, 4, 5, 7, 16, 64, 1_023), num_draws=500_000, seed=1, is_lag=True)
+    assert found.worst < LIMIT, found.as_json()
+
+
+@pytest.mark.slow
+def test_two_tokens_are_independent_whatever_their_ids_differ_in() -> None:
+    found = survey(XORS, num_draws=10_000_000, seed=2)
+    assert found.worst < LIMIT, found.as_json()
+    found = survey(LAGS, num_draws=10_000_000, seed=3, is_lag=True)
+    assert found.worst < LIMIT, found.as_json()
 
 
 def test_the_noise_is_minus_log_minus_log_of_the_hash_at_both_ends_and_between() -> None:
@@ -49,7 +104,7 @@ def test_the_noise_is_minus_log_minus_log_of_the_hash_at_both_ends_and_between()
     h = torch.cat([h, near_the_ends, torch.tensor([2**31 - 1], dtype=torch.int32)])
     u = 1.0 - ((h.long() & MASK_32).double() + 0.5) / 2**32
     minus_log_u = -torch.log1p(u - 1.0)
-    torch.testing.assert_close(_exponential(h).double(), minus_log_u, rtol=6e-7, atol=0.0)
+    torch.testing.assert_close(exponential(h).double(), minus_log_u, rtol=6e-7, atol=0.0)
 
 
 def test_the_noise_has_the_moments_and_quantiles_of_a_gumbel() -> None:
@@ -111,8 +166,8 @@ def test_signed_and_unsigned_readings_of_a_seed_are_one_seed() -> None:
 def test_the_noise_of_today_is_the_noise_of_yesterday() -> None:
     """A resumed request continues with the same tokens only while these numbers stand."""
     assert noise_key(42, 7) == 0x149E5012006C4A4A
-    assert _hash([noise_key(42, 7)], torch.arange(4)).tolist() == [
-        [190376500, -718693417, -1233527834, -624783831]
+    assert hash_ids([noise_key(42, 7)], torch.arange(4)).tolist() == [
+        [-420671277, -375390893, -1813978165, 1751740186]
     ]
 
 

@@ -249,7 +249,7 @@ def _with(**sampling: Any) -> Request:
         (_request(max_tokens=2, generated=(3, 3)), RequestError, "nothing is left"),
         (_with(top_k=2**31), RequestError, "top_k is 2147483648: give 0 to"),
         (_with(min_tokens=-1), RequestError, "min_tokens is -1"),
-        (_with(seed=2**63), RequestError, "64 bits"),
+        (_with(seed=2**64), RequestError, "64 bits"),
         (_with(stop_token_ids=(2, 2**31)), RequestError, "stop_token_ids are"),
         (_request(max_tokens=30), RequestError, r"need 9 pages .* raise cache\.num_pages"),
     ],

@@ -1,0 +1,193 @@
+"""Are the draws of two tokens independent? The sampling noise against what chance allows.
+
+    eesd bench noise [--draws N] [--seed S] [--json]
+
+A token's probability depends on pairs of draws: the noise of two ids under one key. For every
+difference of one to three bits below 2^17, and for ids that lie a few apart, this draws N pairs,
+each under a key of its own, and counts what a sampler would see (how often a token of probability
+0.01, 0.2, 0.5 or 0.8 wins) and what a weak hash shows first (correlation, low bits, joint tails).
+Every count becomes a z value; independent draws stay below 5.5 over all of them. The last line of
+the output is one JSON object. Exit status 1 when a z value is larger.
+
+Shapes: S keys, X differences.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+
+import torch
+from torch import Tensor
+
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.sampling.noise import exponential, gumbel, hash_ids, noise_key
+
+LIMIT = 5.5
+"""Largest |z| that chance explains: 1 in 4,000 runs of some 7,000 counts has a larger one."""
+
+NUM_BITS = 17
+XORS = tuple(
+    sum(1 << bit for bit in bits)
+    for count in (1, 2, 3)
+    for bits in combinations(range(NUM_BITS), count)
+)
+"""Every difference of one to three bits."""
+
+LAGS = (*range(1, 65), *(2**k + d for k in range(7, NUM_BITS) for d in (-1, 0, 1)))
+
+_KEYS_AT_ONCE = 256
+_TAIL = 2.0**-5
+"""An exponential draw below this is in the tail that wins an argmax."""
+_WINS = (0.01, 0.2, 0.5, 0.8)
+
+HashIds = Callable[[Sequence[int], Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The z values of every statistic, one per difference."""
+
+    num_draws: int
+    differences: tuple[int, ...]
+    z_X: Mapping[str, Tensor]
+
+    @property
+    def worst(self) -> float:
+        return max(float(z_X.abs().max()) for z_X in self.z_X.values())
+
+    def as_json(self) -> dict[str, object]:
+        """Per statistic: the root mean square, and the three differences that stand out most."""
+        return {
+            name: {
+                "rms": round(float(z_X.square().mean().sqrt()), 3),
+                "worst": [
+                    [self.differences[at], round(float(z_X[at]), 2)]
+                    for at in z_X.abs().argsort(descending=True)[:3].tolist()
+                ],
+            }
+            for name, z_X in self.z_X.items()
+        }
+
+
+def survey(
+    differences: Sequence[int],
+    *,
+    num_draws: int,
+    seed: int,
+    is_lag: bool = False,
+    hashed: HashIds = hash_ids,
+) -> Survey:
+    """Draws pairs (id, id ^ difference), or (id, id + difference), one key for each draw.
+
+    The pairs of one key share their first id, so that statistics of different differences are
+    correlated; each of them has the distribution it is judged by.
+    """
+    rng = Random(seed)
+    difference_X = torch.tensor(differences)
+    counts: dict[str, Tensor] = {}
+    num_rounds = -(-num_draws // _KEYS_AT_ONCE)
+    for number in range(num_rounds):
+        first = rng.randrange(1 << NUM_BITS)
+        others_X = first + difference_X if is_lag else first ^ difference_X
+        ids = torch.cat([torch.tensor([first]), others_X]).to(torch.int32)
+        start = number * _KEYS_AT_ONCE
+        keys = [noise_key(seed, start + row) for row in range(_KEYS_AT_ONCE)]
+        for name, count_X in _counts(hashed(keys, ids)).items():
+            counts[name] = counts.get(name, 0.0) + count_X
+    total = num_rounds * _KEYS_AT_ONCE
+    return Survey(
+        num_draws=total,
+        differences=tuple(differences),
+        z_X={name: _z(name, count_X, total) for name, count_X in counts.items()},
+    )
+
+
+def _counts(hash_SX: Tensor) -> dict[str, Tensor]:
+    """The first column against each of the others, summed over keys."""
+    draw_SX = exponential(hash_SX)
+    mine_S1, others_SX = draw_SX[:, :1], draw_SX[:, 1:]
+    # the smaller of draw / probability wins
+    counts = {
+        f"wins at {p}": (mine_S1 * ((1.0 - p) / p) < others_SX).sum(0).double() for p in _WINS
+    }
+    bits_SX = hash_SX[:, :1] ^ hash_SX[:, 1:]
+    counts["lowest bit"] = (bits_SX & 1).sum(0).double()
+    counts["lowest 4 bits"] = ((bits_SX & 15) == 0).sum(0).double()
+    counts["both in the tail"] = ((mine_S1 < _TAIL) & (others_SX < _TAIL)).sum(0).double()
+    signed_SX = hash_SX.float()
+    counts["correlation"] = (signed_SX[:, :1] * signed_SX[:, 1:]).sum(0, dtype=torch.float64)
+    return counts
+
+
+def _z(name: str, count_X: Tensor, num_draws: int) -> Tensor:
+    if name == "correlation":  # of integers that are uniform over 2^32 values around zero
+        return count_X / (2.0**64 / 12 * math.sqrt(num_draws))
+    p = _probability_of(name)
+    return (count_X - num_draws * p) / math.sqrt(num_draws * p * (1.0 - p))
+
+
+def _probability_of(name: str) -> float:
+    if name.startswith("wins at "):
+        return float(name.removeprefix("wins at "))
+    tail = -math.expm1(-_TAIL)
+    return {"lowest bit": 1 / 2, "lowest 4 bits": 1 / 16, "both in the tail": tail * tail}[name]
+
+
+def row_cost_us(*, num_ids: int = 4096, repeats: int = 200) -> float:
+    """Microseconds for the noise of one row, least of several runs."""
+    ids, keys = torch.arange(num_ids, dtype=torch.int32), [noise_key(3, 5)]
+
+    def run_s() -> float:
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            gumbel(keys, ids)
+        return (time.perf_counter() - began_s) / repeats
+
+    return 1e6 * min(run_s() for _ in range(9))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    cost_us = row_cost_us()
+    surveys = {
+        "xor": survey(XORS, num_draws=options.draws, seed=options.seed),
+        "lag": survey(LAGS, num_draws=options.draws, seed=options.seed + 1, is_lag=True),
+    }
+    if not options.json:
+        for kind, found in surveys.items():
+            sys.stdout.write(f"{kind}: {len(found.differences)} x {found.num_draws} pairs\n")
+            for name, told in found.as_json().items():
+                sys.stdout.write(f"  {name:18} {told}\n")
+        sys.stdout.write(f"4,096 tokens of one row: {cost_us:.0f} us\n")
+    worst = max(found.worst for found in surveys.values())
+    report = {
+        "worst": round(worst, 2),
+        "limit": LIMIT,
+        "row_of_4096_us": round(cost_us, 1),
+        "surveys": {
+            kind: {"num_draws": found.num_draws, "statistics": found.as_json()}
+            for kind, found in surveys.items()
+        },
+        "provenance": collect_provenance(seed=options.seed).as_json(),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 1 if worst > LIMIT else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eesd bench noise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--draws", type=int, default=10_000_000, help="pairs per difference")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="nothing but the last line")
+    return parser
