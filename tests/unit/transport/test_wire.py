@@ -131,7 +131,8 @@ def test_a_message_of_another_generation_is_refused() -> None:
 def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
     frame = wire.encode_round(header(), hidden()).frame.clone()
     frame[1] += 1
-    with pytest.raises(WireError, match=f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"):
+    versions = f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"
+    with pytest.raises(WireError, match=versions):
         wire.decode_prefix(frame, generation=3)
     frame[0] = 0
     with pytest.raises(WireError, match="found magic 0x0"):
