@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.config_keys import refuse_unread_rope_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class RopeConfig:
             raise CheckpointError(
                 file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
             )
+        refuse_unread_rope_keys(found, kind=str(kind), file=file)
         return cls(
             kind=str(kind),
             theta=float(str(theta)),

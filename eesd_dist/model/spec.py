@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 
@@ -17,6 +18,8 @@ from eesd_dist.model.rope import RopeConfig, RopeSpec
 class Family:
     """Where one architecture differs from the next; defaults as in transformers."""
 
+    model_types: tuple[str, ...]
+    """What `model_type` may be: transformers chooses the class by it."""
     qkv_bias: bool | None = None
     """None: the config's `attention_bias` decides."""
     output_bias: bool | None = None
@@ -28,24 +31,38 @@ class Family:
     max_position_embeddings: int = 32_768
     sliding_window: int | None = None
     """When the config does not say."""
-    window_is_per_layer: bool = False
-    """`use_sliding_window`, `max_window_layers` and `layer_types` decide layer by layer."""
+    window_is_optional: bool = False
+    """`use_sliding_window` switches it on, `max_window_layers` says from which layer."""
 
+
+_MISTRAL = Family(
+    model_types=("mistral", "ministral"),
+    qkv_bias=False,
+    output_bias=False,
+    num_kv_heads=8,
+    max_position_embeddings=131_072,
+    sliding_window=4096,
+)
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(mlp_bias=None, max_position_embeddings=2048),
-    "MistralForCausalLM": Family(
-        qkv_bias=False,
-        output_bias=False,
-        num_kv_heads=8,
-        max_position_embeddings=131_072,
-        sliding_window=4096,
-    ),
+    "LlamaForCausalLM": Family(model_types=("llama",), mlp_bias=None, max_position_embeddings=2048),
+    "MistralForCausalLM": _MISTRAL,
+    # The same arithmetic. transformers reads `layer_types` in this class only; checkpoints of it
+    # name either.
+    "MinistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": Family(
-        qkv_bias=True, output_bias=False, sliding_window=4096, window_is_per_layer=True
+        model_types=("qwen2",),
+        qkv_bias=True,
+        output_bias=False,
+        sliding_window=4096,
+        window_is_optional=True,
     ),
     "Qwen3ForCausalLM": Family(
-        qk_norm=True, head_dim=128, sliding_window=4096, window_is_per_layer=True
+        model_types=("qwen3",),
+        qk_norm=True,
+        head_dim=128,
+        sliding_window=4096,
+        window_is_optional=True,
     ),
 }
 
@@ -99,6 +116,7 @@ class ModelSpec:
         architecture, family = _family(config, file)
         fields = _Fields(config, file)
         _refuse_what_we_do_not_compute(fields)
+        refuse_unread_keys(config, architecture=architecture, file=file)
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", family.num_kv_heads or num_heads)
         hidden_size = fields.integer("hidden_size")
@@ -197,14 +215,21 @@ class _Fields:
 def _family(config: Mapping[str, object], file: Path) -> tuple[str, Family]:
     listed = config.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    for name in names:
-        if name in FAMILIES:
-            return name, FAMILIES[name]
-    raise CheckpointError(
-        file=file,
-        found=f"architectures {names}",
-        expected=f"one of {', '.join(FAMILIES)}",
-    )
+    name = next((name for name in names if name in FAMILIES), None)
+    if name is None:
+        raise CheckpointError(
+            file=file,
+            found=f"architectures {names}",
+            expected=f"one of {', '.join(FAMILIES)}",
+        )
+    family, model_type = FAMILIES[name], config.get("model_type")
+    if model_type is not None and model_type not in family.model_types:
+        raise CheckpointError(
+            file=file,
+            found=f"model_type = {model_type!r} beside architecture {name}",
+            expected=f"{' or '.join(family.model_types)}, or another architecture",
+        )
+    return name, family
 
 
 def _refuse_what_we_do_not_compute(fields: _Fields) -> None:
@@ -215,26 +240,40 @@ def _refuse_what_we_do_not_compute(fields: _Fields) -> None:
 
 
 def _sliding_windows(fields: _Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    if family.sliding_window is None:
-        return (None,) * num_layers
-    says_none = fields.says_null("sliding_window")
-    window = None if says_none else fields.integer("sliding_window", family.sliding_window)
-    if not family.window_is_per_layer:
-        return (window,) * num_layers
-    if window is None or not fields.flag("use_sliding_window"):
-        return (None,) * num_layers
+    window = _window(fields, family)
     layer_types = fields.get("layer_types")
-    if layer_types is None:
+    if layer_types is not None:
+        return _windows_by_type(fields, layer_types, window, num_layers)
+    first = 0
+    if family.window_is_optional:
         given = fields.optional_integer("max_window_layers")
         first = 28 if given is None else given
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = {"full_attention": None, "sliding_attention": window}
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _window(fields: _Fields, family: Family) -> int | None:
+    if family.sliding_window is None or fields.says_null("sliding_window"):
+        return None
+    if family.window_is_optional and not fields.flag("use_sliding_window"):
+        return None
+    return fields.integer("sliding_window", family.sliding_window)
+
+
+def _windows_by_type(
+    fields: _Fields, layer_types: object, window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    """`attention` is an older word for full attention."""
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers
         or not set(layer_types) <= set(known)
     ):
-        raise fields.error("layer_types", expected=f"{num_layers} of {', '.join(known)}")
+        raise fields.error(
+            "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise fields.error("layer_types", expected="full_attention alone, for want of a window")
     return tuple(known[str(kind)] for kind in layer_types)
 
 

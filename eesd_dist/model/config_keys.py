@@ -1,0 +1,308 @@
+"""Which keys of a config.json may stand there, and with which values.
+
+A key that changes what transformers computes and that is read nowhere here would give wrong logits
+in silence. Every key is therefore in one list: it is read, it is known to be harmless, or it is
+refused unless it has the value that changes nothing. The lists cover the configuration classes of
+transformers; a test enumerates those of the installed version.
+
+A key in no list is refused as well, unless it is null, false or empty, which is how a feature is
+written that is not used. Zero is refused: for a factor it is a value like any other. Reads no
+files and computes nothing.
+"""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from eesd_dist.errors import CheckpointError
+
+READ = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "model_type",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "vocab_size",
+    }
+)
+"""Keys of every family."""
+
+_WINDOW = frozenset({"sliding_window"})
+_WINDOW_BY_LAYER = _WINDOW | {"use_sliding_window", "max_window_layers"}
+
+READ_BY_FAMILY: Mapping[str, frozenset[str]] = {
+    "LlamaForCausalLM": frozenset({"attention_bias", "mlp_bias"}),
+    "MistralForCausalLM": _WINDOW,
+    "MinistralForCausalLM": _WINDOW,
+    "Qwen2ForCausalLM": _WINDOW_BY_LAYER,
+    "Qwen3ForCausalLM": _WINDOW_BY_LAYER | {"attention_bias"},
+}
+"""Keys that only some architectures have. In the others they are unknown: transformers ignores an
+`attention_bias` in a Mistral, other engines may not."""
+
+_HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
+    "defaults for `generate`; requests and generation_config.json decide here": frozenset(
+        {
+            "assistant_confidence_threshold",
+            "assistant_lookbehind",
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+            "encoder_no_repeat_ngram_size",
+            "encoder_repetition_penalty",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "max_new_tokens",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "suppress_tokens",
+            "target_lookbehind",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+            "use_cache",
+        }
+    ),
+    "training only": frozenset(
+        {
+            "attention_dropout",
+            "attn_pdrop",
+            "classifier_dropout",
+            "embd_pdrop",
+            "gradient_checkpointing",
+            "hidden_dropout",
+            "initializer_range",
+            "resid_pdrop",
+        }
+    ),
+    "which outputs transformers returns, and as what": frozenset(
+        {
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "return_dict",
+            "return_dict_in_generate",
+            "tie_last_hidden_states",
+            "torchscript",
+        }
+    ),
+    "classification and other tasks": frozenset(
+        {
+            "finetuning_task",
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "task_specific_params",
+        }
+    ),
+    "text, not arithmetic: the tokenizer's files decide": frozenset(
+        {
+            "decoder_start_token_id",
+            "pad_token_id",
+            "prefix",
+            "sep_token_id",
+            "tokenizer_class",
+            "tokenizer_model_max_length",
+            "tokenizer_padding_side",
+            "unk_token_id",
+        }
+    ),
+    "lengths that no model of these families computes with": frozenset(
+        {"max_sequence_length", "model_max_length"}
+    ),
+    # `pretraining_tp` cut products into slices in older versions: the same sums in another order.
+    "read by no model of these families in transformers": frozenset(
+        {"chunk_size_feed_forward", "is_decoder", "pretraining_tp", "tf_legacy_loss"}
+    ),
+    "which routine computes, not what": frozenset(
+        {
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "_attn_implementation_internal",
+            "_experts_implementation",
+            "_experts_implementation_internal",
+            "_flash_attn_2_enabled",
+            "attn_implementation",
+            "experts_implementation",
+            "use_bfloat16",
+        }
+    ),
+    "where a checkpoint comes from": frozenset(
+        {
+            "_commit_hash",
+            "_name_or_path",
+            "model_name",
+            "name_or_path",
+            "transformers_version",
+            "unsloth_fixed",
+            "unsloth_version",
+        }
+    ),
+}
+
+HARMLESS = frozenset().union(*_HARMLESS_GROUPS.values())
+
+REFUSED: Mapping[str, object] = {
+    "add_cross_attention": False,
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "cross_attention_hidden_size": None,
+    "dual_chunk_attention_config": None,
+    "embedding_multiplier": 1,
+    "final_logit_softcapping": None,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "llama_4_scaling_beta": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "no_rope_layers": None,
+    "per_layer_config": None,
+    "pruned_heads": None,
+    "residual_multiplier": 1,
+    "scale_attn_weights": True,
+    "tie_encoder_decoder": False,
+    "use_rope": True,
+}
+"""Keys that change what is computed, and the value that changes nothing; null always does."""
+
+READ_ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+"""Keys of every rope type."""
+
+_TRAINED_LENGTH = frozenset({"original_max_position_embeddings"})
+
+READ_BY_ROPE_TYPE: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": _TRAINED_LENGTH | {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": _TRAINED_LENGTH
+    | {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+"""A factor of a type that does not have it is unknown: transformers ignores it, others may not."""
+
+HARMLESS_ROPE = _TRAINED_LENGTH | {"finetuned"}
+"""For the types that do not compute with them: what the model was made from."""
+
+REFUSED_ROPE: Mapping[str, object] = {
+    "llama_4_scaling_beta": None,
+    "long_factor": None,
+    "mrope_section": None,
+    "short_factor": None,
+}
+
+
+def refuse_unread_keys(config: Mapping[str, object], *, architecture: str, file: Path) -> None:
+    """Raises CheckpointError for keys that may change the logits and that nothing here reads."""
+    code = config.get("auto_map")
+    if isinstance(code, Mapping) and any(str(name).startswith("AutoModel") for name in code):
+        raise CheckpointError(
+            file=file,
+            found=f"auto_map = {reprlib.repr(dict(code))}",
+            expected=f"{architecture} as transformers has it, not code that comes with the model",
+            advice=_ADVICE,
+        )
+    _refuse(
+        config,
+        known=READ | READ_BY_FAMILY[architecture] | HARMLESS,
+        refused=REFUSED,
+        file=file,
+        what=architecture,
+    )
+
+
+def refuse_unread_rope_keys(parameters: Mapping[str, object], *, kind: str, file: Path) -> None:
+    """The same for `rope_parameters` or `rope_scaling`."""
+    _refuse(
+        parameters,
+        known=READ_ROPE | READ_BY_ROPE_TYPE[kind] | HARMLESS_ROPE,
+        refused=REFUSED_ROPE,
+        file=file,
+        what=f"rope type {kind}",
+    )
+
+
+_ADVICE = "where it is known not to change what is computed, remove the key from the file"
+
+
+def _refuse(
+    config: Mapping[str, object],
+    *,
+    known: frozenset[str],
+    refused: Mapping[str, object],
+    file: Path,
+    what: str,
+) -> None:
+    unknown = []
+    for key, value in config.items():
+        if key in known or value is None:
+            continue
+        if key in refused:
+            if not _is_neutral(value, refused[key]):
+                raise CheckpointError(
+                    file=file,
+                    found=f"{key} = {reprlib.repr(value)}",
+                    expected=f"{json.dumps(refused[key])}: {what} is computed without it",
+                )
+        elif not _is_off(value):
+            unknown.append(f"{key} = {reprlib.repr(value)}")
+    if unknown:
+        raise CheckpointError(
+            file=file,
+            found=", ".join(unknown),
+            expected=f"keys that {what} is known to have (or null, false, empty)",
+            advice=_ADVICE,
+        )
+
+
+def _is_neutral(value: object, neutral: object) -> bool:
+    return _is_off(value) if neutral is None or neutral is False else value == neutral
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
