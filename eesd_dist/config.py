@@ -21,7 +21,8 @@ from pydantic import (
 
 from eesd_dist.types import ControllerName, TreeShape
 
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
+DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 Numerics = Literal["invariant", "fast"]
 Overlap = bool | Literal["auto"]
 
@@ -54,8 +55,10 @@ class ModelConfig(Section):
     """Folder of the exit head. None takes `<path>/exit_head` where it exists; without either there
     is plain decoding only."""
 
-    dtype: DType = "bfloat16"
-    """Type of the weights. A CPU without bfloat16 instructions computes on them in float32."""
+    dtype: DTypeSetting = "auto"
+    """Type of the weights. `auto` takes the checkpoint's own: the one its config.json names, else
+    the one its weights are stored in. A CPU computes on bfloat16 and float16 weights in float32;
+    `fast` on one with bfloat16 instructions computes in bfloat16."""
 
     numerics: Numerics = "invariant"
     """`invariant`: a row's result never depends on the rows beside it, so that speculation on and

@@ -19,7 +19,7 @@ from typing import get_args
 
 import yaml
 
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DTypeSetting, Numerics
 from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
 from eesd_dist.types import ControllerName, SpeculationParams, TreeShape
 from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
@@ -357,7 +357,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="FILE.yaml", help="a service configuration; flags win")
     add("--model", type=Path, help="folder of the target model (the bundled one)")
     add("--head", type=Path, help="folder of the exit head (MODEL/exit_head)")
-    add("--dtype", choices=get_args(DType), help="type of the weights (bfloat16)")
+    add(
+        "--dtype",
+        choices=get_args(DTypeSetting),
+        help="type of the weights (auto: the checkpoint's own)",
+    )
     add("--numerics", choices=get_args(Numerics), help="invariant keeps texts bit for bit")
     add("--device", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
     add("--draft-tp", type=int, metavar="N", help="ranks of the draft stage (1)")

@@ -11,7 +11,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from eesd_dist.config import EngineConfig
+from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.taking_turns import TakingTurns
@@ -22,6 +22,7 @@ from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.loading import OnProgress, unwatched
@@ -53,6 +54,8 @@ class Layout:
     split: int
     """The draft stage runs layers [0, split)."""
     max_model_len: int
+    dtype: DType
+    """Of the target's weights and of the exit head's."""
     device: torch.device
 
 
@@ -78,6 +81,7 @@ def layout_of(config: EngineConfig) -> Layout:
         head_folder=folder,
         split=split,
         max_model_len=min(wished, config.cache.num_pages * config.cache.page_size),
+        dtype=resolve_dtype(model.dtype, model.path),
         device=_device(model.device),
     )
 
@@ -125,7 +129,7 @@ def build_draft_shard(
         0,
         layout.split,
         group=group,
-        dtype=model.dtype,
+        dtype=layout.dtype,
         numerics=model.numerics,
         device=layout.device,
         num_pages=cache.num_pages,
@@ -194,7 +198,7 @@ def load_exit_head(
         folder,
         target=layout.spec,
         target_path=model.path,
-        dtype=model.dtype,
+        dtype=layout.dtype,
         numerics=model.numerics,
         device=layout.device,
         num_pages=cache.num_pages,
@@ -214,7 +218,7 @@ def build_verify_stage(
         layout.split,
         layout.spec.num_layers,
         group=group,
-        dtype=config.model.dtype,
+        dtype=layout.dtype,
         numerics=config.model.numerics,
         device=layout.device,
         num_pages=config.cache.num_pages,

@@ -71,7 +71,7 @@ def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) 
     return KvLayout(
         weights=f"{config.model.path} ({weights[:16]})",
         head=head,
-        dtype=config.model.dtype,
+        dtype=layout.dtype,
         numerics=config.model.numerics,
         split=layout.split,
         num_layers=layout.spec.num_layers,

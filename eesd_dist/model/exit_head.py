@@ -422,14 +422,16 @@ class ExitHead:
                 dtype=packer.compute_dtype,
                 device=device,
             )
+        logits_head = LogitsHead(
+            norm, packer.pack(parts.lm_head_VD), packer=packer, numerics=numerics
+        )
+        packer.report(f"exit_head after_layer={config.exit_layer}")
         return cls(
             exit_layer=config.exit_layer,
             vocab_ids=parts.vocab_ids_V.to(device) if config.kind == "truncated" else None,
             vocab_size=config.draft_vocab_size,
             layers=layers,
-            logits_head=LogitsHead(
-                norm, packer.pack(parts.lm_head_VD), packer=packer, numerics=numerics
-            ),
+            logits_head=logits_head,
             group=group,
             fusion=fusion,
             identity=identity,

@@ -248,6 +248,7 @@ class LlamaSpan:
             pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
         weights = weights_digest(Path(path))
         load_pieces(Path(path), pieces, on_progress=on_progress)
+        packer.report(f"layers=[{first},{last})")
         paged = PagedLayers(
             layers,
             spec.sliding_windows[first:last],

@@ -3,15 +3,21 @@
 Decides where a tensor of a checkpoint lies (one file or many with an index) and that it is what it
 has to be; everything else is a CheckpointError with file, found and expected. Knows no model.
 
+A type narrower than the stored one rounds weights. Those that change are counted, and a warning
+says how many when the checkpoint is closed; a weight that would become infinite is refused. Equal
+and wider types cost nothing.
+
 Files are mapped, so that a part of a tensor touches no more than its own pages; what is handed out
 is the caller's own memory and holds no file. Mapped pages count as a process's memory until its
 files are closed: `close_files` after each piece of a large checkpoint keeps that small.
 """
 
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -23,10 +29,19 @@ from torch import Tensor
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.spec import read_json
 
+logger = logging.getLogger(__name__)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of each type that weights may have."""
+_EXACT = {
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+}
+"""Conversions to a wider type."""
+_BLOCK = 1 << 18
+"""Weights compared at once: few enough for the caches."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -60,11 +75,20 @@ class TensorSource(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Rounding:
+    """How many of the weights that were read are not the stored ones."""
+
+    num_read: int = 0
+    num_changed: int = 0
+
+
 class Checkpoint:
     """One folder of weights, opened lazily file by file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.rounding = Rounding()
         self._files: dict[str, _OpenFile] = {}
         self._file_of = _locate(folder)
 
@@ -78,6 +102,14 @@ class Checkpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close_files()
+        if kind is None and self.rounding.num_changed:
+            logger.warning(
+                "weights rounded: folder=%s changed=%d of=%d: model.dtype is narrower than the "
+                "stored type",
+                self.folder,
+                self.rounding.num_changed,
+                self.rounding.num_read,
+            )
 
     def close_files(self) -> None:
         """Gives their pages back; the next read opens what it needs."""
@@ -103,11 +135,37 @@ class Checkpoint:
         index = _index(shape, rows=rows, columns=columns)
         try:
             part = found[index]
-            if not own:
-                return part.to(dtype)
-            return torch.empty(part.shape, dtype=dtype).copy_(part)
+            content = torch.empty(part.shape, dtype=dtype).copy_(part) if own else part.to(dtype)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
+        self._count_rounding(name, file, part, content)
+        return content
+
+    def _count_rounding(self, name: str, file: str, stored: Tensor, content: Tensor) -> None:
+        self.rounding.num_read += content.numel()
+        if stored.dtype == content.dtype or (stored.dtype, content.dtype) in _EXACT:
+            return
+        num_blocks = -(-stored.numel() // _BLOCK) or 1
+        blocks = (x.reshape(-1).chunk(num_blocks) for x in (stored, content))
+        for stored_N, content_N in zip(*blocks, strict=True):
+            is_changed_N = content_N.to(stored.dtype) != stored_N
+            num_changed = int(is_changed_N.sum())
+            if not num_changed:
+                continue
+            self.rounding.num_changed += num_changed
+            if bool((content_N.isinf() & stored_N.isfinite()).any()):
+                raise CheckpointError(
+                    file=self.folder / file,
+                    found=f"{name} with a weight of {float(stored_N.abs().max()):g}",
+                    expected=f"at most {torch.finfo(content.dtype).max:g}, the largest "
+                    f"{content.dtype}",
+                    advice="choose a wider model.dtype",
+                )
+
+    def stored_type(self, name: str) -> str:
+        """How safetensors calls the type of a float tensor: F64, F32, F16 or BF16."""
+        file, found = self._slice(name)
+        return self._require_float(name, file, found)
 
     def size_of(
         self,
@@ -136,13 +194,17 @@ class Checkpoint:
         """The tensor, once it is known to be what it has to be."""
         file, found = self._slice(name)
         self._require(name, file, found, tuple(shape))
+        self._require_float(name, file, found)
+        return file, found
+
+    def _require_float(self, name: str, file: str, found: _Slice) -> str:
         if found.get_dtype() not in _FLOATS:
             raise CheckpointError(
                 file=self.folder / file,
                 found=f"{name} of type {found.get_dtype()}",
                 expected=f"one of {', '.join(_FLOATS)}",
             )
-        return file, found
+        return found.get_dtype()
 
     def _slice(self, name: str) -> tuple[str, _Slice]:
         if name not in self:

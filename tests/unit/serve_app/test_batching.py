@@ -156,7 +156,7 @@ def test_another_template_here_is_another_job_there(job: Job) -> None:
 )
 def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, name: str) -> None:
     model = write_byte_level(tmp_path)
-    config = EngineConfig.model_validate({"model": {"path": model}})
+    config = EngineConfig.model_validate({"model": {"path": model, "dtype": "bfloat16"}})
     before = _identity(config)
     assert _identity(config) == before
     file = model / name
@@ -166,6 +166,6 @@ def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, na
 
 def test_texts_of_rejection_sampling_are_other_texts(tmp_path: Path) -> None:
     model = write_byte_level(tmp_path)
-    tree: dict[str, object] = {"model": {"path": model}}
+    tree: dict[str, object] = {"model": {"path": model, "dtype": "bfloat16"}}
     rejection = EngineConfig.model_validate({**tree, "speculation": {"acceptance": "rejection"}})
     assert _identity(rejection) != _identity(EngineConfig.model_validate(tree))
