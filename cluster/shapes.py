@@ -78,6 +78,7 @@ def read_shape(config: Path) -> ModelShape:
             num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
             head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
             vocab_size=int(fields["vocab_size"]),
+            bytes_per_weight=_bytes_per_weight(fields),
         )
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(
@@ -87,3 +88,9 @@ def read_shape(config: Path) -> ModelShape:
         raise CheckpointError(
             file=config, found=f"no {error}", expected="the fields of a Llama-family decoder"
         ) from error
+
+
+def _bytes_per_weight(fields: dict[str, Any]) -> int:
+    """As `model.dtype: auto` loads the checkpoint, where config.json says of which type it is."""
+    said = str(fields.get("dtype") or fields.get("torch_dtype"))
+    return 4 if said.removeprefix("torch.") == "float32" else 2

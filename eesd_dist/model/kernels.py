@@ -185,7 +185,10 @@ class LinearPacker:
             what,
             self._dtype,
             str(self.compute_dtype).removeprefix("torch."),
-            ",".join(f"{name}:{count}" for name, count in self._num_matrices.items()) or "none",
+            ",".join(
+                f"{name.replace(' ', '-')}:{count}" for name, count in self._num_matrices.items()
+            )
+            or "none",
             self._num_rounded,
             self._num_weights,
         )

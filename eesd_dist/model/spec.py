@@ -267,7 +267,7 @@ def _windows_by_type(
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers
-        or not set(layer_types) <= set(known)
+        or not all(isinstance(kind, str) and kind in known for kind in layer_types)
     ):
         raise fields.error(
             "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"

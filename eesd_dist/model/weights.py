@@ -158,7 +158,7 @@ class Checkpoint:
                     file=self.folder / file,
                     found=f"{name} with a weight of {float(stored_N.abs().max()):g}",
                     expected=f"at most {torch.finfo(content.dtype).max:g}, the largest "
-                    f"{content.dtype}",
+                    f"{str(content.dtype).removeprefix('torch.')}",
                     advice="choose a wider model.dtype",
                 )
 

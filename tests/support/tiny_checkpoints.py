@@ -67,6 +67,11 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         },
     },
     "mistral, sliding window": {"model_type": "mistral", "sliding_window": 21},
+    "ministral, a window in some layers": {
+        "model_type": "ministral",
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "mistral, no window": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2, window in the upper layers": {
@@ -75,7 +80,25 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "sliding_window": 19,
         "max_window_layers": 2,
     },
+    "qwen2, a window in some layers": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3, window in the upper layers": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "max_window_layers": 1,
+    },
+    "qwen3, a window in some layers": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "qwen3, biases": {"model_type": "qwen3", "attention_bias": True},
 }
 

@@ -6,20 +6,21 @@ import pytest
 from cluster.shapes import read_shape
 from eesd_dist.errors import CheckpointError
 
+FIELDS = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
 
 def test_a_shape_is_read_from_a_checkpoint(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    fields = {
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 100,
-    }
-    config.write_text(json.dumps(fields))
+    config.write_text(json.dumps(FIELDS))
     shape = read_shape(config)
     assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
-    config.write_text(json.dumps({**fields, "num_key_value_heads": 2, "head_dim": 32}))
+    config.write_text(json.dumps({**FIELDS, "num_key_value_heads": 2, "head_dim": 32}))
     shape = read_shape(config)
     assert (shape.num_kv_heads, shape.head_dim) == (2, 32)
 
@@ -29,3 +30,20 @@ def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(CheckpointError, match="num_attention_heads"):
         read_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, 2),
+        ({"torch_dtype": "float16"}, 2),
+        ({"torch_dtype": "float32"}, 4),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, 2),
+    ],
+)
+def test_weights_are_as_wide_as_the_checkpoint_says(
+    tmp_path: Path, said: dict[str, str], expected: int
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**FIELDS, **said}))
+    assert read_shape(config).bytes_per_weight == expected

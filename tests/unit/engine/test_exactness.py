@@ -63,7 +63,7 @@ def texts(generations: list[Generation]) -> list[list[TokenId]]:
     return [generation.tokens for generation in generations]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SAMPLING)
 def test_no_controller_changes_a_token(name: str, dtype: DType, make_config: MakeConfig) -> None:
     llm = LLM(make_config(dtype=dtype))

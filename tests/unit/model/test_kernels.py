@@ -1,5 +1,7 @@
 """A product is taken only when its rows do not see one another."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,6 +68,38 @@ def test_bfloat16_weights_are_multiplied_with_exactly(numerics: Numerics) -> Non
     expected_O = weight_OI.float().sum(1) + bias_O.float()
     if packer.compute_dtype == torch.float32:
         assert torch.equal(found, expected_O.expand(5, -1))
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_float16_weights_are_multiplied_with_exactly(numerics: Numerics) -> None:
+    """All of them, subnormal ones included."""
+    packer = LinearPacker(dtype="float16", numerics=numerics, device=CPU)
+    assert packer.compute_dtype == torch.float32
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    weight_OI = bits.view(torch.float16).view(256, 256)
+    weight_OI = torch.where(weight_OI.isfinite(), weight_OI, torch.zeros(()).half())
+    found_IO = packer.pack(weight_OI)(torch.eye(256))
+    assert torch.equal(found_IO, weight_OI.float().t())
+
+
+def test_weights_that_a_product_rounds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="eesd_dist.model.kernels")
+    packer = LinearPacker(dtype="bfloat16", numerics="invariant", device=CPU)
+    generator = torch.Generator().manual_seed(3)
+    weight_OI = (torch.randn(640, 640, generator=generator) * 1e-4).bfloat16()
+    weight_OI[0, :4] = torch.tensor([0.0, 2.0**-17, 2.0**-24, 2.0**-30]).bfloat16()
+    found_IO = packer.pack(weight_OI)(torch.eye(640))
+    num_rounded = int((found_IO.t() != weight_OI.float()).sum())
+    packer.pack(weight_OI.abs() + 1)
+    packer.report("layers=[0,1)")
+    if packer.candidates[0].name.startswith("fbgemm"):
+        assert torch.equal(found_IO[:4, 0], torch.tensor([0.0, 2.0**-17, 2.0**-24, 0.0]))
+        assert num_rounded > 1000
+    product = packer.candidates[0].name.replace(" ", "-")
+    assert caplog.messages[-1] == (
+        "weights packed: layers=[0,1) dtype=bfloat16 computed_in=float32 "
+        f"products={product}:2 rounded={num_rounded} of={2 * 640 * 640}"
+    )
 
 
 def test_a_weight_too_large_for_half_precision_goes_to_another_candidate() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eesd_dist.config import Numerics
 from eesd_dist.transport.contracts import TensorGroup
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
@@ -88,6 +89,41 @@ def test_the_older_config_keys_mean_the_same(tmp_path: Path, family: str) -> Non
     with torch.no_grad():
         expected_LV = model(tokens_L[None]).logits[0]
     found_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
+    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+
+
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path, "ministral, a window in some layers")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    file.write_text(json.dumps(config))
+    tokens_L = random_tokens(NUM_TOKENS)
+    with torch.no_grad():
+        expected_LV = model(tokens_L[None]).logits[0]
+    stages = Stages.load(tmp_path)
+    found_LV = stages.run_in_pieces(tokens_L, pages=SCATTERED, pieces=[40, 1, 6, 28])
+    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+
+    kinds = config.pop("layer_types")
+    file.write_text(json.dumps(config))
+    windowed_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
+    assert kinds == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert greatest_difference(windowed_LV[:21], expected_LV[:21]) <= TOLERANCE
+    assert greatest_difference(windowed_LV[21:], expected_LV[21:]) > 0.1
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_float16_weights_are_computed_with_as_they_are(tmp_path: Path, numerics: Numerics) -> None:
+    model = save_tiny_model(tmp_path)
+    tokens_L = random_tokens(NUM_TOKENS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+        expected_LV = model(tokens_L[None]).logits[0]
+    model.half().save_pretrained(tmp_path)
+    stages = Stages.load(tmp_path, dtype="float16", numerics=numerics)
+    found_LV = stages.run_in_pieces(tokens_L, pages=range(5), pieces=[NUM_TOKENS])
     assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
 
 

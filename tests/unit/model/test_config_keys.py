@@ -1,0 +1,500 @@
+"""Every key of a config.json is read, known to be harmless, or refused."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.config_keys import (
+    HARMLESS,
+    HARMLESS_ROPE,
+    READ,
+    READ_BY_FAMILY,
+    READ_BY_ROPE_TYPE,
+    READ_ROPE,
+    REFUSED,
+    REFUSED_ROPE,
+)
+from eesd_dist.model.head_config import single_layer_config
+from eesd_dist.model.spec import FAMILIES, ModelSpec
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+FILE = Path("model/config.json")
+SIZES: Mapping[str, object] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def spec_of(architecture: str, **changes: object) -> ModelSpec:
+    config = {**SIZES, "architectures": [architecture], **changes}
+    return ModelSpec.from_config(config, file=FILE)
+
+
+def keys_of(model_type: str) -> set[str]:
+    """What the configuration class knows, has by default, or pops from what it is given."""
+    kind = CONFIG_MAPPING[model_type]
+    popped = {
+        "_commit_hash",
+        "attn_implementation",
+        "experts_implementation",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "partial_rotary_factor",
+        "per_layer_config",
+        "rope_scaling",
+        "rope_theta",
+        "torch_dtype",
+    }
+    fields = {field.name for field in dataclasses.fields(kind)}
+    return fields | set(kind().to_dict()) | popped
+
+
+def test_the_families_are_those_with_lists() -> None:
+    assert set(FAMILIES) == set(MODEL_TYPES) == set(READ_BY_FAMILY)
+    for architecture, model_type in MODEL_TYPES.items():
+        assert model_type in FAMILIES[architecture].model_types
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_each_key_of_transformers_is_in_one_list(architecture: str) -> None:
+    lists = [READ | READ_BY_FAMILY[architecture], HARMLESS, frozenset(REFUSED)]
+    keys = keys_of(MODEL_TYPES[architecture])
+    assert len(keys) > 25
+    counts = {key: sum(key in each for each in lists) for key in keys}
+    assert counts == dict.fromkeys(keys, 1), "a new key of transformers wants a list"
+
+
+def test_no_key_is_in_two_lists() -> None:
+    for own in READ_BY_FAMILY.values():
+        assert not READ & own
+        assert not (READ | own) & (HARMLESS | set(REFUSED))
+    assert not HARMLESS & set(REFUSED)
+
+
+def test_defaults_for_generation_are_harmless() -> None:
+    assert set(GenerationConfig._get_default_generation_params()) <= HARMLESS
+
+
+def test_each_rope_parameter_of_transformers_is_in_one_list() -> None:
+    read = READ_ROPE.union(*READ_BY_ROPE_TYPE.values())
+    for key in RopeParameters.__annotations__:
+        assert (key in read) + (key in REFUSED_ROPE) == 1, key
+    assert not (read | HARMLESS_ROPE) & set(REFUSED_ROPE)
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_what_transformers_writes_for_each_family_passes(architecture: str) -> None:
+    written: PreTrainedConfig = CONFIG_MAPPING[MODEL_TYPES[architecture]](**SIZES, dtype="bfloat16")
+    config = json.loads(written.to_json_string(use_diff=False))
+    spec = ModelSpec.from_config({**config, "architectures": [architecture]}, file=FILE)
+    assert spec.num_layers == 4
+
+
+VALUES: Mapping[str, object] = {
+    "add_cross_attention": True,
+    "attention_chunk_size": 8192,
+    "attention_multiplier": 0.015625,
+    "attn_logit_softcapping": 50.0,
+    "cross_attention_hidden_size": 64,
+    "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "is_causal": False,
+    "is_encoder_decoder": True,
+    "llama_4_scaling_beta": 0.1,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 1, 1, 0],
+    "per_layer_config": {"0": {"intermediate_size": 32}},
+    "pruned_heads": {"0": [1]},
+    "residual_multiplier": 0.22,
+    "scale_attn_weights": False,
+    "tie_encoder_decoder": True,
+    "use_rope": False,
+}
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_would_change_the_logits_is_refused(architecture: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"model/config\.json: found {key} = .*expected "):
+        spec_of(architecture, **{key: VALUES[key]})
+    unchanged = spec_of(architecture)
+    assert spec_of(architecture, **{key: REFUSED[key]}) == unchanged
+    assert spec_of(architecture, **{key: None}) == unchanged
+
+
+@pytest.mark.parametrize("key", REFUSED_ROPE)
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_a_rope_parameter_that_is_not_computed_is_refused(where: str, key: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    with pytest.raises(CheckpointError, match=rf"config\.json: found {key} = .*rope type yarn"):
+        spec_of("LlamaForCausalLM", **{where: {**yarn, key: [1.0, 2.0]}})
+    with_null = spec_of("LlamaForCausalLM", **{where: {**yarn, key: None}})
+    assert with_null == spec_of("LlamaForCausalLM", **{where: yarn})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"rope_type": "default", "factor": 8.0}, "factor = 8.0"),
+        ({"type": "linear", "factor": 2.0, "beta_fast": 16}, "beta_fast = 16"),
+        ({"type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "alpha = 1000.0"),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention = "),
+    ],
+)
+def test_a_rope_parameter_of_another_type_is_refused(
+    parameters: dict[str, object], says: str
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        spec_of("LlamaForCausalLM", rope_parameters=parameters)
+
+
+def test_unknown_keys_are_refused_by_name_all_at_once() -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        spec_of("Qwen3ForCausalLM", mup_scale=2.0, novel={"a": 1}, unused=None, off=False)
+    told = str(refusal.value)
+    assert "model/config.json: found mup_scale = 2.0, novel = {'a': 1}, expected keys" in told
+    assert "remove the key from the file" in told
+    assert "unused" not in told
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_an_unknown_key_that_is_switched_off_passes(value: object) -> None:
+    assert spec_of("LlamaForCausalLM", novel=value) == spec_of("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, True, "yes", [0]])
+def test_an_unknown_key_with_any_other_value_is_refused(value: object) -> None:
+    with pytest.raises(CheckpointError, match="novel"):
+        spec_of("LlamaForCausalLM", novel=value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("LlamaForCausalLM", "sliding_window", 4096),
+        ("MistralForCausalLM", "attention_bias", True),
+        ("MistralForCausalLM", "use_sliding_window", True),
+        ("Qwen2ForCausalLM", "mlp_bias", True),
+    ],
+)
+def test_a_key_of_another_family_is_refused(architecture: str, key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"{key} = {value}"):
+        spec_of(architecture, **{key: value})
+
+
+def test_a_model_that_brings_its_own_code_is_refused() -> None:
+    code = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
+    with pytest.raises(CheckpointError, match=r"auto_map.*code that comes with the model"):
+        spec_of("LlamaForCausalLM", auto_map=code)
+    tokenizer_only = {"AutoTokenizer": ["tokenization_x.X", None]}
+    assert spec_of("LlamaForCausalLM", auto_map=tokenizer_only) == spec_of("LlamaForCausalLM")
+
+
+def test_a_model_type_of_another_family_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"model_type = 'granite' beside .*Llama.*expected"):
+        spec_of("LlamaForCausalLM", model_type="granite")
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "MinistralForCausalLM"])
+def test_windows_follow_layer_types(architecture: str) -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    config = {**SIZES, "architectures": [architecture], "sliding_window": 32, "layer_types": kinds}
+    spec = ModelSpec.from_config(config, file=FILE)
+    assert spec.sliding_windows == (None, 32, 32, None)
+    last_layer = ModelSpec.from_config(single_layer_config(config), file=FILE)
+    assert last_layer.sliding_windows == (None,)
+    assert spec_of(architecture, sliding_window=32).sliding_windows == (32,) * 4
+    assert spec_of(architecture).sliding_windows == (4096,) * 4
+    assert spec_of(architecture, sliding_window=None).sliding_windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("MistralForCausalLM", {"sliding_window": None}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False}),
+        ("LlamaForCausalLM", {}),
+    ],
+)
+def test_a_sliding_layer_without_a_window_is_refused(
+    architecture: str, changes: dict[str, object]
+) -> None:
+    kinds = ["sliding_attention", *["full_attention"] * 3]
+    with pytest.raises(CheckpointError, match=r"layer_types.*for want of a window"):
+        spec_of(architecture, layer_types=kinds, **changes)
+    spec = spec_of(architecture, layer_types=["full_attention"] * 4, **changes)
+    assert spec.sliding_windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    "kinds", [["full_attention"], ["chunked_attention"] * 4, "full_attention", [["x"]] * 4]
+)
+def test_other_layer_types_are_refused(kinds: object) -> None:
+    with pytest.raises(CheckpointError, match=r"layer_types.*expected 4 of full_attention"):
+        spec_of("MistralForCausalLM", layer_types=kinds)
+
+
+# In the form of published ones: no key that real checkpoints carry may be refused.
+PUBLISHED: Mapping[str, Mapping[str, object]] = {
+    "Llama 1, converted early": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_sequence_length": 2048,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.28.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Vicuna": {
+        "_name_or_path": "vicuna-7b-v1.5-16k",
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "max_sequence_length": 16384,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 4.0, "type": "linear"},
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "CodeLlama": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 16384,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32016,
+    },
+    "Llama 3.2, a fine-tune": {
+        "_attn_implementation_autoset": True,
+        "_name_or_path": "meta-llama/Llama-3.2-1B-Instruct",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pad_token_id": 128004,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.0.dev0",
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.3.1",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "Llama 2, yarn": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 65536,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "finetuned": True,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Mistral 0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Ministral": {
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
+        "max_position_embeddings": 32768,
+        "model_type": "ministral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.46.0.dev0",
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "Qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_passes(name: str) -> None:
+    config = PUBLISHED[name]
+    spec = ModelSpec.from_config(config, file=FILE)
+    assert spec.num_layers == config["num_hidden_layers"]
