@@ -94,11 +94,16 @@ def _split_of(spec: ModelSpec, path: Path, head_folder: Path | None) -> int:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda and torch sees no CUDA device: use auto or cpu")
-    return torch.device(name)
+    """The device that `name` means in this process, one GPU by its index: NCCL and
+    `torch.cuda.set_device` take no other. CUDA_VISIBLE_DEVICES decides which GPU index 0 is."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {name} and torch sees no CUDA device: use auto or cpu")
+    # Asking for the current device would initialise CUDA, in processes too that only want to know
+    # the layout; before that it is the first one.
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
 
 
 def build_draft_shard(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, Work
 from torch.distributed.distributed_c10d import Store
 
+from eesd_dist.errors import ConfigError
 from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,10 @@ class NcclPlane:
         join_timeout_s: float,
         device: torch.device,
     ) -> None:
+        if device.type != "cuda" or device.index is None:
+            raise ConfigError(
+                f"an NCCL group on device {device}: expected one GPU with its index, like cuda:0"
+            )
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
 
         # torch's own watchdog would end the process; ours aborts the group, to be built again.

@@ -1,4 +1,8 @@
-"""How a communicator ends, tried with a backend of torch's that has no GPU."""
+"""How a communicator begins and ends, tried without a GPU.
+
+Tensors are fake ones on cuda:0; torch's own check of the device runs, and only the driver's call
+behind it is recorded. The backend is a stand-in whose work never ends.
+"""
 
 import gc
 import threading
@@ -12,9 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store
 
+from eesd_dist.engine.build import _device
+from eesd_dist.errors import ConfigError
 from eesd_dist.transport.nccl import NcclPlane
+
+GPU = torch.device("cuda", 0)
 
 
 class Work:
@@ -56,25 +65,71 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
 
     Own.made = []
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    yield Own
-    assert {each.num_aborts for each in Own.made} == {1}
+    with FakeTensorMode():
+        yield Own
+    assert all(each.num_aborts == 1 for each in Own.made)
 
 
-def make_plane(*, timeout_s: float = 60.0) -> NcclPlane:
+@pytest.fixture(autouse=True)
+def current_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What reaches the driver of `torch.cuda.set_device`, which itself runs as it is."""
+    indices: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", indices.append, raising=False)
+    return indices
+
+
+def make_plane(*, timeout_s: float = 60.0, device: torch.device = GPU) -> NcclPlane:
     return NcclPlane(
         cast(Store, None),
         rank=0,
         size=2,
         timeout_s=timeout_s,
         join_timeout_s=1.0,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 
 def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nccl watchdog"]
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_plane_forms_on_the_device_that_the_configuration_means(
+    monkeypatch: pytest.MonkeyPatch, current_devices: list[int], name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plane = make_plane(device=_device(name))
+    assert current_devices == [0]
+    plane.abort()
+
+
+def test_the_configuration_means_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, current_devices: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    plane = make_plane(device=_device("cuda"))
+    assert current_devices == [2]
+    plane.abort()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_device_that_is_no_single_gpu_is_refused_by_name(
+    current_devices: list[int], device: str, backend: type[Backend]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"on device {device}: expected one GPU with its index"):
+        make_plane(device=torch.device(device))
+    assert (current_devices, backend.made) == ([], [])
+
+
+def test_a_device_that_torch_does_not_see_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ConfigError, match=r"model\.device is cuda and torch sees no CUDA device"):
+        _device("cuda")
+    assert _device("auto") == torch.device("cpu")
 
 
 def test_a_plane_that_nobody_holds_is_aborted_and_its_watchdog_ends(
@@ -83,7 +138,7 @@ def test_a_plane_that_nobody_holds_is_aborted_and_its_watchdog_ends(
     before = watchdogs()
     plane = make_plane()
     (own,) = [thread for thread in watchdogs() if thread not in before]
-    plane.all_reduce(torch.zeros(1), operation="all_reduce of round 7")
+    plane.all_reduce(torch.zeros(1, device=GPU), operation="all_reduce of round 7")
     del plane
     gc.collect()
     assert backend.made[0].num_aborts == 1
@@ -119,7 +174,7 @@ def test_a_plane_whose_first_collective_fails_is_aborted_though_its_error_is_kep
 
 def test_work_that_is_late_aborts_once_and_is_named(backend: type[Backend]) -> None:
     plane = make_plane(timeout_s=0.05)
-    plane.all_reduce(torch.zeros(1), operation="all_reduce of round 7")
+    plane.all_reduce(torch.zeros(1, device=GPU), operation="all_reduce of round 7")
     assert backend.made[0].was_aborted.wait(5.0)
     assert plane.lost == "all_reduce of round 7"
     plane.abort()
