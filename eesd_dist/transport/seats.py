@@ -1,7 +1,7 @@
 """A rank's place in a stage where no processes have to meet for it: alone, before, or for good.
 
 `SingleGroup` is a stage of one rank. `EmptySeat` is a place among others that are not there yet.
-`LatestGroup` keeps a place from one generation's `ProcessGroup` to the next.
+`LatestGroup` keeps a place from one generation's group to the next.
 """
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.counts import GroupCounts
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.thread_group import ThreadGroup
 
 
 class SingleGroup:
@@ -72,11 +73,14 @@ class EmptySeat:
         )
 
 
+Seat = SingleGroup | EmptySeat | ProcessGroup | ThreadGroup
+
+
 class LatestGroup:
     """A rank's place in its stage, whoever sits at the others: weights are loaded once and go from
     one generation's group to the next."""
 
-    def __init__(self, group: SingleGroup | EmptySeat | ProcessGroup) -> None:
+    def __init__(self, group: Seat) -> None:
         self._rank, self._size = group.rank, group.size
         self._group = group
 
@@ -89,10 +93,10 @@ class LatestGroup:
         return self._size
 
     @property
-    def current(self) -> SingleGroup | EmptySeat | ProcessGroup:
+    def current(self) -> Seat:
         return self._group
 
-    def join(self, group: SingleGroup | EmptySeat | ProcessGroup) -> None:
+    def join(self, group: Seat) -> None:
         """The next generation: the same place among as many."""
         assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its place"
         self._group = group

@@ -11,14 +11,13 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from threading import Barrier
 
 import torch
 
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.seats import EmptySeat
 from eesd_dist.types import LoadProgress
-from tests.support.thread_group import ThreadGroup
 from tests.support.wide_checkpoints import write_wide_checkpoint
 
 
@@ -53,7 +52,7 @@ def _load(folder: Path, *, rank: int, size: int) -> tuple[LlamaSpan, list[LoadPr
         0,
         spec.num_layers,
         # Loading exchanges nothing: the others need not be there.
-        group=ThreadGroup(rank=rank, barrier=Barrier(size), slots=[torch.empty(0)] * size),
+        group=EmptySeat(rank=rank, size=size),
         dtype="bfloat16",
         numerics="fast",
         device=torch.device("cpu"),

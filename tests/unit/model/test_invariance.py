@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from eesd_dist.model.rows import RowSegment
-from tests.support.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.stages import Stages
 

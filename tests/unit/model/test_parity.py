@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eesd_dist.config import Numerics
 from eesd_dist.transport.contracts import TensorGroup
-from tests.support.thread_group import on_ranks
+from eesd_dist.transport.thread_group import on_ranks
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
 from tests.unit.model.stages import Stages
 

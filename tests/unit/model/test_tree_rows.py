@@ -13,8 +13,8 @@ from torch import Tensor
 from eesd_dist.config import DType
 from eesd_dist.model.attention import LayerPages, grouping_is_exact
 from eesd_dist.model.rows import AttentionKind, RowPlan, RowSegment
+from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from eesd_dist.trees import depths_of, is_chain, path_to
-from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.stages import CPU, Stages
 from tests.unit.model.test_invariance import SHAPES, Shape

@@ -22,8 +22,8 @@ from eesd_dist.sampling.rule import (
     first_max,
 )
 from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import SamplingParams
-from tests.support.thread_group import on_ranks
 from tests.unit.sampling.rows_and_odds import (
     NUM_AT_ONCE,
     NUM_DRAWS,

@@ -1,4 +1,8 @@
-"""Commands between threads, for tests of what draft ranks compute."""
+"""Commands of a draft stage whose ranks are threads of one process.
+
+The leading rank's `announce` puts a command into a queue of each follower. A follower waits for one
+as long as the stream is open; `timeout_s` bounds that wait where a test wants an error instead.
+"""
 
 import queue
 from collections.abc import Sequence
@@ -6,12 +10,19 @@ from collections.abc import Sequence
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.commands import Command
 
+CommandQueue = queue.SimpleQueue[Command | None]
+
 
 class ThreadCommandSink:
     """To followers that are threads of this process."""
 
-    def __init__(self, queues: "Sequence[queue.SimpleQueue[Command | None]]") -> None:
-        self._queues = queues
+    def __init__(self, queues: Sequence[CommandQueue]) -> None:
+        self._queues = tuple(queues)
+
+    def join(self, queues: Sequence[CommandQueue]) -> None:
+        """The next epoch's followers, as many as before."""
+        assert len(queues) == len(self._queues), "a stage keeps its number of ranks"
+        self._queues = tuple(queues)
 
     def announce(self, command: Command) -> None:
         for waiting in self._queues:
@@ -26,7 +37,10 @@ class ThreadCommandSink:
 
 
 class ThreadCommandSource:
-    def __init__(self, commands: "queue.SimpleQueue[Command | None]", *, timeout_s: float) -> None:
+    """A follower's end."""
+
+    def __init__(self, commands: CommandQueue, *, timeout_s: float | None = None) -> None:
+        """`timeout_s` None: waits as long as the stream is open."""
         self._commands = commands
         self._timeout_s = timeout_s
 
@@ -40,12 +54,15 @@ class ThreadCommandSource:
             ) from None
 
 
+def command_queues(num_followers: int) -> list[CommandQueue]:
+    """One for each follower."""
+    return [queue.SimpleQueue() for _ in range(num_followers)]
+
+
 def thread_commands(
-    num_followers: int, *, timeout_s: float
+    num_followers: int, *, timeout_s: float | None = None
 ) -> tuple[ThreadCommandSink, list[ThreadCommandSource]]:
     """The leading end, and one for each follower."""
-    queues: list[queue.SimpleQueue[Command | None]] = [
-        queue.SimpleQueue() for _ in range(num_followers)
-    ]
+    queues = command_queues(num_followers)
     sources = [ThreadCommandSource(each, timeout_s=timeout_s) for each in queues]
     return ThreadCommandSink(queues), sources

@@ -1,0 +1,187 @@
+"""A stage's ranks as threads of one process: the collectives of a `ProcessGroup` without a network.
+
+Sums are taken in rank order and rounded once, as a `ProcessGroup` does, so that ranks in threads
+and ranks in processes compute the same bits; the device does not matter. Every wait has a deadline,
+and its error names the ranks that did not take part. Used where several ranks are wanted and
+processes are not: the fuzz of `eesd_dist.bench.fuzz`, and tests.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import PeerLost, WireError
+from eesd_dist.transport.counts import GroupCounts, Tally
+
+Result = TypeVar("Result")
+
+DEFAULT_TIMEOUT_S = 20.0
+
+
+class _Meeting:
+    """Where the ranks of one group hand each other tensors.
+
+    Slots are kept for two collectives in turn: a rank that writes those of one has seen every rank
+    arrive at the one before it, and so has nobody reading what it overwrites.
+    """
+
+    def __init__(self, *, members: Sequence[str], timeout_s: float) -> None:
+        self.members = tuple(members)
+        self.timeout_s = timeout_s
+        self._condition = threading.Condition()
+        self._slots: tuple[list[Tensor | None], ...] = (
+            [None] * len(members),
+            [None] * len(members),
+        )
+        self._arrived = [0] * len(members)
+        self._reason: str | None = None
+        """Why the group has ended; None while it has not."""
+
+    def exchange(self, x: Tensor, *, rank: int, operation: str) -> list[Tensor]:
+        """Every rank's x, in rank order. The tensors belong to all ranks: read only."""
+        with self._condition:
+            self._refuse_if_ended(operation)
+            self._arrived[rank] += 1
+            turn = self._arrived[rank]
+            slots = self._slots[turn % 2]
+            slots[rank] = x
+            if min(self._arrived) == turn:
+                self._condition.notify_all()
+            else:
+                self._wait_for_all(turn, operation=operation)
+            return [self._part(part, x, operation=operation) for part in slots]
+
+    def abort(self, reason: str) -> None:
+        with self._condition:
+            if self._reason is None:
+                self._reason = reason
+            self._condition.notify_all()
+
+    def _wait_for_all(self, turn: int, *, operation: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while min(self._arrived) < turn:
+            self._refuse_if_ended(operation)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                late = [
+                    name
+                    for name, arrived in zip(self.members, self._arrived, strict=True)
+                    if arrived < turn
+                ]
+                raise PeerLost(
+                    peer=" or ".join(late),
+                    operation=operation,
+                    reason=f"no answer within {self.timeout_s:g} s",
+                )
+            self._condition.wait(left_s)
+
+    def _refuse_if_ended(self, operation: str) -> None:
+        if self._reason is not None:
+            raise PeerLost(peer="the other ranks", operation=operation, reason=self._reason)
+
+    def _part(self, part: Tensor | None, mine: Tensor, *, operation: str) -> Tensor:
+        assert part is not None, "every rank has arrived"
+        if part.shape != mine.shape or part.dtype != mine.dtype:
+            raise WireError(
+                f"{operation}: found {tuple(part.shape)} x {part.dtype} from another rank, "
+                f"expected {tuple(mine.shape)} x {mine.dtype}"
+            )
+        return part
+
+
+class ThreadGroup:
+    """One rank's view of a group whose ranks are threads of this process."""
+
+    def __init__(self, *, rank: int, meeting: _Meeting) -> None:
+        self._rank = rank
+        self._meeting = meeting
+        self._tallies = {kind: Tally(kind) for kind in ("all_reduce", "all_gather", "broadcast")}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self._meeting.members)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums in place, in rank order; the same bits on every rank."""
+        if self.size == 1:
+            return x
+        return sum_in_rank_order(x, self._exchange(x.clone(), kind="all_reduce"))
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self._exchange(x.clone(), kind="all_gather")]
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
+        """`source`'s x on every rank; receivers' x is overwritten."""
+        parts = self._exchange(x.clone(), kind="broadcast")
+        return x if self._rank == source else x.copy_(parts[source])
+
+    def counts(self) -> GroupCounts:
+        """A snapshot; from any thread."""
+        used = [tally for tally in self._tallies.values() if tally.number]
+        return GroupCounts(by_kind={tally.kind: tally.read() for tally in used})
+
+    def abort(self, reason: str = "the group was aborted") -> None:
+        """Wakes every rank that waits in this group. From any thread."""
+        self._meeting.abort(reason)
+
+    def _exchange(self, x: Tensor, *, kind: str) -> list[Tensor]:
+        tally = self._tallies[kind]
+        tally.number += 1
+        tally.sent_bytes += x.nbytes * (self.size - 1)
+        tally.received_bytes += x.nbytes * (self.size - 1)
+        started_s = time.perf_counter()
+        parts = self._meeting.exchange(x, rank=self._rank, operation=kind)
+        tally.wait_s += time.perf_counter() - started_s
+        return parts
+
+
+def thread_group(
+    size: int, *, name: str = "thread", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[ThreadGroup]:
+    """The views of all ranks, in rank order; `name` is the stage's, for errors."""
+    meeting = _Meeting(members=[f"{name} rank {rank}" for rank in range(size)], timeout_s=timeout_s)
+    return [ThreadGroup(rank=rank, meeting=meeting) for rank in range(size)]
+
+
+def sum_in_rank_order(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """total = parts[0] + parts[1] + ..., one after the other in float32 and rounded once."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    running = parts[0].to(wide if total.is_floating_point() else total.dtype, copy=True)
+    for part in parts[1:]:
+        running += part
+    return total.copy_(running)
+
+
+def on_ranks(
+    num_ranks: int,
+    work: Callable[[ThreadGroup], Result],
+    *,
+    name: str = "thread",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[Result]:
+    """What `work` returns on each rank, in rank order. A rank that fails ends the group, and its
+    error is raised rather than what follows from it on the others."""
+
+    def guarded(group: ThreadGroup) -> Result:
+        try:
+            return work(group)
+        except BaseException as error:
+            group.abort(f"rank {group.rank} failed: {error}")
+            raise
+
+    groups = thread_group(num_ranks, name=name, timeout_s=timeout_s)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = [pool.submit(guarded, group) for group in groups]
+        errors = [error for rank in ranks if (error := rank.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
+            raise error
+        return [rank.result() for rank in ranks]
