@@ -406,6 +406,7 @@ class EngineStages:
                 device=device,
                 address=self._here,
                 members=members,
+                ordered_sums=self._config.model.numerics == "invariant",
             )
         finally:
             self._connecting = None

@@ -28,11 +28,9 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport.counts import GroupCounts, Tally
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.rank_sums import WHOLE_BYTES, bytes_of_sum, sum_in_rank_order
 
 logger = logging.getLogger(__name__)
-
-_WHOLE_BYTES = 256 * 1024
-"""Up to here every rank sends everything to every other; above, each rank sums one share."""
 
 OWN_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
 """What torch raises when this process's device cannot go on: a CUDA error, or its memory is full.
@@ -184,7 +182,7 @@ class ProcessGroup:
         return transfer.finish(timeout_s=self.timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums in place, in rank order; the same bits on every rank."""
+        """The sum in rank order, the same bits on every rank; on the CPU in place."""
         if self.size == 1:
             return x
         tally = self._all_reduce
@@ -192,14 +190,14 @@ class ProcessGroup:
         if x.is_cuda:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:
-                plane.all_reduce(x, operation=operation)
-            ring = 2 * x.nbytes * (self.size - 1) // self.size
-            tally.sent_bytes += ring
-            tally.received_bytes += ring
-            return x
+                total = plane.all_reduce(x, operation=operation)
+            moved_bytes = bytes_of_sum(x.nbytes, size=self.size)
+            tally.sent_bytes += moved_bytes
+            tally.received_bytes += moved_bytes
+            return total
         total = x.contiguous()
-        if self.size == 2 or total.nbytes <= _WHOLE_BYTES:
-            _sum_into(total, self._exchange(total, tally=tally))
+        if self.size == 2 or total.nbytes <= WHOLE_BYTES:
+            total.copy_(sum_in_rank_order(self._exchange(total, tally=tally)))
         else:
             self._sum_by_shares(total.view(-1), tally=tally)
         return x if total is x else x.copy_(total)
@@ -209,12 +207,11 @@ class ProcessGroup:
         tally.number += 1
         if x.is_cuda:
             operation = tally.kind + self._of_round
-            parts = [torch.empty_like(x) for _ in self.members]
             with self._on_device(operation) as plane:
-                plane.all_gather(parts, x, operation=operation)
+                parts = plane.all_gather(x, operation=operation)
             tally.sent_bytes += x.nbytes * len(self._others)
             tally.received_bytes += x.nbytes * len(self._others)
-            return parts
+            return list(parts.unbind())
         return self._exchange(x.contiguous(), tally=tally)
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
@@ -308,7 +305,7 @@ class ProcessGroup:
             mine if peer == self._rank else torch.empty_like(mine) for peer in range(self.size)
         ]
         self._swap(shares, parts, operation=operation, tally=tally)
-        _sum_into(mine, parts)
+        mine.copy_(sum_in_rank_order(parts))
         self._swap([mine] * self.size, shares, operation=operation, tally=tally)
 
     def _swap(
@@ -415,15 +412,6 @@ def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
 def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineError:
     """One of OWN_FAILURES, in our words."""
     return EngineError(f"{member} failed on its own device during {operation}: {_said(error)}")
-
-
-def _sum_into(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """total = parts[0] + parts[1] + ..., one after the other and rounded once."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    running = parts[0].to(wide if total.is_floating_point() else total.dtype, copy=True)
-    for part in parts[1:]:
-        running += part
-    total.copy_(running)
 
 
 _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ocket closed")

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
+from eesd_dist.transport.rank_sums import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,10 @@ class CollectiveBackend(TransferBackend, Protocol):
     """What torch's NCCL backend does and its type stubs leave out."""
 
     def allreduce(self, tensors: list[Tensor], /) -> Work: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Work: ...
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
+    ) -> Work: ...
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
     def abort(self) -> None: ...
 
@@ -91,7 +95,13 @@ class NcclPlane:
         timeout_s: float,
         join_timeout_s: float,
         device: torch.device,
+        ordered_sums: bool = True,
     ) -> None:
+        """`ordered_sums`: sums over three ranks or more are taken in rank order, as `numerics:
+        invariant` needs them; else as NCCL finds quickest.
+
+        Raises ConfigError for a device that is not one GPU.
+        """
         if device.type != "cuda" or device.index is None:
             raise ConfigError(
                 f"an NCCL group on device {device}: expected one GPU with its index, like cuda:0"
@@ -104,6 +114,8 @@ class NcclPlane:
         options = ProcessGroupNCCL.Options()
         options._timeout = NO_DEADLINE
         self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
+        self._size = size
+        self._ordered_sums = ordered_sums
         self._lost: str | None = None
         give_up = weakref.WeakMethod(self._give_up)  # the watchdog's thread must not keep the plane
 
@@ -128,11 +140,25 @@ class NcclPlane:
         """The operation that did not finish in time, or None while all is well."""
         return self._lost
 
-    def all_reduce(self, x: Tensor, *, operation: str) -> None:
+    def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
+        """With `ordered_sums` in rank order, whatever NCCL would choose; else in place."""
+        if self._ordered_sums and self._size > 2:
+            return sum_over_ranks(x, _NcclExchange(self, operation), size=self._size)
         self._order(self._backend.allreduce([x]), operation=operation)
+        return x
 
-    def all_gather(self, parts: list[Tensor], x: Tensor, *, operation: str) -> None:
-        self._order(self._backend.allgather([parts], [x]), operation=operation)
+    def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
+        """[G, *x.shape] every rank's x, in rank order."""
+        parts = x.new_empty((self._size, *x.shape))
+        self._order(self._backend._allgather_base(parts, x.contiguous()), operation=operation)
+        return parts
+
+    def all_to_all(self, x_GW: Tensor, *, operation: str) -> Tensor:
+        """[G, W] in row g what rank g had for this rank."""
+        parts_GW = torch.empty_like(x_GW)
+        work = self._backend.alltoall_base(parts_GW, x_GW.contiguous(), [], [])
+        self._order(work, operation=operation)
+        return parts_GW
 
     def broadcast(self, x: Tensor, *, source: int, operation: str) -> None:
         options = BroadcastOptions()
@@ -160,6 +186,20 @@ class NcclPlane:
         logger.error("nccl work is late, aborting: operation=%s", operation)
         self._lost = operation
         self._end()
+
+
+class _NcclExchange:
+    """The moves of one sum, under its name."""
+
+    def __init__(self, plane: NcclPlane, operation: str) -> None:
+        self._plane = plane
+        self._operation = operation
+
+    def gathered(self, x_N: Tensor) -> Tensor:
+        return self._plane.all_gather(x_N, operation=self._operation)
+
+    def swapped(self, x_GW: Tensor) -> Tensor:
+        return self._plane.all_to_all(x_GW, operation=self._operation)
 
 
 def _end(watchdog: Watchdog, backend: CollectiveBackend) -> None:

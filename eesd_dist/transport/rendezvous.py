@@ -97,6 +97,7 @@ def build_group(
     device: torch.device | str = "cpu",
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
+    ordered_sums: bool = True,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same generation and name.
 
@@ -104,7 +105,8 @@ def build_group(
     same), which includes waiting for ranks that are still loading their weights.
     `address` is the one under which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them they are called after the group. The
-    nodes they are on are learnt here.
+    nodes they are on are learnt here. `ordered_sums`: on GPUs too sums are taken in rank order
+    (`NcclPlane`); on CPUs they always are.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
@@ -144,6 +146,7 @@ def build_group(
                         timeout_s=timeout_s,
                         join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
                         device=device,
+                        ordered_sums=ordered_sums,
                     )
                     if device.type == "cuda"
                     else None

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.transport.counts import GroupCounts, Tally
+from eesd_dist.transport.rank_sums import sum_in_rank_order
 
 Result = TypeVar("Result")
 
@@ -114,7 +114,7 @@ class ThreadGroup:
         """Sums in place, in rank order; the same bits on every rank."""
         if self.size == 1:
             return x
-        return sum_in_rank_order(x, self._exchange(x.clone(), kind="all_reduce"))
+        return x.copy_(sum_in_rank_order(self._exchange(x.clone(), kind="all_reduce")))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [part.clone() for part in self._exchange(x.clone(), kind="all_gather")]
@@ -150,15 +150,6 @@ def thread_group(
     """The views of all ranks, in rank order; `name` is the stage's, for errors."""
     meeting = _Meeting(members=[f"{name} rank {rank}" for rank in range(size)], timeout_s=timeout_s)
     return [ThreadGroup(rank=rank, meeting=meeting) for rank in range(size)]
-
-
-def sum_in_rank_order(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """total = parts[0] + parts[1] + ..., one after the other in float32 and rounded once."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    running = parts[0].to(wide if total.is_floating_point() else total.dtype, copy=True)
-    for part in parts[1:]:
-        running += part
-    return total.copy_(running)
 
 
 def on_ranks(

@@ -46,11 +46,30 @@ class Backend:
     made: "list[Backend]"
 
     def __init__(self, store: Store, rank: int, size: int, options: object) -> None:
+        self.size = size
+        self.asked: list[str] = []
         self.num_aborts = 0
         self.was_aborted = threading.Event()
         self.made.append(self)
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
+        self.asked.append("allreduce")
+        return Work(fails=self.fails)
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
+        assert output.is_contiguous()
+        assert input.is_contiguous()
+        assert output.numel() == self.size * input.numel()
+        self.asked.append("allgather")
+        return Work(fails=self.fails)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        assert output.shape == input.shape
+        assert output.shape[0] == self.size
+        assert (output_splits, input_splits) == ([], [])
+        self.asked.append("alltoall")
         return Work(fails=self.fails)
 
     def abort(self) -> None:
@@ -79,14 +98,21 @@ def current_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return indices
 
 
-def make_plane(*, timeout_s: float = 60.0, device: torch.device = GPU) -> NcclPlane:
+def make_plane(
+    *,
+    timeout_s: float = 60.0,
+    device: torch.device = GPU,
+    size: int = 2,
+    ordered_sums: bool = True,
+) -> NcclPlane:
     return NcclPlane(
         cast(Store, None),
         rank=0,
-        size=2,
+        size=size,
         timeout_s=timeout_s,
         join_timeout_s=1.0,
         device=device,
+        ordered_sums=ordered_sums,
     )
 
 
@@ -185,3 +211,23 @@ def test_a_plane_is_aborted_once_by_whoever_aborts_it() -> None:
     plane.abort()
     plane.abort()
     assert plane.lost is None
+
+
+@pytest.mark.parametrize(
+    ("size", "ordered_sums", "num_rows", "asked"),
+    [
+        (2, True, 16, ["allreduce"]),
+        (4, True, 16, ["allgather"]),
+        (4, True, 17, ["allgather"]),
+        (4, True, 4_001, ["alltoall", "allgather"]),
+        (4, False, 16, ["allreduce"]),
+    ],
+)
+def test_from_three_ranks_on_sums_are_gathered_and_added_here(
+    backend: type[Backend], size: int, ordered_sums: bool, num_rows: int, asked: list[str]
+) -> None:
+    plane = make_plane(size=size, ordered_sums=ordered_sums)
+    x = torch.zeros(num_rows, 191, dtype=torch.bfloat16, device=GPU)
+    plane.all_reduce(x, operation="all_reduce of round 7")
+    assert backend.made[0].asked == ["allreduce", *asked]
+    plane.abort()

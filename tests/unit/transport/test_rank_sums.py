@@ -1,0 +1,91 @@
+"""Sums in rank order, over exchanges of real ranks that are threads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.transport.rank_sums import WHOLE_BYTES, bytes_of_sum, sum_over_ranks
+from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+
+
+class ThreadExchange:
+    """The moves of NCCL's plane, by a group of threads; counts what a rank is sent."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group = group
+        self.received_bytes = 0
+
+    def gathered(self, x_N: Tensor) -> Tensor:
+        self.received_bytes += x_N.nbytes * (self._group.size - 1)
+        return torch.stack(self._group.all_gather(x_N))
+
+    def swapped(self, x_GW: Tensor) -> Tensor:
+        self.received_bytes += x_GW.nbytes * (self._group.size - 1) // self._group.size
+        return torch.stack([part[self._group.rank] for part in self._group.all_gather(x_GW)])
+
+
+def sums(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
+    def rank(group: ThreadGroup) -> tuple[Tensor, int]:
+        exchange = ThreadExchange(group)
+        total = sum_over_ranks(inputs[group.rank], exchange, size=group.size)
+        return total, exchange.received_bytes
+
+    found = on_ranks(len(inputs), rank)
+    return [total for total, _ in found], found[0][1]
+
+
+def random_inputs(num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_ranks)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(num_ranks)]
+
+
+def one_after_the_other(inputs: list[Tensor]) -> Tensor:
+    total = inputs[0].float()
+    for x in inputs[1:]:
+        total = total + x.float()
+    return total.to(inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [3, 4, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 16, 1_023])
+def test_every_rank_has_the_sum_in_rank_order(
+    num_ranks: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    inputs = random_inputs(num_ranks, (num_rows, 193), dtype)
+    expected = one_after_the_other(inputs)
+    totals, received_bytes = sums(inputs)
+    assert all(torch.equal(total, expected) for total in totals)
+    padding_bytes = 2 * num_ranks * inputs[0].itemsize
+    counted = bytes_of_sum(inputs[0].nbytes, size=num_ranks)
+    assert counted <= received_bytes <= counted + padding_bytes
+
+
+def test_both_ways_are_taken_and_another_order_would_be_seen() -> None:
+    small = random_inputs(4, (16, 192), torch.float32)
+    large = random_inputs(4, (1_024, 192), torch.float32)
+    assert small[0].nbytes < WHOLE_BYTES < large[0].nbytes
+    for inputs in (small, large):
+        totals, _ = sums(inputs)
+        assert not torch.equal(totals[0], one_after_the_other(inputs[::-1]))
+        in_pairs = (inputs[0] + inputs[1]) + (inputs[2] + inputs[3])
+        assert not torch.equal(totals[0], in_pairs)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 700])
+def test_a_rows_sum_does_not_depend_on_the_rows_beside_it(num_rows: int) -> None:
+    inputs = random_inputs(3, (700, 512), torch.bfloat16)
+    alone, _ = sums([x[:num_rows].contiguous() for x in inputs])
+    together, _ = sums(inputs)
+    assert torch.equal(alone[1], together[2][:num_rows])
+
+
+def test_a_tensor_with_gaps_is_summed_and_stays_as_it_is() -> None:
+    def rank(group: ThreadGroup) -> Tensor:
+        x = torch.full((4, 6), float(group.rank + 1))
+        total = sum_over_ranks(x[:, ::2], ThreadExchange(group), size=3)
+        assert bool((x == group.rank + 1).all())
+        return total
+
+    for total in on_ranks(3, rank):
+        assert total.tolist() == [[6.0] * 3] * 4
