@@ -1,6 +1,7 @@
 """What every test may rely on: one thread a process, no trace export, no Ray found by chance."""
 
 import os
+import tempfile
 
 from hypothesis import settings
 
@@ -12,6 +13,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # What is killed here Ray would report on stdout, amid what a test reads there.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
+# Self-checks are asked anew in every run, and once in it.
+_cache = tempfile.TemporaryDirectory(prefix="eesd-test-cache-")
+os.environ.setdefault("EESD_CACHE_DIR", _cache.name)
 # A collector or cluster of the person running the tests is none of the tests' business.
 for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "RAY_ADDRESS"):
     os.environ.pop(name, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.model.answers import kept
 from eesd_dist.model.rows import (
     QUERY_BLOCK,
     AttentionGroup,
@@ -27,6 +28,10 @@ from eesd_dist.model.rows import (
 
 _TWINS = 5
 """Tokens of a branch in the self-check."""
+
+_SHORT = 300
+_LONG = (1_100, 4_200, 16_500)
+"""Positions in the texts of the self-check."""
 
 
 class LayerPages:
@@ -176,58 +181,133 @@ def grouping_is_exact(
     queries_per_kv: int,
     head_dim: int,
     page_size: int,
+    longest: int,
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
 ) -> bool:
-    """Whether rows that attend together get the bits they get alone, on this machine."""
-    del num_threads  # part of the question's identity only
-    kind = AttentionKind(queries_per_kv=queries_per_kv, window=None, dtype=dtype)
-    num_pages = max(3, -(-300 // page_size))
-    generator = torch.Generator().manual_seed(20240603)
-    num_heads = (queries_per_kv + 2) * num_kv_heads
-    total = num_pages * page_size
-    heads_THE = torch.randn(total, num_heads, head_dim, generator=generator).to(device, dtype)
-    pages = LayerPages(
-        num_slots=total,
-        num_kv_heads=num_kv_heads,
-        queries_per_kv=queries_per_kv,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    """Whether rows that attend together get the bits they get alone, on this machine.
 
-    def mixed(start: int, num_rows: int) -> Tensor:
-        segment = RowSegment(start, num_rows, range(num_pages))
-        rows = RowPlan.build([segment], page_size=page_size, device=device, numerics="invariant")
-        padded_THE = heads_THE.new_zeros(rows.num_padded, num_heads, head_dim)
-        padded_THE[:num_rows] = heads_THE[start : start + num_rows]
-        return pages.attend(rows, rows.groups(kind), padded_THE)[:num_rows]
+    Asked over a short text and near the ends of long ones, up to `longest` positions: a kernel may
+    cut many keys into parts by the number of rows.
+    """
+    question = {
+        "check": "attention grouping 1",
+        "heads": [num_kv_heads, queries_per_kv, head_dim],
+        "page_size": page_size,
+        "lengths": _checked_lengths(longest, page_size=page_size),
+        "dtype": str(dtype),
+        "threads": num_threads,
+    }
 
-    def mixed_tree(start: int) -> Tensor:
+    def ask() -> bool:
+        return all(
+            _GroupingCheck(
+                num_kv_heads=num_kv_heads,
+                queries_per_kv=queries_per_kv,
+                head_dim=head_dim,
+                page_size=page_size,
+                length=length,
+                dtype=dtype,
+                device=device,
+            ).holds()
+            for length in _checked_lengths(longest, page_size=page_size)
+        )
+
+    return kept(question, ask, device=device)
+
+
+def _checked_lengths(longest: int, *, page_size: int) -> list[int]:
+    """Whole pages: a short text in any case, longer ones as far as a request may get."""
+    short = max(3, -(-_SHORT // page_size)) * page_size
+    long = (min(length, longest) // page_size * page_size for length in _LONG)
+    return [short, *sorted({length for length in long if length > short})]
+
+
+class _GroupingCheck:
+    """Random keys and values of one length, and the rows before its end in different company."""
+
+    def __init__(
+        self,
+        *,
+        num_kv_heads: int,
+        queries_per_kv: int,
+        head_dim: int,
+        page_size: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._kind = AttentionKind(queries_per_kv=queries_per_kv, window=None, dtype=dtype)
+        self._page_size = page_size
+        self._length = length
+        self._device = device
+        num_queries = queries_per_kv * num_kv_heads
+        generator = torch.Generator().manual_seed(20240603)
+        self._pages = LayerPages(
+            num_slots=length,
+            num_kv_heads=num_kv_heads,
+            queries_per_kv=queries_per_kv,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        # Rows of a whole short text, or the last ones of a long one.
+        num_rows = length if length <= 2 * _SHORT else 2 * page_size + 3
+        self._first = length - num_rows
+        shape = (length, 2 * num_kv_heads, head_dim)
+        keys_values_SHE = torch.randn(shape, generator=generator).to(device, dtype)
+        slots_S = torch.arange(length, device=device)
+        self._pages.write(slots_S, keys_values_SHE.reshape(-1).view(torch.uint8))
+        queries_RHE = torch.randn(num_rows, num_queries, head_dim, generator=generator)
+        self._heads_RHE = torch.cat(
+            [queries_RHE.to(device, dtype), keys_values_SHE[self._first :]], dim=1
+        )
+
+    def holds(self) -> bool:
+        first, page_size = self._first, self._page_size
+        num_rows = self._length - first
+        together_RD = self._mixed(first, num_rows)
+        stride = max(1, math.isqrt(num_rows) - 1)
+        singles = sorted({*range(0, num_rows, stride), page_size - 1, page_size, num_rows - 1})
+        if any(not torch.equal(self._mixed(first + at, 1)[0], together_RD[at]) for at in singles):
+            return False
+        block = QUERY_BLOCK // self._kind.queries_per_kv
+        for at in (0, max(0, page_size - 2), num_rows - 2 * page_size - 3):
+            for count in (2, 3, 5, 8, block + 1, page_size + 2):
+                if at + count > num_rows:
+                    continue
+                if not torch.equal(self._mixed(first + at, count), together_RD[at : at + count]):
+                    return False
+        # Last, and from behind: what lies after the branches' first slot is overwritten.
+        return all(
+            torch.equal(
+                self._mixed_tree(first + at),
+                together_RD[at : at + _TWINS].repeat_interleave(2, dim=0),
+            )
+            for at in (page_size, max(1, page_size - 2))
+            if at + 2 * _TWINS <= num_rows
+        )
+
+    def _mixed(self, start: int, num_rows: int) -> Tensor:
+        segment = RowSegment(start, num_rows, self._table)
+        return self._attend(segment, self._heads_RHE[start - self._first :][:num_rows])
+
+    def _mixed_tree(self, start: int) -> Tensor:
         """The rows from `start` on as two equal branches, token by token in turn."""
         parents = (-1, -1, *range(2 * _TWINS - 2))
-        segment = RowSegment(start, 2 * _TWINS, range(num_pages), parents)
-        rows = RowPlan.build([segment], page_size=page_size, device=device, numerics="invariant")
-        padded_THE = heads_THE.new_zeros(rows.num_padded, num_heads, head_dim)
-        twice_THE = heads_THE[start : start + _TWINS].repeat_interleave(2, dim=0)
-        padded_THE[: 2 * _TWINS] = twice_THE
-        return pages.attend(rows, rows.groups(kind), padded_THE)[: 2 * _TWINS]
+        segment = RowSegment(start, 2 * _TWINS, self._table, parents)
+        heads_RHE = self._heads_RHE[start - self._first :][:_TWINS]
+        return self._attend(segment, heads_RHE.repeat_interleave(2, dim=0))
 
-    together_TD = mixed(0, total)
-    checked = sorted({*range(0, total, max(1, math.isqrt(total) - 1)), page_size - 1, page_size})
-    if any(not torch.equal(mixed(at, 1)[0], together_TD[at]) for at in checked):
-        return False
-    block = QUERY_BLOCK // queries_per_kv
-    counted = all(
-        torch.equal(mixed(at, count), together_TD[at : at + count])
-        for at in (0, max(0, page_size - 2), total - 2 * page_size - 3)
-        for count in (2, 3, 5, 8, block + 1, page_size + 2)
-        if at + count <= total
-    )
-    return counted and all(
-        torch.equal(twins_TD, together_TD[at : at + _TWINS].repeat_interleave(2, dim=0))
-        # Last, and from behind: what lies after the branches' first slot is overwritten.
-        for at in (page_size, max(1, page_size - 2))
-        for twins_TD in [mixed_tree(at)]
-    )
+    @property
+    def _table(self) -> range:
+        return range(self._length // self._page_size)
+
+    def _attend(self, segment: RowSegment, heads_RHE: Tensor) -> Tensor:
+        rows = RowPlan.build(
+            [segment], page_size=self._page_size, device=self._device, numerics="invariant"
+        )
+        padded_THE = heads_RHE.new_zeros(rows.num_padded, *heads_RHE.shape[1:])
+        padded_THE[: len(heads_RHE)] = heads_RHE
+        return self._pages.attend(rows, rows.groups(self._kind), padded_THE)[: len(heads_RHE)]

@@ -3,7 +3,8 @@
 A candidate packs a weight once and then multiplies rows by it. For `numerics: invariant` a
 candidate is taken only after a self-check on the actual shape: row i of a product must have the
 same bits whatever the number of rows beside it, for row counts as `padded_rows` rounds them.
-`fast` takes the first candidate unchecked and pads nothing. Knows no layers and no requests.
+`fast` takes the first candidate unchecked and pads nothing. Knows no layers and no requests. The
+last candidate hands the library tiles of equal row counts only, which it cannot tell apart.
 
 The order of candidates is fixed by the machine's capability and never by a stopwatch, so that two
 processes on equal machines choose alike. With bfloat16 or float16 weights on a CPU, activations
@@ -32,6 +33,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.answers import kept
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,12 @@ _LARGEST_HALF = 65504.0
 _SMALLEST_EXACT_HALF = 2.0**-17
 _BLOCK = 1 << 18
 """Weights looked at together: few enough for the caches."""
-_CHECK_BUDGET_FLOP = 4e9
+_CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 521, 801)
+"""Up to a prefill chunk beside a full batch of drafts."""
+_CHECKED_ALONE = 24
+"""Calls of the fewest rows."""
+_TILE_ROWS_CUDA = 16
+_TILE_ROWS_CPU = 4
 
 
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
@@ -130,6 +137,26 @@ def _onednn_pack(dtype: torch.dtype) -> Pack:
     return pack
 
 
+def in_row_tiles(pack: Pack, *, tile_rows: int) -> Pack:
+    """The same product, always of so many rows at once: the library never sees another shape, so
+    that nothing it decides by the row count can reach a row. Slow for many rows."""
+
+    def pack_tiled(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        product = pack(weight_OI, bias_O)
+
+        def multiply(x_MI: Tensor) -> Tensor:
+            num_rows = x_MI.shape[0]
+            if num_rows == tile_rows:
+                return product(x_MI)
+            padded_MI = pad_rows(x_MI, -(-num_rows // tile_rows) * tile_rows)
+            tiles_MI = padded_MI.view(-1, tile_rows, padded_MI.shape[-1]).unbind()
+            return torch.cat([product(tile_MI) for tile_MI in tiles_MI])[:num_rows]
+
+        return multiply
+
+    return pack_tiled
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to multiply by a weight matrix."""
@@ -146,6 +173,14 @@ _LIBRARY = Candidate("library float32", _upcast_linear)
 _ONEDNN = Candidate("onednn packed float32", _onednn_pack(torch.float32))
 _ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack(torch.bfloat16))
 _NATIVE = Candidate("library", plain_linear)
+_NATIVE_TILED = Candidate(
+    f"library in tiles of {_TILE_ROWS_CUDA} rows",
+    in_row_tiles(plain_linear, tile_rows=_TILE_ROWS_CUDA),
+)
+_LIBRARY_TILED = Candidate(
+    f"library float32 in tiles of {_TILE_ROWS_CPU} rows",
+    in_row_tiles(_upcast_linear, tile_rows=_TILE_ROWS_CPU),
+)
 
 
 class LinearPacker:
@@ -208,11 +243,11 @@ def _candidates(
     dtype: DType, numerics: Numerics, device: torch.device
 ) -> tuple[Sequence[Candidate], torch.dtype]:
     if device.type == "cuda":
-        return (_NATIVE,), TORCH_DTYPES[dtype]
+        return (_NATIVE, _NATIVE_TILED), TORCH_DTYPES[dtype]
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     float32 = (_ONEDNN, _LIBRARY) if wide else (_LIBRARY, _ONEDNN)
     if dtype == "float32":
-        return _available(float32), torch.float32
+        return _available((*float32, _LIBRARY_TILED)), torch.float32
     if (
         dtype == "bfloat16"
         and numerics == "fast"
@@ -220,18 +255,17 @@ def _candidates(
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return (_ONEDNN_BFLOAT16,), torch.bfloat16
-    return _available((_FBGEMM, _ONEDNN, _LIBRARY)), torch.float32
+    return _available((_FBGEMM, _ONEDNN, _LIBRARY, _LIBRARY_TILED)), torch.float32
 
 
 def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Private routines may be missing from a build; the library's own never is."""
-    found = {
-        _LIBRARY.name: True,
+    private = {
         _ONEDNN.name: hasattr(torch.ops.mkldnn, "_linear_pointwise"),
         _FBGEMM.name: "fbgemm" in torch.backends.quantized.supported_engines
         and hasattr(torch, "fbgemm_pack_gemm_matrix_fp16"),
     }
-    return tuple(candidate for candidate in candidates if found[candidate.name])
+    return tuple(candidate for candidate in candidates if private.get(candidate.name, True))
 
 
 @cache
@@ -246,21 +280,20 @@ def rows_are_independent(
 ) -> bool:
     """Whether this machine computes a row alike beside any number of neighbours, bit for bit.
 
-    Matrices too large for the budget are checked on their first output channels.
+    Asked on the whole matrix: a slice of its output channels is another product to the library.
     """
-    num_out = min(num_out, max(64, int(_CHECK_BUDGET_FLOP / (2 * 1000 * num_in)) // 16 * 16))
-    generator = torch.Generator().manual_seed(20240603)
-    weight_OI = torch.randn(num_out, num_in, generator=generator).bfloat16().to(dtype) * 0.02
-    x_MI = torch.randn(256, num_in, generator=generator).to(device=device, dtype=dtype)
-    product = candidate.pack(weight_OI.to(device), None)
-
-    def count(num_rows: int) -> int:
-        return padded_rows(num_rows, numerics="invariant", device=device)
-
-    step = count(1)
-    alone_MO = torch.cat([product(x_MI[at : at + step]) for at in range(0, 256, step)])
-    counts = sorted({min(count(rows), 256) for rows in (*range(1, 41), 64, 96, 129, 254)})
-    agrees = all(torch.equal(product(x_MI[:rows]), alone_MO[:rows]) for rows in counts)
+    question = {
+        "check": "linear rows 1",
+        "candidate": candidate.name,
+        "shape": [num_out, num_in],
+        "dtype": str(dtype),
+        "threads": num_threads,
+    }
+    agrees = kept(
+        question,
+        lambda: _rows_agree(candidate, num_out, num_in, dtype=dtype, device=device),
+        device=device,
+    )
     if not agrees:
         logger.warning(
             "linear_self_check_failed candidate=%s out=%d in=%d threads=%d",
@@ -270,3 +303,26 @@ def rows_are_independent(
             num_threads,
         )
     return agrees
+
+
+def _rows_agree(
+    candidate: Candidate, num_out: int, num_in: int, *, dtype: torch.dtype, device: torch.device
+) -> bool:
+    def count(num_rows: int) -> int:
+        return padded_rows(num_rows, numerics="invariant", device=device)
+
+    generator = torch.Generator(device).manual_seed(20240603)
+    weight_OI = torch.randn(num_out, num_in, generator=generator, device=device)
+    product = candidate.pack(weight_OI.mul_(0.02).bfloat16().to(dtype), None)
+    del weight_OI
+    counts = sorted({count(num_rows) for num_rows in _CHECKED_ROWS})
+    x_MI = torch.randn(counts[-1], num_in, generator=generator, device=device).to(dtype)
+    together_MO = product(x_MI)
+    if any(not torch.equal(product(x_MI[:rows]), together_MO[:rows]) for rows in counts[:-1]):
+        return False
+    step = count(1)
+    # at a stride of one more than the rows of a call, so that a row stands at another place of it
+    return all(
+        torch.equal(product(x_MI[at : at + step]), together_MO[at : at + step])
+        for at in range(0, _CHECKED_ALONE * (step + 1), step + 1)
+    )

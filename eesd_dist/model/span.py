@@ -73,6 +73,7 @@ class PagedLayers:
             queries_per_kv=spec.queries_per_kv,
             head_dim=spec.head_dim,
             page_size=page_size,
+            longest=min(spec.max_position_embeddings, num_pages * page_size),
             dtype=dtype,
             device=device,
             num_threads=torch.get_num_threads(),

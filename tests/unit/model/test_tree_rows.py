@@ -307,6 +307,7 @@ def test_rows_and_branches_attend_in_groups_where_the_self_check_allows(
         queries_per_kv=per_kv,
         head_dim=32,
         page_size=page_size,
+        longest=2_048,
         dtype=torch.float32,
         device=CPU,
         num_threads=torch.get_num_threads(),

@@ -1,0 +1,90 @@
+"""Answers of self-checks, kept on disk so that only a machine's first start pays for them.
+
+On a CPU an answer depends on the question, the processor, the build of torch and the settings of
+its math libraries; all of that is the answer's key. A folder that cannot be read or written costs
+time and nothing else. On a GPU nothing is kept: asking takes milliseconds there, and drivers and
+libraries change beneath a build.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from eesd_dist.provenance import read_hardware
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "EESD_CACHE_DIR"
+_LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
+
+
+def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device) -> bool:
+    """The answer on disk, or that of `ask`, which is then kept."""
+    if device.type != "cpu":
+        return ask()
+    key = json.dumps({**_machine(), **question}, sort_keys=True)
+    file = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    found = _read(file, key)
+    if found is None:
+        found = ask()
+        _write(file, json.dumps({"key": key, "holds": found}))
+    return found
+
+
+def _folder() -> Path:
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named) / "self_checks"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "eesd" / "self_checks"
+
+
+def _read(file: Path, key: str) -> bool | None:
+    """None where there is no answer to this very question."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != key:
+        return None
+    holds = found.get("holds")
+    return holds if isinstance(holds, bool) else None
+
+
+def _write(file: Path, content: str) -> None:
+    """Whole or not at all: several ranks may ask the same at the same time."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, suffix=".partial", delete=False, encoding="utf-8"
+        ) as partial:
+            partial.write(content)
+        os.replace(partial.name, file)
+    except OSError as error:
+        logger.debug("self-check not kept: folder=%s reason=%s", file.parent, error)
+
+
+def _machine() -> dict[str, object]:
+    settings = {
+        name: value for name, value in os.environ.items() if name.startswith(_LIBRARY_SETTINGS)
+    }
+    return _build() | {"settings": settings}
+
+
+@cache
+def _build() -> dict[str, object]:
+    hardware = read_hardware()
+    return {
+        "torch": torch.__version__,
+        "config": torch.__config__.show(),
+        "cpu": hardware.cpu_model,
+        "flags": list(hardware.cpu_flags),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
