@@ -57,6 +57,8 @@ class EngineLoad:
     num_waiting: int
     free_pages: int
     num_pages: int
+    num_preemptions: int = 0
+    """Since the engine was built."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,7 +202,13 @@ class EngineCore:
             num_waiting=usage.num_waiting,
             free_pages=usage.num_free_pages,
             num_pages=usage.num_pages,
+            num_preemptions=usage.num_preemptions,
         )
+
+    def check(self) -> None:
+        """Raises AssertionError where page tables and the allocator disagree."""
+        with self._lock:
+            self._scheduler.check()
 
     # -- pages of other pipelines; from any thread -----------------------------------------------
 

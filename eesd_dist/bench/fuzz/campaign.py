@@ -1,0 +1,168 @@
+"""The run: one engine after the other until the tokens or the time are reached."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from eesd_dist.bench.fuzz.cases import Case, save_case
+from eesd_dist.bench.fuzz.check import ENGINE, Checked, check
+from eesd_dist.bench.fuzz.draw_cases import GROUP_SIZE, Source
+from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.reduction import reduce_case
+from eesd_dist.bench.fuzz.reference import PlainTexts
+from eesd_dist.bench.fuzz.totals import EngineRow, StateFile, Totals
+
+Say = Callable[[str], None]
+
+_EVERY_S = 5.0
+"""Between two lines of progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a run is over."""
+
+    tokens: int | None
+    seconds: float | None
+    failures: int
+    """So many failing engines; each is made smaller first."""
+    reduction_s: float
+
+
+class Campaign:
+    """Plays the cases of a source in order."""
+
+    def __init__(
+        self,
+        source: Source,
+        shelf: ModelShelf,
+        state: StateFile,
+        *,
+        limits: Limits,
+        case_folder: Path,
+        say: Say,
+    ) -> None:
+        self._source = source
+        self._shelf = shelf
+        self._state = state
+        self._limits = limits
+        self._case_folder = case_folder
+        self._say = say
+        self._plain = PlainTexts(shelf)
+        self._started_s = time.monotonic()
+        self._last_line_s = -_EVERY_S
+        self.totals = Totals()
+        for row in state.rows:
+            self.totals.add(row)
+        self._tokens_before = self.totals.tokens
+        self._num_failing = 0
+
+    def run(self) -> None:
+        """Returns when a limit is reached."""
+        done = {row.number for row in self._state.rows}
+        number = 0
+        try:
+            while not self._is_over():
+                if number % GROUP_SIZE == 0:
+                    self._plain.forget()
+                if number not in done:
+                    self._one(number)
+                number += 1
+        finally:
+            self._plain.close()
+
+    def _is_over(self) -> bool:
+        limits = self._limits
+        spent_s = time.monotonic() - self._started_s
+        return (
+            (limits.tokens is not None and self.totals.tokens >= limits.tokens)
+            or (limits.seconds is not None and spent_s >= limits.seconds)
+            or self._num_failing >= limits.failures
+        )
+
+    def _one(self, number: int) -> None:
+        started_s, plain_before = time.monotonic(), self._plain.num_tokens
+        case = self._source.case(number)
+        checked = check(case, self._shelf, self._plain)
+        seconds = time.monotonic() - started_s
+        plain_tokens = self._plain.num_tokens - plain_before
+        case_file = self._report(case, checked) if checked.failures else None
+        row = EngineRow.of(
+            case, checked, plain_tokens=plain_tokens, seconds=seconds, case_file=case_file
+        )
+        self._state.add(row)
+        self.totals.add(row)
+        self._progress(case)
+
+    def _progress(self, case: Case) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_line_s < _EVERY_S:
+            return
+        self._last_line_s = now_s
+        totals, spent_s = self.totals, now_s - self._started_s
+        rate = (totals.tokens - self._tokens_before) / spent_s
+        self._say(
+            f"{totals.tokens:>9} tokens, {totals.texts} texts, {totals.engines} engines, "
+            f"{totals.mismatches} differ, {rate:.0f} tokens/s, {self._left(rate, spent_s)}; "
+            f"{case.world.label()}"
+        )
+
+    def _left(self, rate: float, spent_s: float) -> str:
+        limits = self._limits
+        ends = []
+        if limits.seconds is not None:
+            ends.append(limits.seconds - spent_s)
+        if limits.tokens is not None and rate > 0:
+            ends.append((limits.tokens - self.totals.tokens) / rate)
+        return f"about {duration(max(0.0, min(ends)))} left" if ends else "until stopped"
+
+    def _report(self, case: Case, checked: Checked) -> str:
+        """Says what failed and how to see it again, in the smallest form found in time."""
+        self._num_failing += 1
+        self._say(f"FAILED: seed {case.seed}, engine {case.number}, {case.world.label()}")
+        for failure in checked.failures[:5]:
+            self._say(f"  {failure.entry}: {failure.what.rstrip()}")
+        self._say(f"  making it smaller, at most {self._limits.reduction_s:.0f} s")
+        smaller = reduced(case, checked, self._shelf, self._plain, limit_s=self._limits.reduction_s)
+        file = self._case_folder / f"fuzz-{case.seed}-{case.number}.json"
+        save_case(smaller, file)
+        num_tokens = sum(entry.request.sampling.max_tokens for entry in smaller.entries)
+        self._say(
+            f"  {len(case.entries)} requests and {len(case.troubles)} troubles became "
+            f"{len(smaller.entries)} of at most {num_tokens} tokens and {len(smaller.troubles)}; "
+            f"see it again: {_program()} --case {file}"
+        )
+        return str(file)
+
+
+def reduced(
+    case: Case, checked: Checked, shelf: ModelShelf, plain: PlainTexts, *, limit_s: float
+) -> Case:
+    """The smallest case found in time that fails in the same way: an engine that broke, or a text
+    that differs."""
+    broke = checked.failures[0].entry == ENGINE
+    culprit = None if broke else checked.failures[0].entry
+
+    def fails(candidate: Case) -> bool:
+        try:
+            found = check(candidate, shelf, plain).failures
+        except Exception:  # what cannot even be built is no smaller form of it
+            return False
+        return any((failure.entry == ENGINE) == broke for failure in found)
+
+    return reduce_case(case, fails, culprit=culprit, limit_s=limit_s)
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `2 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _program() -> str:
+    is_module = sys.argv[0].endswith("__main__.py")
+    return "python -m eesd_dist.bench.fuzz" if is_module else "eesd bench exact"

@@ -1,0 +1,126 @@
+"""Which case has which number: a pure function of the seed, the number and what may be drawn from.
+
+Engines come in groups that share a world and a pool of requests. Every cycle of groups meets each
+model in each dtype once, in an order of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+
+from eesd_dist.bench.fuzz.cases import Case, Device, EngineSetup, Entry, World
+from eesd_dist.bench.fuzz.draw_engines import draw_setup, draw_world
+from eesd_dist.bench.fuzz.draw_requests import Prompt, draw_pool, draw_speculation
+from eesd_dist.bench.fuzz.draw_troubles import draw_troubles
+from eesd_dist.bench.fuzz.models import KnownModel
+from eesd_dist.bench.fuzz.plants import MIN_VERIFY_RANKS
+from eesd_dist.config import DType
+from eesd_dist.errors import ConfigError
+from eesd_dist.types import Request, RequestId
+
+GROUP_SIZE = 10
+"""Engines that share a world and its plain texts."""
+_POOL_SIZE = 20
+_LONGEST = 224
+"""Prompt and answer together, where the model takes more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What cases are drawn from."""
+
+    seed: int
+    models: tuple[KnownModel, ...]
+    prompts: dict[str, tuple[Prompt, ...]]
+    """By model, where it has a tokenizer or its prompts are token ids."""
+    dtypes: tuple[DType, ...]
+    device: Device
+    is_on_cpu: bool
+    plant: str | None = None
+
+    def case(self, number: int) -> Case:
+        world, model, pool = self._group(number // GROUP_SIZE)
+        return self._engine(number, world, model, pool)
+
+    def _group(self, group: int) -> tuple[World, KnownModel, list[Request]]:
+        by_name = {model.name: model for model in self.models}
+        combinations = list(product(self.models, self.dtypes))
+        cycle, place = divmod(group, len(combinations))
+        Random(f"{self.seed}/cycle/{cycle}").shuffle(combinations)
+        rng = Random(f"{self.seed}/group/{group}")
+        least = MIN_VERIFY_RANKS.get(self.plant or "", 1)
+        # A plant may want more ranks than a model can have: the next combination then.
+        for model, dtype in combinations[place:] + combinations[:place]:
+            world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=least)
+            if world is not None:
+                break
+        else:
+            raise _no_model(self.plant, least)
+        model = by_name[world.model]
+        pool = draw_pool(
+            rng,
+            model,
+            prompts=self.prompts.get(model.name, ()),
+            count=_POOL_SIZE,
+            longest=min(model.spec.max_position_embeddings, _LONGEST),
+        )
+        return world, model, pool
+
+    def _engine(
+        self, number: int, world: World, model: KnownModel, pool: Sequence[Request]
+    ) -> Case:
+        rng = Random(f"{self.seed}/engine/{number}")
+        num_engines = 2 if rng.random() < 0.35 else 1
+        entries = _entries(rng, pool, num_engines=num_engines)
+        positions = model.spec.max_position_embeddings
+        lengths = [_length(entry.request, positions) for entry in entries]
+        pages = [-(-length // world.page_size) for length in lengths]
+        # An engine's positions end where its pages do: no earlier than a text that it ends.
+        return Case(
+            seed=self.seed,
+            number=number,
+            world=world,
+            engines=tuple(
+                self._setup(rng, world, num_needed=max(pages), num_all=sum(pages))
+                for _ in range(num_engines)
+            ),
+            entries=tuple(entries),
+            troubles=draw_troubles(rng, entries, num_engines=num_engines),
+            plant=self.plant,
+        )
+
+    def _setup(self, rng: Random, world: World, *, num_needed: int, num_all: int) -> EngineSetup:
+        setup = draw_setup(rng, num_needed=num_needed, num_all=num_all, is_on_cpu=self.is_on_cpu)
+        if self.plant is None:
+            return setup
+        return replace(setup, num_pages=setup.num_pages + 1)  # one page to mistake for another
+
+
+def _entries(rng: Random, pool: Sequence[Request], *, num_engines: int) -> list[Entry]:
+    chosen = rng.sample(list(pool), rng.randint(min(5, len(pool)), len(pool)))
+    spread = rng.choice((0, 3, 15, 40))
+    return [
+        Entry(
+            name=request.request_id,
+            request=replace(
+                request,
+                request_id=RequestId(f"request-{request.request_id}"),
+                speculation=draw_speculation(rng),
+            ),
+            turn=rng.randint(0, spread),
+            engine=rng.randrange(num_engines),
+        )
+        for request in chosen
+    ]
+
+
+def _length(request: Request, positions: int) -> int:
+    return min(len(request.prompt) + request.sampling.max_tokens, positions)
+
+
+def _no_model(plant: str | None, least: int) -> ConfigError:
+    return ConfigError(
+        f"the planted error {plant} wants {least} verify ranks or more, and no model has heads and "
+        "channels that so many can share: add --random-models 4"
+    )

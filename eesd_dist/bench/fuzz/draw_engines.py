@@ -1,0 +1,118 @@
+"""Random engines: everything that a text must not depend on.
+
+Pages are often so few that requests are preempted, never so few that a request does not fit.
+"""
+
+from random import Random
+
+from eesd_dist.bench.fuzz.cases import Device, EngineSetup, Link, World
+from eesd_dist.bench.fuzz.draw_requests import CONTROLLERS, SHAPES
+from eesd_dist.bench.fuzz.models import KnownModel
+from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig, TreeConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.model.spec import ModelSpec
+
+_DEGREES = (1, 2, 3, 4)
+_PAGE_SIZES = (4, 8, 16, 32)
+
+
+def degrees_of(spec: ModelSpec) -> tuple[int, ...]:
+    """The tensor-parallel degrees that this model's heads and channels can be shared by."""
+    counts = (spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
+    return tuple(d for d in _DEGREES if not any(count % d for count in counts))
+
+
+def draw_world(
+    rng: Random,
+    model: KnownModel,
+    dtype: DType,
+    *,
+    device: Device,
+    min_verify_ranks: int = 1,
+) -> World | None:
+    """None where the model cannot be shared by so many ranks."""
+    degrees = degrees_of(model.spec)
+    verify = [d for d in degrees if d >= min_verify_ranks]
+    if not verify:
+        return None
+    alone = min_verify_ranks == 1 and rng.random() < 0.5
+    return World(
+        model=model.name,
+        head=rng.choice(model.heads),
+        device=device,
+        dtype=dtype,
+        draft_ranks=1 if alone or rng.random() < 0.4 else rng.choice(degrees),
+        verify_ranks=1 if alone else rng.choice(verify),
+        page_size=rng.choice(_PAGE_SIZES),
+    )
+
+
+def draw_setup(rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool) -> EngineSetup:
+    """`num_needed`: pages of the largest request; `num_all`: of all of them together."""
+    max_draft_tokens = rng.choice((0, 1, 2, 3, 4, 5, 5, 6, 8, 10))
+    return EngineSetup(
+        num_pages=max(
+            num_needed,
+            rng.choice((num_needed, num_needed + 1, 2 * num_needed, num_all // 2, 2 * num_all)),
+        ),
+        prefix_caching=rng.random() < 0.75,
+        scheduler=SchedulerConfig(
+            max_running=rng.choice((1, 2, 3, 4, 6, 8, 12, 16)),
+            max_waiting=10_000,
+            token_budget=rng.choice((1, 3, 8, 16, 40, 64, 256, 512)),
+            prefill_chunk=rng.choice((1, 3, 5, 16, 24, 64, 256)),
+            overlap=rng.choice((False, True, True, "auto")),
+        ),
+        speculation=_speculation(rng, max_draft_tokens=max_draft_tokens),
+        cost=_cost(rng, max_draft_tokens=max_draft_tokens),
+        link=_link(rng, is_on_cpu=is_on_cpu),
+    )
+
+
+def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:
+    return SpeculationConfig(
+        controller=rng.choice(CONTROLLERS),
+        max_draft_tokens=max_draft_tokens,
+        draft_ahead=rng.random() < 0.7,
+        tree=TreeConfig(
+            shape=rng.choice(SHAPES),
+            widths=tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 4))),
+            branch=rng.randint(1, 4),
+            max_nodes=rng.choice((1, 3, 6, 10, 16, 20)),
+        ),
+        fixed_length=rng.randint(0, 8),
+        threshold=rng.choice((0.0, 0.3, 0.6, 1.0)),
+        redraw=rng.choice(("token", "round")),
+        discount=rng.choice((0.5, 0.9, 0.98, 1.0)),
+        calibration_form=rng.choice(("gaussian", "beta")),
+        calibration_strength=rng.choice((0.0, 16.0, 256.0)),
+        stop_rule=rng.choice(("auto", "bernoulli", "optimal", "steady")),
+        log_evidence=rng.random() < 0.3,
+        seed=rng.randrange(1000),
+        learn=rng.random() < 0.8,
+    )
+
+
+def _cost(rng: Random, *, max_draft_tokens: int) -> CostModel:
+    """Drawn, not measured: decisions then repeat, and every regime is met."""
+    verify_s, seconds = [], rng.uniform(1.0, 4.0)
+    for _ in range(max_draft_tokens + 1):
+        verify_s.append(seconds)
+        seconds += rng.choice((0.0, 0.01, 0.2)) * rng.random()
+    step_s = rng.choice((0.02, 0.1, 0.5))
+    return CostModel(
+        draft_step_s=step_s,
+        verify_s=tuple(verify_s),
+        round_s=rng.uniform(0.0, 0.5),
+        guess_s=step_s * rng.random(),
+        request_s=rng.choice((0.0, 0.05)),
+    )
+
+
+def _link(rng: Random, *, is_on_cpu: bool) -> Link:
+    return Link(
+        kind=rng.choice(("inline", "inline", "thread")),
+        announced=rng.choice((1.0, 0.7, 0.35, 0.15)),
+        encoded=is_on_cpu and rng.random() < 0.3,
+        seed=rng.randrange(1000),
+    )

@@ -1,0 +1,223 @@
+"""Where the models of a run lie: folders that were named, and random ones that are written.
+
+A random model has an odd shape and random weights; its later layers add little enough that an exit
+head, which is the target's last layer and LM head with noise, is right often and not always.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.spec import ModelSpec
+
+_RANDOM = "random"
+HEAD_KINDS: tuple[HeadKind, ...] = ("shared", "own", "truncated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A model that engines are drawn for."""
+
+    name: str
+    """A folder, or `random:SEED:NUMBER`."""
+    spec: ModelSpec
+    heads: tuple[str | None, ...]
+    """The exit heads that it may draft with; None: its own, or none."""
+
+
+class ModelShelf:
+    """Finds models by name; a random one is written below `scratch` when it is first asked for."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+
+    def folder(self, name: str) -> Path:
+        """Raises ConfigError for a name that means no model."""
+        if not name.startswith(f"{_RANDOM}:"):
+            return Path(name)
+        try:
+            seed, number = (int(part) for part in name.split(":")[1:])
+        except ValueError:
+            raise ConfigError(f"{name}: expected a folder, or random:SEED:NUMBER") from None
+        folder = self._scratch / f"{_RANDOM}-{seed}-{number}"
+        if not (folder / "config.json").exists():
+            write_random_model(folder, Random(f"{seed}/model/{number}"))
+        return folder
+
+    def named(self, folder: Path, *, head: Path | None) -> KnownModel:
+        # An absolute path below a folder is itself.
+        return KnownModel(
+            name=str(folder.resolve()),
+            spec=ModelSpec.from_folder(folder),
+            heads=(None if head is None else str(head.resolve()),),
+        )
+
+    def random(self, seed: int, number: int) -> KnownModel:
+        name = f"{_RANDOM}:{seed}:{number}"
+        folder = self.folder(name)
+        return KnownModel(
+            name=name,
+            spec=ModelSpec.from_folder(folder),
+            heads=tuple(f"heads/{kind}" for kind in HEAD_KINDS),
+        )
+
+
+def write_random_model(folder: Path, rng: Random) -> None:
+    """A checkpoint of one of the families, with an exit head of each kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = random_config(rng)
+    file = folder / "config.json"
+    spec = ModelSpec.from_config(config, file=file)
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    later, first_later = rng.uniform(0.05, 0.5), rng.randint(1, spec.num_layers - 1)
+    tensors = _weights(spec, generator, later=later, first_later=first_later)
+    stored = rng.choice((torch.float32, torch.bfloat16))
+    save_file(
+        {name: x.to(stored).contiguous() for name, x in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    file.write_text(json.dumps(config, indent=1))
+    for kind in HEAD_KINDS:
+        _write_head(folder, spec, kind, rng, generator, first_later=first_later)
+
+
+def random_config(rng: Random) -> dict[str, Any]:
+    """A config.json that `ModelSpec` reads."""
+    family = rng.choice(("llama", "mistral", "qwen2", "qwen3"))
+    kv_heads = rng.choice((1, 2, 2, 3, 4, 4))
+    positions = rng.choice((96, 131, 200, 256, 384))
+    num_layers = rng.choice((2, 3, 4, 5, 7))
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": num_layers,
+        "hidden_size": rng.choice((24, 40, 52, 64, 72, 90)),
+        # Often a multiple of what ranks could share.
+        "intermediate_size": rng.choice((12, 12, 12, 1)) * rng.randint(3, 9),
+        "num_attention_heads": kv_heads * rng.choice((1, 1, 2, 3, 4)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice((4, 6, 8, 10, 14, 16, 24, 32)),
+        "vocab_size": rng.choice((67, 96, 101, 131, 200, 257, 331)),
+        "max_position_embeddings": positions,
+        "rms_norm_eps": rng.choice((1e-5, 1e-6)),
+        "hidden_act": "silu",
+        "tie_word_embeddings": rng.random() < 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": _rope(rng, positions=positions),
+    }
+    match family:
+        case "llama":
+            config |= {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+        case "mistral":
+            config["sliding_window"] = rng.choice((None, 9, 21, 40))
+        case _:
+            config |= {
+                "use_sliding_window": rng.random() < 0.5,
+                "sliding_window": rng.choice((11, 19, 33)),
+                "max_window_layers": rng.randint(0, num_layers),
+            }
+    if family == "qwen3":
+        config["attention_bias"] = rng.random() < 0.3
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    return config | {"architectures": [f"{name}ForCausalLM"]}
+
+
+def _rope(rng: Random, *, positions: int) -> dict[str, Any]:
+    theta = {"rope_theta": rng.choice((10_000.0, 500_000.0))}
+    kind = rng.choice(("default", "default", "linear", "llama3", "yarn"))
+    original = {"original_max_position_embeddings": positions // 4}
+    match kind:
+        case "linear":
+            return theta | {"rope_type": kind, "factor": 2.5}
+        case "llama3":
+            bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return theta | original | bounds | {"rope_type": kind, "factor": 8.0}
+        case "yarn":
+            return theta | original | {"rope_type": kind, "factor": 4.0}
+        case _:
+            return theta | {"rope_type": kind}
+
+
+def _weights(
+    spec: ModelSpec, generator: torch.Generator, *, later: float, first_later: int
+) -> dict[str, Tensor]:
+    """Under the names of a Hugging Face checkpoint; no bias is zero and no norm is one."""
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def norm(size: int) -> Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    width, std = spec.hidden_size, 1.2 / math.sqrt(spec.hidden_size)
+    shapes = {
+        "self_attn.q_proj": (spec.num_heads * spec.head_dim, width, spec.qkv_bias),
+        "self_attn.k_proj": (spec.num_kv_heads * spec.head_dim, width, spec.qkv_bias),
+        "self_attn.v_proj": (spec.num_kv_heads * spec.head_dim, width, spec.qkv_bias),
+        "self_attn.o_proj": (width, spec.num_heads * spec.head_dim, spec.output_bias),
+        "mlp.gate_proj": (spec.intermediate_size, width, spec.mlp_bias),
+        "mlp.up_proj": (spec.intermediate_size, width, spec.mlp_bias),
+        "mlp.down_proj": (width, spec.intermediate_size, spec.mlp_bias),
+    }
+    found = {
+        "model.embed_tokens.weight": normal(spec.vocab_size, width, std=std),
+        "model.norm.weight": norm(width),
+    }
+    if not spec.tie_word_embeddings:
+        found["lm_head.weight"] = normal(spec.vocab_size, width, std=std)
+    for at in range(spec.num_layers):
+        prefix = f"model.layers.{at}."
+        for name, (rows, columns, has_bias) in shapes.items():
+            adds = name.endswith(("o_proj", "down_proj")) and at >= first_later
+            scale = later if adds else 1.0
+            found[f"{prefix}{name}.weight"] = normal(rows, columns, std=std * scale)
+            if has_bias:
+                found[f"{prefix}{name}.bias"] = normal(rows, std=0.3 * scale)
+        found[prefix + "input_layernorm.weight"] = norm(width)
+        found[prefix + "post_attention_layernorm.weight"] = norm(width)
+        if spec.qk_norm:
+            found[prefix + "self_attn.q_norm.weight"] = norm(spec.head_dim)
+            found[prefix + "self_attn.k_norm.weight"] = norm(spec.head_dim)
+    return found
+
+
+def _write_head(
+    folder: Path,
+    spec: ModelSpec,
+    kind: HeadKind,
+    rng: Random,
+    generator: torch.Generator,
+    *,
+    first_later: int,
+) -> None:
+    kept = max(8, int(spec.vocab_size * rng.uniform(0.3, 0.95)))
+    reads_embedding = rng.random() < 0.4
+    head = TrainableExitHead.from_target(
+        folder,
+        spec,
+        first_later,
+        head=kind,
+        draft_vocab=rng.sample(range(spec.vocab_size), kept) if kind == "truncated" else None,
+        reads_embedding=reads_embedding,
+    )
+    with torch.no_grad():
+        if kind != "shared":
+            noise = torch.randn(head.lm_head_VD.shape, generator=generator)
+            head.lm_head_VD.add_(rng.uniform(0.0, 0.6) * head.lm_head_VD.std() * noise)
+        if head.embedding_DD is not None:
+            size = 0.1 / math.sqrt(spec.hidden_size)
+            head.embedding_DD.copy_(
+                torch.randn(head.embedding_DD.shape, generator=generator) * size
+            )
+    head.save(folder / "heads" / kind, dtype="float32")

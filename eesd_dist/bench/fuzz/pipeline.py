@@ -1,0 +1,107 @@
+"""One engine of a case with its stages: built, broken on purpose, restored, closed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from eesd_dist.bench.fuzz.cases import TIMEOUT_S, EngineSetup, Link, Loss, World, engine_config
+from eesd_dist.bench.fuzz.links import ON_PURPOSE, FaultyChannel, FutureChannel, encoded
+from eesd_dist.bench.fuzz.plants import Plant
+from eesd_dist.bench.fuzz.ranks import DraftRanks, VerifyRanks
+from eesd_dist.engine.build import build_draft_engine
+from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.page_store import PageStore
+from eesd_dist.errors import PeerLost
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.transport.contracts import VerifyChannel
+from eesd_dist.transport.memory import MemoryChannel, Verify
+
+
+class Pipeline:
+    """Both stages and the engine over them."""
+
+    def __init__(self, world: World, setup: EngineSetup, *, folder: Path, plant: Plant) -> None:
+        config = engine_config(world, setup, folder=folder)
+        self._link = setup.link
+        self._verify = VerifyRanks(config, plant=plant)
+        self._draft = DraftRanks(config)
+        self._channel = _channel(self._link, self._verify.verify, epoch=0)
+        self._epoch = 0
+        self._loss: Loss | None = None
+        self.num_lost = 0
+        self.engine: EngineCore = build_draft_engine(
+            config,
+            self._channel,
+            book=BeliefBook(),
+            cost=setup.cost,
+            group=self._draft.group,
+            commands=self._draft.commands,
+            shard=self._draft.shard,
+        )
+
+    def step(self) -> StepResult:
+        """One turn of the engine's loop. A loss that was asked for costs its turn and nothing
+        else; any other error is raised, a follower's own before what it meant for the others."""
+        try:
+            return self.engine.step(wait_s=0.0)
+        except PeerLost as error:
+            self._raise_of_followers()
+            if self._loss is None or ON_PURPOSE not in str(error):
+                raise
+            self._restore(fresh=self._loss.fresh)
+            return StepResult()
+
+    def lose(self, loss: Loss) -> bool:
+        """Arms the loss; False while another one is still to happen."""
+        if self._loss is not None:
+            return False
+        self._loss = loss
+        part = loss.part
+        if part == "verify rank" and self._verify.size > 1:
+            self._verify.loses_a_rank.set(loss.after)
+        elif part == "draft rank" and self._draft.commands is not None:
+            self._draft.loses_a_rank.set(loss.after)
+        else:
+            self._channel.lose_at("receive" if part == "receive" else "send", after=loss.after)
+        return True
+
+    def stores(self) -> list[PageStore]:
+        """Of every rank, the draft stage's first."""
+        return [*self._draft.stores(), *self._verify.stores()]
+
+    def close(self) -> None:
+        """Raises what a follower failed with and nobody noticed."""
+        self._channel.close()
+        self._draft.close()
+        self._verify.close()
+        self._raise_of_followers()
+
+    def _restore(self, *, fresh: bool) -> None:
+        self._loss = None
+        self.num_lost += 1
+        self._verify.end()
+        self._draft.end()
+        self._channel.close()
+        self._epoch += 1
+        self._verify.begin(fresh=fresh)
+        self._draft.begin()
+        self._channel = _channel(self._link, self._verify.verify, epoch=self._epoch)
+        self.engine.attach(self._channel, generation=self._epoch)
+
+    def _errors(self) -> list[BaseException]:
+        return [*self._verify.errors, *self._draft.errors]
+
+    def _raise_of_followers(self) -> None:
+        for error in self._errors():
+            raise error
+
+
+def _channel(link: Link, verify: Verify, *, epoch: int) -> FaultyChannel:
+    if link.encoded:
+        verify = encoded(verify)
+    if link.kind == "thread":
+        inner: VerifyChannel = FutureChannel(verify, timeout_s=TIMEOUT_S)
+        return FaultyChannel(inner)
+    rng = Random(f"{link.seed}/{epoch}")
+    announces: Callable[[], bool] = lambda: rng.random() < link.announced  # noqa: E731
+    return FaultyChannel(MemoryChannel(verify), announces=announces)

@@ -1,0 +1,328 @@
+"""Plays one case: requests arrive, troubles befall them, engines turn, texts are collected.
+
+A turn is one step of each engine. What a trouble is aimed at may be over when its turn comes: then
+it does nothing. Two engines share this thread, so that a case with inline links repeats exactly.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from eesd_dist.bench.fuzz.cases import Abort, Case, Entry, Loss, Migration, Resume, Trouble
+from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.pipeline import Pipeline
+from eesd_dist.bench.fuzz.plants import make_plant
+from eesd_dist.engine.core import StepResult
+from eesd_dist.schedule.lending import PageLanding, PageLoan
+from eesd_dist.transport.page_wire import chunks_of
+from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId, TokenLogprobs
+
+_MAX_IDLE_TURNS = 3000
+"""Turns without a token after which an engine counts as stuck: more than any prompt takes."""
+
+
+class _State(Enum):
+    WAITING = "waiting"
+    LIVE = "live"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """What left for one entry so far, wherever it ran."""
+
+    entry: Entry
+    engine: int
+    request_id: RequestId
+    state: _State = _State.WAITING
+    submission: int = 0
+    tokens: list[TokenId] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (_State.DONE, _State.ABORTED)
+
+    @property
+    def is_whole(self) -> bool:
+        """False for a text that was dropped on the way."""
+        return self.state is _State.DONE
+
+
+class BrokenError(Exception):
+    """An engine did what it never may; what it is stands in the message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """All that came of a case."""
+
+    streams: tuple[Stream, ...]
+    counts: Counter[str]
+    error: str | None
+    """What ended it before its texts did; None where all came to their ends."""
+
+
+def play(case: Case, shelf: ModelShelf) -> Played:
+    """Runs a case to its end. Errors of engines are part of what is returned."""
+    player = _Player(case, shelf)
+    error = None
+    try:
+        player.run()
+    except Exception:  # whatever it is, it is what the fuzz was looking for
+        error = traceback.format_exc(limit=-6)
+    return Played(streams=tuple(player.streams.values()), counts=player.counts, error=error)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Moving:
+    """A migration under way."""
+
+    wanted: Migration
+    loan: PageLoan
+    landing: PageLanding | None = None
+    """None until pages are reserved."""
+    next_turn: int
+
+
+class _Player:
+    def __init__(self, case: Case, shelf: ModelShelf) -> None:
+        self._case = case
+        self.counts: Counter[str] = Counter()
+        self.streams = {
+            entry.name: Stream(
+                entry=entry, engine=entry.engine, request_id=entry.request.request_id
+            )
+            for entry in case.entries
+        }
+        self._successors = {
+            trouble.successor
+            for trouble in case.troubles
+            if isinstance(trouble, Abort) and trouble.successor is not None
+        }
+        self._by_id: dict[tuple[int, RequestId], Stream] = {}
+        self._troubles = sorted(case.troubles, key=lambda trouble: trouble.turn)
+        self._moving: list[_Moving] = []
+        self._num_submissions = 0
+        self._turn = 0
+        self._shelf = shelf
+        self._pipelines: list[Pipeline] = []
+
+    def run(self) -> None:
+        case = self._case
+        folder = self._shelf.folder(case.world.model)
+        for index, setup in enumerate(case.engines):
+            plant = make_plant(
+                case.plant if index == 0 else None,
+                seed=f"{case.seed}/plant/{case.number}",
+                page_size=case.world.page_size,
+                num_pages=setup.num_pages,
+            )
+            self._pipelines.append(Pipeline(case.world, setup, folder=folder, plant=plant))
+        idle_turns = 0
+        while not self._is_over():
+            self._arrive()
+            self._befall()
+            self._move_on()
+            has_emitted = [self._step(index) for index in range(len(self._pipelines))]
+            idle_turns = 0 if any(has_emitted) else idle_turns + 1
+            if idle_turns > _MAX_IDLE_TURNS:
+                raise BrokenError(f"no token in {idle_turns} turns: {self._unfinished()}")
+            self._turn += 1
+        self._finish()
+
+    def _is_over(self) -> bool:
+        return (
+            all(stream.is_over for stream in self.streams.values())
+            and not self._moving
+            and not any(pipeline.engine.has_work for pipeline in self._pipelines)
+        )
+
+    def _unfinished(self) -> str:
+        return ", ".join(name for name, stream in self.streams.items() if not stream.is_over)
+
+    # Arrivals.
+
+    def _arrive(self) -> None:
+        for name, stream in self.streams.items():
+            is_due = stream.state is _State.WAITING and stream.entry.turn <= self._turn
+            if is_due and name not in self._successors:
+                self._submit(stream)
+
+    def _submit(self, stream: Stream) -> None:
+        self._num_submissions += 1
+        stream.submission = self._num_submissions
+        stream.state = _State.LIVE
+        request: Request = replace(
+            stream.entry.request,
+            request_id=stream.request_id,
+            generated=tuple(stream.tokens),
+            submission=stream.submission,
+        )
+        self._by_id[stream.engine, stream.request_id] = stream
+        self._pipelines[stream.engine].engine.add(request)
+
+    # Troubles.
+
+    def _befall(self) -> None:
+        while self._troubles and self._troubles[0].turn <= self._turn:
+            trouble = self._troubles.pop(0)
+            if self._happens(trouble):
+                self.counts[f"trouble {trouble.kind}"] += 1
+                for pipeline in self._pipelines:
+                    pipeline.engine.check()
+
+    def _happens(self, trouble: Trouble) -> bool:
+        """Whether it still met what it was aimed at."""
+        match trouble:
+            case Abort():
+                return self._abort(trouble)
+            case Resume():
+                return self._resume(trouble)
+            case Loss():
+                return self._pipelines[trouble.engine].lose(trouble)
+            case Migration():
+                return self._lend(trouble)
+
+    def _abort(self, trouble: Abort) -> bool:
+        stream = self.streams[trouble.entry]
+        was_live = stream.state is _State.LIVE
+        if was_live:
+            self._withdraw(stream)
+            stream.state = _State.ABORTED
+        if trouble.successor is not None:
+            successor = self.streams[trouble.successor]
+            if was_live:  # under the id that has just become free, in the same engine
+                successor.engine, successor.request_id = stream.engine, stream.request_id
+                self.counts["id reused"] += 1
+            self._submit(successor)
+        return was_live
+
+    def _withdraw(self, stream: Stream) -> None:
+        self._pipelines[stream.engine].engine.abort(stream.request_id)
+        del self._by_id[stream.engine, stream.request_id]
+
+    def _resume(self, trouble: Resume) -> bool:
+        stream = self.streams[trouble.entry]
+        if stream.state is not _State.LIVE:
+            return False
+        engine = min(trouble.engine, len(self._pipelines) - 1)
+        self._withdraw(stream)
+        if engine != stream.engine:
+            self.counts["resumed in the other engine"] += 1
+        stream.engine = engine
+        if trouble.renamed:
+            stream.request_id = RequestId(f"{stream.request_id}+")
+        self._submit(stream)
+        return True
+
+    # Migrations: lend, copy, adopt or abandon, each at a turn of its own.
+
+    def _lend(self, wanted: Migration) -> bool:
+        if len(self._pipelines) < 2:
+            return False
+        names = [self.streams[name] for name in wanted.entries]
+        live = [s for s in names if s.state is _State.LIVE and s.engine == wanted.source]
+        if wanted.entries and not live:
+            return False
+        engine = self._pipelines[wanted.source].engine
+        loan = engine.lend_pages([s.request_id for s in live] if wanted.entries else None)
+        self._moving.append(
+            _Moving(wanted=wanted, loan=loan, next_turn=self._turn + wanted.copy_after)
+        )
+        return True
+
+    def _move_on(self) -> None:
+        for moving in [each for each in self._moving if each.next_turn <= self._turn]:
+            if moving.landing is None:
+                self._copy(moving)
+                moving.next_turn = self._turn + moving.wanted.adopt_after
+            else:
+                self._moving.remove(moving)
+                self._adopt(moving, moving.landing)
+
+    def _copy(self, moving: _Moving) -> None:
+        source, target = self._ends(moving.wanted)
+        landing = target.engine.reserve_pages(moving.loan.requests)
+        moving.landing = landing
+        lent: Sequence[int] = [there for there, _ in landing.moves]
+        here: Sequence[int] = [page for _, page in landing.moves]
+        for theirs, mine in zip(source.stores(), target.stores(), strict=True):
+            for chunk in chunks_of(
+                theirs.page_bytes, len(lent), max_bytes=moving.wanted.chunk_bytes
+            ):
+                mine.write(chunk, here, theirs.read(chunk, lent))
+            mine.settle()
+        self.counts["migrated pages"] += len(lent)
+
+    def _adopt(self, moving: _Moving, landing: PageLanding) -> None:
+        source, target = self._ends(moving.wanted)
+        has_held = source.engine.return_pages(moving.loan.number)
+        if has_held and moving.wanted.is_adopted:
+            target.engine.adopt_pages(landing.number)
+        else:
+            target.engine.abandon_pages(landing.number)
+        for name in moving.wanted.entries:
+            stream = self.streams[name]
+            if stream.state is _State.LIVE and stream.engine == moving.wanted.source:
+                self._withdraw(stream)
+                stream.engine = 1 - moving.wanted.source
+                self._submit(stream)
+                self.counts["migrated requests"] += 1
+        for pipeline in (source, target):
+            pipeline.engine.check()
+
+    def _ends(self, wanted: Migration) -> tuple[Pipeline, Pipeline]:
+        return self._pipelines[wanted.source], self._pipelines[1 - wanted.source]
+
+    # Turns.
+
+    def _step(self, index: int) -> bool:
+        """Whether a token left."""
+        pipeline = self._pipelines[index]
+        if not pipeline.engine.has_work:
+            return False
+        result = pipeline.step()
+        self._count(result)
+        for emission in result.emissions:
+            self._take(index, emission)
+        return bool(result.emissions)
+
+    def _take(self, index: int, emission: Emission) -> None:
+        stream = self._by_id.get((index, emission.request_id))
+        if stream is None or stream.submission != emission.submission:
+            raise BrokenError(
+                f"tokens of {emission.request_id}, submission {emission.submission}, left after "
+                "it was dropped"
+            )
+        if not stream.tokens:
+            self.counts["cached prompt tokens"] += emission.num_cached_prompt_tokens
+        stream.tokens += emission.tokens
+        stream.logprobs += emission.logprobs
+        if emission.finish_reason is not None:
+            stream.finish_reason = emission.finish_reason
+            stream.state = _State.DONE
+            del self._by_id[index, emission.request_id]
+
+    def _count(self, result: StepResult) -> None:
+        for stats in result.rounds:
+            self.counts["rounds"] += 1
+            self.counts["drafted"] += stats.num_drafted
+            self.counts["accepted"] += stats.num_accepted
+            self.counts["rounds of the second microbatch"] += stats.cohort == 1
+        for outcome in result.outcomes:
+            self.counts["trees"] += bool(outcome.branches)
+
+    def _finish(self) -> None:
+        for pipeline in self._pipelines:
+            pipeline.engine.check()
+            load = pipeline.engine.load()
+            self.counts["preemptions"] += load.num_preemptions
+            self.counts["lost stages"] += pipeline.num_lost
+            if load.free_pages != load.num_pages or load.num_running or load.num_waiting:
+                raise BrokenError(f"at the end {load} is left: pages or requests have leaked")
+            pipeline.close()

@@ -1,0 +1,276 @@
+"""The ranks of both stages as threads of this process, and how one of them is lost.
+
+Rank 0 of a stage computes in the thread that asks; the others follow in threads of their own, over
+a `ThreadGroup`. `begin` starts an epoch with groups of its own, `end` ends it; weights stay from
+one to the next. What a follower fails with is kept: to the leading rank it is a lost peer.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from eesd_dist.bench.fuzz.links import ON_PURPOSE
+from eesd_dist.bench.fuzz.plants import Plant
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import (
+    build_draft_shard,
+    build_verify_stage,
+    head_shelf,
+    layout_of,
+)
+from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.page_store import PageStore
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.commands import Command
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.memory import Round, Verify
+from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
+from eesd_dist.transport.thread_commands import (
+    ThreadCommandSink,
+    ThreadCommandSource,
+    command_queues,
+)
+from eesd_dist.transport.thread_group import ThreadGroup, thread_group
+
+_END_S = 30.0
+
+
+class LostOnPurposeError(Exception):
+    """A rank ends here, as its process might."""
+
+
+class Countdown:
+    """Raises at the chosen one of many calls; never, until it is set."""
+
+    def __init__(self) -> None:
+        self._left: int | None = None
+
+    def set(self, after: int) -> None:
+        self._left = after
+
+    def count(self) -> None:
+        if self._left is None:
+            return
+        if self._left == 0:
+            self._left = None
+            raise LostOnPurposeError
+        self._left -= 1
+
+
+class Followers:
+    """The threads of one stage's other ranks, for one epoch."""
+
+    def __init__(self, name: str, groups: list[ThreadGroup]) -> None:
+        self._name = name
+        self._groups = groups
+        self._threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+        """What ended a follower and was neither a lost peer nor meant."""
+
+    def start(self, rank: int, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except LostOnPurposeError:
+                self._abort(rank, ON_PURPOSE)
+            except PeerLost as error:
+                self._abort(rank, str(error))
+            except BaseException as error:
+                self.errors.append(error)
+                self._abort(rank, repr(error))
+
+        thread = threading.Thread(target=run, name=f"{self._name} rank {rank}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        """Wakes those that wait for others, and returns when all have ended."""
+        for group in self._groups:
+            group.abort("its epoch has ended")
+        self.wait()
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join(_END_S)
+            assert not thread.is_alive(), f"{thread.name} does not end"
+
+    def _abort(self, rank: int, reason: str) -> None:
+        self._groups[rank].abort(f"{self._name} rank {rank}: {reason}")
+
+
+def _seat(rank: int, size: int) -> LatestGroup:
+    return LatestGroup(SingleGroup() if size == 1 else EmptySeat(rank=rank, size=size))
+
+
+class VerifyRanks:
+    """The verify stage of one pipeline."""
+
+    def __init__(self, config: EngineConfig, *, plant: Plant) -> None:
+        self._config = config
+        self._plant = plant
+        self._size = config.parallel.verify_tensor_parallel_size
+        self.loses_a_rank = Countdown()
+        """Counts rounds of the last rank."""
+        self._load()
+        self._meet()
+
+    def verify(
+        self, header: RoundHeader, hidden_TD: torch.Tensor, draft_probs_KV: torch.Tensor | None
+    ) -> VerifyReply:
+        taken: Round = (header, hidden_TD, draft_probs_KV)
+        for waiting in self._queues:
+            waiting.put(taken)
+        return self._verifies[0](*taken)
+
+    def begin(self, *, fresh: bool) -> None:
+        """`fresh`: the stage is loaded again, as by a process that takes the lost one's place."""
+        if fresh:
+            self._load()
+        else:
+            for stage in self._stages:
+                stage.span.paged.begin()
+        self._meet()
+
+    def end(self) -> None:
+        for waiting in self._queues:
+            waiting.put(None)
+        self._followers.end()
+
+    def close(self) -> None:
+        """Ends the followers when they have done what they were given."""
+        for waiting in self._queues:
+            waiting.put(None)
+        self._followers.wait()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def errors(self) -> list[BaseException]:
+        return self._followers.errors
+
+    def stores(self) -> list[PageStore]:
+        return [PageStore(stage.span) for stage in self._stages]
+
+    def _load(self) -> None:
+        self._seats = [_seat(rank, self._size) for rank in range(self._size)]
+        self._stages = [
+            build_verify_stage(self._config, self._plant.group(seat)) for seat in self._seats
+        ]
+        self._verifies: list[Verify] = [
+            self._plant.verify(stage, rank=rank) for rank, stage in enumerate(self._stages)
+        ]
+
+    def _meet(self) -> None:
+        groups = thread_group(self._size, name="verify", timeout_s=self._config.parallel.timeout_s)
+        self._followers = Followers("verify", groups)
+        self._queues: list[queue.SimpleQueue[Round | None]] = []
+        if self._size == 1:
+            return
+        for seat, group in zip(self._seats, groups, strict=True):
+            seat.join(group)
+        for rank in range(1, self._size):
+            rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+            self._queues.append(rounds)
+            self._followers.start(rank, self._following(rank, rounds))
+
+    def _following(
+        self, rank: int, rounds: "queue.SimpleQueue[Round | None]"
+    ) -> Callable[[], None]:
+        verify = self._verifies[rank]
+
+        def follow() -> None:
+            while (taken := rounds.get()) is not None:
+                if rank == self._size - 1:
+                    self.loses_a_rank.count()
+                verify(*taken)
+
+        return follow
+
+
+class _CountedSource:
+    """A follower's commands, one of which it does not live to see."""
+
+    def __init__(self, source: ThreadCommandSource, countdown: Countdown) -> None:
+        self._source = source
+        self._countdown = countdown
+
+    def next_command(self) -> Command | None:
+        command = self._source.next_command()
+        if command is not None:
+            self._countdown.count()
+        return command
+
+
+class DraftRanks:
+    """The draft stage of one pipeline: the leading rank's shard, and the followers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._size = config.parallel.draft_tensor_parallel_size
+        self.loses_a_rank = Countdown()
+        """Counts commands of the last rank."""
+        layout = layout_of(config)
+        self._seats = [_seat(rank, self._size) for rank in range(self._size)]
+        self._shards = [build_draft_shard(config, layout, seat) for seat in self._seats]
+        self._shelves: list[HeadShelf] = [head_shelf(config, layout, seat) for seat in self._seats]
+        self._sink = ThreadCommandSink(command_queues(self._size - 1))
+        self._meet()
+
+    @property
+    def shard(self) -> OwnShard:
+        """The leading rank's."""
+        return self._shards[0]
+
+    @property
+    def group(self) -> LatestGroup:
+        return self._seats[0]
+
+    @property
+    def commands(self) -> ThreadCommandSink | None:
+        """None where there is nobody to tell."""
+        return self._sink if self._size > 1 else None
+
+    def begin(self) -> None:
+        for shard in self._shards[1:]:
+            shard.begin()
+        self._meet()
+
+    def end(self) -> None:
+        self._sink.close()
+        self._followers.end()
+
+    def close(self) -> None:
+        self._sink.close()
+        self._followers.wait()
+
+    @property
+    def errors(self) -> list[BaseException]:
+        return self._followers.errors
+
+    def stores(self) -> list[PageStore]:
+        return [PageStore(shard.span, shard.head) for shard in self._shards]
+
+    def _meet(self) -> None:
+        groups = thread_group(self._size, name="draft", timeout_s=self._config.parallel.timeout_s)
+        self._followers = Followers("draft", groups)
+        if self._size == 1:
+            return
+        for seat, group in zip(self._seats, groups, strict=True):
+            seat.join(group)
+        queues = command_queues(self._size - 1)
+        self._sink.join(queues)
+        for rank in range(1, self._size):
+            source: ThreadCommandSource | _CountedSource = ThreadCommandSource(queues[rank - 1])
+            if rank == self._size - 1:
+                source = _CountedSource(source, self.loses_a_rank)
+            self._followers.start(rank, self._following(rank, source))
+
+    def _following(
+        self, rank: int, source: ThreadCommandSource | _CountedSource
+    ) -> Callable[[], None]:
+        shard, heads = self._shards[rank], self._shelves[rank]
+        return lambda: follow_commands(shard, source, heads=heads)

@@ -1,0 +1,168 @@
+"""What a text has to be: the same request alone, speculation off, on a plain engine.
+
+A plain engine has the world of the case and nothing else of it: no prefix cache, one request at a
+time, no drafts. Texts are kept by what they depend on, so that a request that many engines are
+asked for is generated once; one that may be shorter is the beginning of the longer one.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from eesd_dist.bench.fuzz.cases import EngineSetup, Link, World
+from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.pipeline import Pipeline
+from eesd_dist.bench.fuzz.plants import NoPlant
+from eesd_dist.bench.fuzz.play import Stream
+from eesd_dist.config import SchedulerConfig, SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.types import (
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+    TokenLogprobs,
+)
+
+LONGEST = 2048
+"""Prompt and answer together, whatever the model takes: plain engines have pages for no more."""
+_COST = CostModel(draft_step_s=1.0, verify_s=(1.0,))
+"""Nothing is drafted: nobody asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    tokens: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+
+    def cut(self, count: int) -> "Text":
+        """What it would be if at most so many tokens were allowed."""
+        if len(self.tokens) <= count:
+            return self
+        return Text(
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason=FinishReason.LENGTH,
+        )
+
+
+_Key = tuple[tuple[TokenId, ...], SamplingParams]
+
+
+class PlainTexts:
+    """The plain engine of one world at a time, and the texts it has written."""
+
+    def __init__(self, shelf: ModelShelf) -> None:
+        self._shelf = shelf
+        self._world: World | None = None
+        self._pipeline: Pipeline | None = None
+        self._positions = 0
+        self._texts: dict[tuple[World, _Key], tuple[int, Text]] = {}
+        """By what it depends on: the limit it was written under, and the text."""
+        self._numbers = itertools.count()
+        self.num_tokens = 0
+        """Generated here so far."""
+
+    def text(self, world: World, request: Request) -> Text:
+        """The text of this request in this world."""
+        self._enter(world)
+        sampling = request.sampling
+        count = min(sampling.max_tokens, self._positions - len(request.prompt))
+        key = world, (request.prompt, replace(sampling, max_tokens=0))
+        limit, found = self._texts.get(key, (0, None))
+        if found is None or (limit < count and found.finish_reason is FinishReason.LENGTH):
+            found = self._generate(request, count)
+            self._texts[key] = count, found
+        return found.cut(count)
+
+    def forget(self) -> None:
+        """Ends the plain engine and drops its texts."""
+        self.close()
+        self._texts.clear()
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = self._world = None
+
+    def _enter(self, world: World) -> None:
+        if world == self._world:
+            return
+        self.close()
+        folder = self._shelf.folder(world.model)
+        self._positions = ModelSpec.from_folder(folder).max_position_embeddings
+        self._pipeline = Pipeline(
+            world,
+            plain_setup(world, num_positions=self._positions),
+            folder=folder,
+            plant=NoPlant(),
+        )
+        self._world = world
+
+    def _generate(self, request: Request, count: int) -> Text:
+        assert self._pipeline is not None
+        engine = self._pipeline.engine
+        engine.add(
+            Request(
+                request_id=RequestId(f"plain-{next(self._numbers)}"),
+                prompt=request.prompt,
+                sampling=replace(request.sampling, max_tokens=count),
+                speculation=SpeculationParams(mode="off"),
+            )
+        )
+        tokens: list[TokenId] = []
+        logprobs: list[TokenLogprobs] = []
+        finish_reason = None
+        while engine.has_work:
+            for emission in self._pipeline.step().emissions:
+                tokens += emission.tokens
+                logprobs += emission.logprobs
+                finish_reason = emission.finish_reason
+        assert finish_reason is not None, "a request that has left has said why"
+        self.num_tokens += len(tokens)
+        return Text(tokens=tuple(tokens), logprobs=tuple(logprobs), finish_reason=finish_reason)
+
+
+def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
+    """An engine that does one thing at a time."""
+    return EngineSetup(
+        num_pages=-(-min(num_positions, LONGEST) // world.page_size),
+        prefix_caching=False,
+        scheduler=SchedulerConfig(max_running=1, overlap=False),
+        speculation=SpeculationConfig(max_draft_tokens=0, draft_ahead=False),
+        cost=_COST,
+        link=Link(kind="inline"),
+    )
+
+
+def difference(stream: Stream, wanted: Text) -> str | None:
+    """How a stream differs from its text, in words; None where it does not."""
+    num_found = len(stream.tokens)
+    if stream.is_whole and stream.finish_reason is not wanted.finish_reason:
+        ended = None if stream.finish_reason is None else stream.finish_reason.value
+        reason = f"ended by {ended} after {num_found} tokens, expected {wanted.finish_reason.value}"
+        return _first_token(stream, wanted) or f"{reason} after {len(wanted.tokens)}"
+    expected = len(wanted.tokens) if stream.is_whole else num_found
+    changed = _first_token(stream, wanted)
+    if changed is not None:
+        return changed
+    if num_found != expected or num_found > len(wanted.tokens):
+        return f"has {num_found} tokens, expected {len(wanted.tokens)}"
+    if len(stream.logprobs) not in (0, num_found) or bool(stream.logprobs) != (
+        bool(wanted.logprobs) and num_found > 0
+    ):
+        return f"has {len(stream.logprobs)} log-probabilities for {num_found} tokens"
+    for at, (found, meant) in enumerate(zip(stream.logprobs, wanted.logprobs, strict=False)):
+        if found != meant:
+            return f"log-probabilities of token {at} are {found}, expected {meant}"
+    return None
+
+
+def _first_token(stream: Stream, wanted: Text) -> str | None:
+    for at, (found, meant) in enumerate(zip(stream.tokens, wanted.tokens, strict=False)):
+        if found != meant:
+            return f"token {at} is {found}, expected {meant}"
+    return None
