@@ -3,6 +3,7 @@
 Pages are often so few that requests are preempted, never so few that a request does not fit.
 """
 
+from collections.abc import Mapping
 from random import Random
 
 from eesd_dist.bench.fuzz.cases import Device, EngineSetup, Link, World
@@ -35,7 +36,7 @@ def draw_world(
     verify = [d for d in degrees if d >= min_verify_ranks]
     if not verify:
         return None
-    alone = min_verify_ranks == 1 and rng.random() < 0.5
+    alone = min_verify_ranks == 1 and rng.random() < 0.6
     return World(
         model=model.name,
         head=rng.choice(model.heads),
@@ -49,24 +50,27 @@ def draw_world(
 
 def draw_setup(rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool) -> EngineSetup:
     """`num_needed`: pages of the largest request; `num_all`: of all of them together."""
-    max_draft_tokens = rng.choice((0, 1, 2, 3, 4, 5, 5, 6, 8, 10))
+    max_draft_tokens = _likely(rng, {0: 1, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 3, 8: 3, 10: 2})
+    pages = {num_needed: 1, num_needed + 1: 1, 2 * num_needed: 3, num_all // 2: 3, 2 * num_all: 3}
     return EngineSetup(
-        num_pages=max(
-            num_needed,
-            rng.choice((num_needed, num_needed + 1, 2 * num_needed, num_all // 2, 2 * num_all)),
-        ),
+        num_pages=max(num_needed, _likely(rng, pages)),
         prefix_caching=rng.random() < 0.75,
         scheduler=SchedulerConfig(
-            max_running=rng.choice((1, 2, 3, 4, 6, 8, 12, 16)),
+            max_running=_likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
             max_waiting=10_000,
-            token_budget=rng.choice((1, 3, 8, 16, 40, 64, 256, 512)),
-            prefill_chunk=rng.choice((1, 3, 5, 16, 24, 64, 256)),
+            token_budget=_likely(rng, {2: 1, 8: 2, 16: 3, 40: 4, 64: 4, 256: 4, 512: 4}),
+            prefill_chunk=_likely(rng, {1: 1, 3: 1, 5: 2, 16: 4, 24: 4, 64: 4, 256: 4}),
             overlap=rng.choice((False, True, True, "auto")),
         ),
         speculation=_speculation(rng, max_draft_tokens=max_draft_tokens),
         cost=_cost(rng, max_draft_tokens=max_draft_tokens),
         link=_link(rng, is_on_cpu=is_on_cpu),
     )
+
+
+def _likely(rng: Random, weights: Mapping[int, int]) -> int:
+    """Extremes cost many rounds a token: they are drawn, and seldom."""
+    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:

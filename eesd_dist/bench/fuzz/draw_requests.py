@@ -37,7 +37,7 @@ def draw_pool(
     """`count` requests for one world. `prompts`: of a file; without any, tokens are drawn.
     `longest`: how long prompt and answer together may get."""
     vocab_size = model.spec.vocab_size
-    beginnings = [_tokens(rng, vocab_size, rng.randint(3, longest // 2)) for _ in range(3)]
+    beginnings = [_tokens(rng, vocab_size, rng.randint(3, longest // 3)) for _ in range(3)]
     return [
         Request(
             request_id=RequestId(f"r{at}"),
@@ -80,7 +80,9 @@ def _prompt(
     if kind < 0.5:  # the same few tokens again and again
         few = _tokens(rng, vocab_size, rng.randint(1, 3))
         return (few * most)[: rng.randint(2, min(most, 40))]
-    return _tokens(rng, vocab_size, rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, most))))
+    if kind < 0.6:
+        return _tokens(rng, vocab_size, rng.randint(3, most))
+    return _tokens(rng, vocab_size, rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, 40))))
 
 
 def _tokens(rng: Random, vocab_size: int, count: int) -> Prompt:
@@ -89,13 +91,13 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> Prompt:
 
 def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
     vocab_size = model.spec.vocab_size
-    most = min(room, rng.choice((1, 2, 5, 12, 24, 24, 48, 48, 64, 96)))
+    most = min(room, rng.choice((1, 3, 12, 24, 48, 48, 64, 64, 96, 128)))
     goes_past_the_end = rng.random() < 0.1  # only where the model's positions end the text
     stops: set[int] = set()
     if rng.random() < 0.6:
         stops |= set(model.spec.eos_token_ids)
-    if rng.random() < 0.3:
-        stops |= {rng.randrange(vocab_size) for _ in range(rng.randint(1, 3))}
+    if rng.random() < 0.2:
+        stops |= {rng.randrange(vocab_size) for _ in range(rng.randint(1, 2))}
     has_filters, has_penalties = rng.random() < 0.5, rng.random() < 0.35
     return SamplingParams(
         temperature=rng.choice((0.0, 0.0, 1e-6, 0.2, 0.7, 0.7, 1.0, 1.0, 1.5, rng.uniform(0, 2))),
