@@ -71,7 +71,7 @@ class Source:
         self, number: int, world: World, model: KnownModel, pool: Sequence[Request]
     ) -> Case:
         rng = Random(f"{self.seed}/engine/{number}")
-        num_engines = 2 if rng.random() < 0.35 else 1
+        num_engines = 2 if rng.random() < 0.4 else 1
         entries = _entries(rng, pool, num_engines=num_engines)
         positions = model.spec.max_position_embeddings
         lengths = [_length(entry.request, positions) for entry in entries]

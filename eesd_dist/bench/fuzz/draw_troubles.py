@@ -20,7 +20,7 @@ def draw_troubles(
     for _ in range(rng.randint(1, 8)):
         entry = rng.choice(entries)
         turn = entry.turn + rng.choice(_AFTER)
-        match rng.choice(("abort", "resume", "resume", "loss", "migration")):
+        match rng.choice(("abort", "resume", "resume", "loss", "migration", "migration")):
             case "abort":
                 spare = [other for other in spare if other != entry]
                 has_successor = len(spare) > 1 and rng.random() < 0.5
@@ -35,9 +35,7 @@ def draw_troubles(
                         renamed=rng.random() < 0.4,
                     )
                 )
-            case "migration" if num_engines > 1:
-                drawn.append(_migration(rng, entries, entry, turn=turn))
-            case _:
+            case "loss":
                 drawn.append(
                     Loss(
                         turn=turn,
@@ -47,6 +45,10 @@ def draw_troubles(
                         fresh=rng.random() < 0.4,
                     )
                 )
+            case _ if num_engines > 1:
+                drawn.append(_migration(rng, entries, entry, turn=turn))
+            case _:  # no engine to migrate to
+                pass
     return tuple(drawn)
 
 
