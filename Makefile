@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-hosts test-slow check format bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install serve test test-hosts test-slow check format gpu-check bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 install: $(STAMP)
 
@@ -40,6 +40,10 @@ check: install
 format: install
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# On a machine with a GPU; --device cpu shows that the checks themselves run.
+gpu-check: install
+	PYTHON=$(BIN)/python infra/gpu/check.sh
 
 bench: install
 	$(BIN)/eesd bench offline --quick

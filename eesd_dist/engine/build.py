@@ -82,7 +82,7 @@ def layout_of(config: EngineConfig) -> Layout:
         split=split,
         max_model_len=min(wished, config.cache.num_pages * config.cache.page_size),
         dtype=resolve_dtype(model.dtype, model.path),
-        device=_device(model.device),
+        device=device_named(model.device),
     )
 
 
@@ -93,7 +93,7 @@ def _split_of(spec: ModelSpec, path: Path, head_folder: Path | None) -> int:
     return HeadConfig.read(head_folder, target=spec, target_path=path).exit_layer
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """The device that `name` means in this process, one GPU by its index: NCCL and
     `torch.cuda.set_device` take no other. CUDA_VISIBLE_DEVICES decides which GPU index 0 is."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.engine.build import _device
+from eesd_dist.engine.build import device_named
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.nccl import NcclPlane
 
@@ -125,7 +125,7 @@ def test_a_plane_forms_on_the_device_that_the_configuration_means(
     monkeypatch: pytest.MonkeyPatch, current_devices: list[int], name: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plane = make_plane(device=_device(name))
+    plane = make_plane(device=device_named(name))
     assert current_devices == [0]
     plane.abort()
 
@@ -136,7 +136,7 @@ def test_the_configuration_means_the_current_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    plane = make_plane(device=_device("cuda"))
+    plane = make_plane(device=device_named("cuda"))
     assert current_devices == [2]
     plane.abort()
 
@@ -154,8 +154,8 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match=r"model\.device is cuda and torch sees no CUDA device"):
-        _device("cuda")
-    assert _device("auto") == torch.device("cpu")
+        device_named("cuda")
+    assert device_named("auto") == torch.device("cpu")
 
 
 def test_a_plane_that_nobody_holds_is_aborted_and_its_watchdog_ends(

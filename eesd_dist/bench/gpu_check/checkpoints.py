@@ -1,0 +1,135 @@
+"""Random checkpoints, written here: small ones of every family, and a stack of wide layers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+_SMALL: Mapping[str, object] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 224,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: Mapping[str, Mapping[str, object]] = {
+    "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama 3 rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_theta": 500_000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral, window": {"model_type": "mistral", "sliding_window": 37},
+    "qwen2, window above": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 29,
+        "max_window_layers": 2,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+
+
+def write_small(folder: Path, family: str) -> Path:
+    """A bfloat16 model in which no bias is zero and no norm is one, through transformers' files."""
+    fields = {**_SMALL, **FAMILIES[family]}
+    config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def write_stack(
+    folder: Path,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+) -> Path:
+    """A bfloat16 Llama of any width, one file a layer, drawn on the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    width_kv = hidden_size // num_heads * num_kv_heads
+    layer = {
+        "self_attn.q_proj": (hidden_size, hidden_size),
+        "self_attn.k_proj": (width_kv, hidden_size),
+        "self_attn.v_proj": (width_kv, hidden_size),
+        "self_attn.o_proj": (hidden_size, hidden_size),
+        "mlp.gate_proj": (intermediate_size, hidden_size),
+        "mlp.up_proj": (intermediate_size, hidden_size),
+        "mlp.down_proj": (hidden_size, intermediate_size),
+        "input_layernorm": (hidden_size,),
+        "post_attention_layernorm": (hidden_size,),
+    }
+    around = {
+        "model.embed_tokens": (vocab_size, hidden_size),
+        "model.norm": (hidden_size,),
+        "lm_head": (vocab_size, hidden_size),
+    }
+    files: list[dict[str, tuple[int, ...]]] = [
+        {f"model.layers.{at}.{name}": shape for name, shape in layer.items()}
+        for at in range(num_layers)
+    ]
+    generator = torch.Generator(device).manual_seed(20261122)
+    weight_map: dict[str, str] = {}
+    for at, shapes in enumerate([*files, around]):
+        file = f"model-{at + 1:05}-of-{num_layers + 1:05}.safetensors"
+        tensors = {f"{name}.weight": _drawn(shape, generator) for name, shape in shapes.items()}
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Norms about one, matrices that keep the size of what they multiply."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    device = generator.device
+    drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    return drawn.mul_(shape[1] ** -0.5).cpu()

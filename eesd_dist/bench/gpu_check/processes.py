@@ -1,0 +1,110 @@
+"""Runs one section as a process with a deadline, and turns its end into rows.
+
+Whatever the process does (raise, hang, crash), its rows so far are kept, and a failed row says how
+it ended.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from eesd_dist.bench.gpu_check.rows import Row
+from eesd_dist.bench.gpu_check.setting import DeviceName, Section
+
+_CHILD = "eesd_dist.bench.gpu_check.child"
+_LAST_LINES = 400
+
+
+def run_section(
+    section: Section,
+    *,
+    device: DeviceName,
+    model: Path,
+    seconds: float,
+    emit: Callable[[Row], None],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"gpu-check-{section.name}-") as scratch:
+        words = [section.name, section.module, device, str(model), scratch, str(seconds)]
+        with tempfile.TemporaryFile() as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _CHILD, *words],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            try:
+                reason = _follow(process, seconds=seconds, emit=emit)
+            finally:
+                _end(process)
+            if reason is not None:
+                emit(
+                    Row(
+                        section=section.name,
+                        name="section",
+                        ok=False,
+                        value=reason,
+                        detail=_last_line(stderr),
+                    )
+                )
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]",
+    *,
+    seconds: float,
+    emit: Callable[[Row], None],
+) -> str | None:
+    """Passes rows on until the process ends; says what was wrong with its end."""
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            line = lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            return f"timeout after {seconds:.0f} s"
+        if line is None:
+            break
+        try:
+            emit(Row.from_line(line.decode()))
+        except (ValueError, TypeError):
+            return f"a line that is no row: {line[:80]!r}"
+    try:
+        status = process.wait(timeout=max(deadline - time.monotonic(), 1.0))
+    except subprocess.TimeoutExpired:
+        return f"timeout after {seconds:.0f} s"
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else None
+
+
+def _read(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
+    for line in stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The section's process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(stderr: IO[bytes]) -> str:
+    """What the process said last: of a traceback, the error itself."""
+    stderr.seek(0)
+    said = stderr.read().decode(errors="replace").strip().splitlines()
+    sys.stderr.write("\n".join(said[-20:]) + "\n" if said else "")
+    errors = [line for line in said if "Error" in line and not line.startswith(" ")]
+    return ((errors or said or ["it said nothing"])[-1])[:_LAST_LINES]

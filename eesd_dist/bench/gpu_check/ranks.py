@@ -1,0 +1,139 @@
+"""One rank of a small group, in a process of its own; says in one line of JSON how it went.
+
+python -m eesd_dist.bench.gpu_check.ranks JOB RANK SIZE PORT DEVICE
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+
+Job = Literal["exchange", "stuck"]
+
+TIMEOUT_S = 4.0
+"""Of every wait between the ranks."""
+_JOIN_S = 25.0
+_ADDRESS = "127.0.0.1"
+_LENGTH = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """How one rank ended."""
+
+    ok: bool
+    formed: bool
+    """Whether its group came to be."""
+    seconds: float
+    said: str = ""
+
+
+def run_ranks(job: Job, devices: Sequence[str], *, seconds: float) -> list[RankReport]:
+    """A process for each device; one that does not end in time is killed and has failed."""
+    host = StoreHost(address=_ADDRESS)
+    words = [sys.executable, "-m", __name__, job]
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), str(len(devices)), str(host.port), device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, device in enumerate(devices)
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        return [_report_of(process, deadline - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _report_of(process: "subprocess.Popen[str]", seconds: float) -> RankReport:
+    try:
+        out, err = process.communicate(timeout=max(seconds, 0.1))
+        return RankReport(**json.loads(out.strip().splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return RankReport(ok=False, formed=False, seconds=seconds, said="it did not end in time")
+    except (IndexError, TypeError, ValueError):
+        said = (err.strip().splitlines() or ["it said nothing"])[-1]
+        return RankReport(ok=False, formed=False, seconds=seconds, said=said[:300])
+
+
+def exchange(group: ProcessGroup, device: torch.device) -> bool:
+    """A sum, a gathering and a broadcast of whole numbers, which every order adds up alike.
+
+    A group on the CPU gets the device's tensors through the host.
+    """
+
+    def mine(rank: int) -> torch.Tensor:
+        x = torch.arange(_LENGTH, dtype=torch.float32, device=device) % 1000 * (rank + 1)
+        return x.to(group.device)
+
+    ranks = range(group.size)
+    total = group.all_reduce(mine(group.rank))
+    parts = group.all_gather(mine(group.rank))
+    told = group.broadcast(mine(group.rank), source=group.size - 1)
+    group.check()
+    summed = torch.equal(total, mine(sum(rank + 1 for rank in ranks) - 1))
+    gathered = all(torch.equal(part, mine(rank)) for rank, part in enumerate(parts))
+    return summed and gathered and torch.equal(told, mine(group.size - 1))
+
+
+def _lose(group: ProcessGroup, device: torch.device) -> bool:
+    """Rank 1 stays away from a sum: rank 0's kernel is stuck until its deadline aborts it."""
+    if group.rank > 0:
+        time.sleep(3 * TIMEOUT_S)
+        return True
+    started_s = time.perf_counter()
+    try:
+        group.all_reduce(torch.ones(_LENGTH, device=device))
+        torch.cuda.synchronize(device)
+        group.check()
+    except PeerLost:
+        return time.perf_counter() - started_s < 2 * TIMEOUT_S
+    return False
+
+
+def main(argv: Sequence[str]) -> int:
+    job, rank, size, port, device = argv[0], int(argv[1]), int(argv[2]), int(argv[3]), argv[4]
+    over, _, lies = device.partition("<-")
+    started_s, formed, said = time.perf_counter(), False, ""
+    ok = False
+    try:
+        group = build_group(
+            connect_store(_ADDRESS, port, timeout_s=_JOIN_S),
+            generation=1,
+            name=job,
+            rank=rank,
+            size=size,
+            timeout_s=TIMEOUT_S,
+            join_timeout_s=_JOIN_S,
+            device=over,
+        )
+        formed = True
+        started_s = time.perf_counter()
+        work = exchange if job == "exchange" else _lose
+        ok = work(group, torch.device(lies or over))
+    except (EesdError, RuntimeError) as error:
+        cause = error.__cause__
+        said = " ".join(f"{error} {'' if cause is None else cause}".split())
+    seconds = time.perf_counter() - started_s
+    report = RankReport(ok=ok, formed=formed, seconds=seconds, said=said[-700:])
+    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""Spans and exit heads on the device, against the CPU and against transformers on the device.
+
+The reference is this project's own span on the CPU in float32, on the same weights: checkpoints
+hold bfloat16. Errors are |x - reference| / |reference|. In float32 they are to be those of another
+order of sums: tf32 would not pass. In bfloat16 they are to be no more than twice those of
+transformers.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eesd_dist.bench.gpu_check.checkpoints import FAMILIES, write_small
+from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.setting import Setting
+from eesd_dist.bench.gpu_check.stages import PAGE_SIZE, TwoSpans
+from eesd_dist.config import DType
+from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.spec import ModelSpec
+
+FLOAT32_BOUND = 5e-5
+_BFLOAT16_FACTOR = 2.0
+_BFLOAT16_BOUND = 2e-3
+"""At least this much is granted where transformers happens to be closer."""
+
+_DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+_CPU = torch.device("cpu")
+
+
+def run(setting: Setting, rows: Rows) -> None:
+    device = setting.device()
+    length = 60 if setting.is_small else 300
+    _model("bundled", setting.model, device, length, rows)
+    if (setting.model / "exit_head").is_dir():
+        _exit_head(setting.model, device, length, rows)
+    families = list(FAMILIES)[::3] if setting.is_small else list(FAMILIES)
+    for number, family in enumerate(families):
+        folder = write_small(setting.scratch / str(number), family)
+        _model(family, folder, device, 120, rows)
+
+
+class Compared(NamedTuple):
+    """Logits of one checkpoint in one type, against the reference."""
+
+    ours: float
+    theirs: float
+    max_abs: float
+    agreement: float
+    """Share of rows whose largest logit is the reference's."""
+
+
+def _model(name: str, folder: Path, device: torch.device, length: int, rows: Rows) -> None:
+    for dtype in _DTYPES:
+        found, numerics = compare(folder, dtype, device, length)
+        bound = FLOAT32_BOUND
+        if dtype == "bfloat16":
+            bound = max(_BFLOAT16_FACTOR * found.theirs, _BFLOAT16_BOUND)
+        ok = found.ours <= bound and (dtype == "bfloat16" or found.theirs <= bound)
+        rows.prove(
+            f"{name}, {dtype}",
+            ok,
+            value=found.ours,
+            unit="rel.",
+            detail=f"bound {bound:.0e}, transformers {found.theirs:.1e}, max {found.max_abs:.1e}, "
+            f"first choices {found.agreement:.1%}, {numerics}",
+        )
+
+
+def compare(folder: Path, dtype: DType, device: torch.device, length: int) -> tuple[Compared, str]:
+    """Also says which `numerics` ran."""
+    tokens_T = _tokens(folder, length)
+    pieces = [length - 20, 1, 7, 1, 5, 1, 5]
+    reference = _reference(folder, length)
+    expected_TV = reference.run(tokens_T, [length])[1]
+    spans = TwoSpans.load_invariant(folder, dtype=dtype, device=device, length=length)
+    found_TV = spans.run(tokens_T, pieces)[1]
+    theirs_TV = _transformers_logits(folder, dtype, device, tokens_T)
+    agreement = (found_TV.argmax(-1) == expected_TV.argmax(-1)).double().mean()
+    compared = Compared(
+        ours=relative_error(found_TV, expected_TV),
+        theirs=relative_error(theirs_TV, expected_TV),
+        max_abs=float((found_TV - expected_TV).abs().max()),
+        agreement=float(agreement),
+    )
+    return compared, spans.numerics
+
+
+def _reference(folder: Path, length: int) -> TwoSpans:
+    """`fast`: with many threads a CPU need not keep the promise, and no bits are compared here."""
+    return TwoSpans.load(folder, dtype="float32", numerics="fast", device=_CPU, length=length)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """NaN for anything that is not finite, which no bound lets pass."""
+    error = torch.linalg.vector_norm((found - expected).double())
+    return float(error / torch.linalg.vector_norm(expected.double()))
+
+
+def _transformers_logits(
+    folder: Path, dtype: DType, device: torch.device, tokens_T: Tensor
+) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), local_files_only=True
+    )
+    model = model.eval().to(device)
+    with torch.inference_mode():
+        logits_1TV: Tensor = model(tokens_T[None].to(device)).logits
+    return logits_1TV[0].float().cpu()
+
+
+def _exit_head(folder: Path, device: torch.device, length: int, rows: Rows) -> None:
+    """The head's own logits of the same hidden states."""
+    hidden_TD = _reference(folder, length).run(_tokens(folder, length), [length])[0]
+    expected_TV = _head_logits(folder, "float32", _CPU, hidden_TD)
+    for dtype in _DTYPES:
+        found_TV = _head_logits(folder, dtype, device, hidden_TD)
+        error = relative_error(found_TV, expected_TV)
+        bound = FLOAT32_BOUND if dtype == "float32" else 1e-2
+        rows.prove(
+            f"exit head, {dtype}", error <= bound, value=error, unit="rel.", detail=f"bound {bound}"
+        )
+
+
+@torch.inference_mode()
+def _head_logits(folder: Path, dtype: DType, device: torch.device, hidden_TD: Tensor) -> Tensor:
+    num_pages = -(-len(hidden_TD) // PAGE_SIZE)
+    head = ExitHead.load(
+        folder / "exit_head",
+        target=ModelSpec.from_folder(folder),
+        target_path=folder,
+        dtype=dtype,
+        numerics="fast",
+        device=device,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+    )
+    plan = RowPlan.build(
+        [RowSegment(0, len(hidden_TD), range(num_pages))],
+        page_size=PAGE_SIZE,
+        device=device,
+        numerics="fast",
+    )
+    hidden_TD = hidden_TD.to(device)
+    input_TE = head.input_rows(hidden_TD, torch.zeros_like(hidden_TD))
+    return head.logits(head.forward(input_TE, plan)).cpu()
+
+
+def _tokens(folder: Path, length: int) -> Tensor:
+    vocab_size = ModelSpec.from_folder(folder).vocab_size
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, vocab_size, (length,), generator=generator)

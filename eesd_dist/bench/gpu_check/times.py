@@ -1,0 +1,345 @@
+"""How long a round's parts take, against the bytes they move and against transformers.
+
+For the bundled model and a stack of Llama 8B layers with random weights, in bfloat16: verify passes
+of 1 to 9 rows, draft steps, plain and drafting rounds of 1, 8 and 32 requests, and transformers'
+decoding of the same checkpoint. A floor is the weights and keys that have to be read, over the
+bandwidth of a copy measured here. Nothing of this is proven; it is told.
+"""
+
+import gc
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eesd_dist.bench.gpu_check.checkpoints import write_stack
+from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.setting import Setting
+from eesd_dist.bench.gpu_check.shapes import LLAMA_8B, Width
+from eesd_dist.bench.gpu_check.timer import copy_rates, synchronize, time_of
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from eesd_dist.engine.build import build_verify_stage
+from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.verify import VerifyStage
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.contracts import RoundHeader, Segment
+from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.types import (
+    PageId,
+    Request,
+    RequestId,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+
+_PAGE_SIZE = 32
+_CONTEXT = 256
+"""Tokens before the rows that are timed."""
+_DRAFT_LENGTH = 4
+_BYTES = 2
+"""Of a bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """One checkpoint."""
+
+    name: str
+    folder: Path
+    numerics: Numerics
+    device: torch.device
+    copy_rate: float
+    """Bytes a second, read and written together."""
+    verify_rows: Sequence[int]
+    batches: tuple[int, ...]
+    max_tokens: int
+    point_s: float
+    """For one figure, about."""
+
+    def config(self) -> EngineConfig:
+        pages_each = -(-(_CONTEXT + self.max_tokens + 16) // _PAGE_SIZE) + 1
+        return EngineConfig(
+            model=ModelConfig(
+                path=self.folder,
+                dtype="bfloat16",
+                numerics=self.numerics,
+                device="cuda" if self.device.type == "cuda" else "cpu",
+            ),
+            cache=CacheConfig(
+                page_size=_PAGE_SIZE,
+                num_pages=pages_each * max(self.batches),
+                prefix_caching=False,
+            ),
+            scheduler=SchedulerConfig(
+                max_running=max(self.batches), token_budget=4096, prefill_chunk=_CONTEXT
+            ),
+            speculation=SpeculationConfig(
+                controller="fixed", fixed_length=_DRAFT_LENGTH, max_draft_tokens=8
+            ),
+        )
+
+    def floor_s(self, num_bytes: float) -> float:
+        return num_bytes / self.copy_rate
+
+
+def run(setting: Setting, rows: Rows) -> None:
+    device = setting.device()
+    copy_rate = max(copy_rates(device, budget_s=min(4.0, setting.left_s / 10)).values())
+    rows.measure("copy, read + written", copy_rate / 1e9, "GB/s")
+    small = setting.is_small
+
+    def bench(name: str, folder: Path) -> None:
+        _time_checkpoint(
+            _Bench(
+                name=name,
+                folder=folder,
+                numerics=_possible_numerics(folder, device),
+                device=device,
+                copy_rate=copy_rate,
+                verify_rows=(1, 5, 9) if small else range(1, 10),
+                batches=(1, 2) if small else (1, 8, 32),
+                max_tokens=10 if small else 33,
+                point_s=0.02 if small else min(0.5, setting.left_s / 100),
+            ),
+            rows,
+        )
+        gc.collect()
+
+    bench("bundled", setting.model)
+    width, num_layers = _stack_size(setting, device)
+    folder = write_stack(
+        setting.scratch / "stack",
+        num_layers=num_layers,
+        hidden_size=width.hidden,
+        intermediate_size=width.intermediate,
+        vocab_size=width.vocab,
+        num_heads=width.heads,
+        num_kv_heads=width.kv_heads,
+        device=device,
+    )
+    spec = ModelSpec.from_folder(folder)
+    TrainableExitHead.from_target(folder, spec, 1, dtype="bfloat16").save(folder / "exit_head")
+    what = f"{num_layers} x {'small' if small else 'Llama 8B'}"
+    rows.measure(f"{what} layers", num_layers * width.layer_weights * _BYTES / 1e9, "GB")
+    bench(what, folder)
+
+
+def _stack_size(setting: Setting, device: torch.device) -> tuple[Width, int]:
+    """As many layers as memory, disk and time take, up to eight."""
+    if setting.is_small:
+        tiny = Width(hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=512, vocab=2048)
+        return tiny, 3
+    layer = LLAMA_8B.layer_weights * _BYTES
+    head = LLAMA_8B.head_weights * _BYTES
+    on_disk = shutil.disk_usage(setting.scratch).free * 0.8 - 3 * head
+    on_device = torch.cuda.mem_get_info(device)[0] * 0.8 - 4 * head
+    return LLAMA_8B, int(max(2, min(8, on_disk // layer, on_device // layer)))
+
+
+def _possible_numerics(folder: Path, device: torch.device) -> Numerics:
+    """`invariant`, unless this machine refuses that promise."""
+    config = EngineConfig(
+        model=ModelConfig(path=folder, device="cuda" if device.type == "cuda" else "cpu"),
+        cache=CacheConfig(num_pages=1),
+    )
+    try:
+        build_verify_stage(config, SingleGroup())
+    except ConfigError:
+        return "fast"
+    return "invariant"
+
+
+def _time_checkpoint(bench: _Bench, rows: Rows) -> None:
+    spec = ModelSpec.from_folder(bench.folder)
+    stage = build_verify_stage(bench.config(), SingleGroup())
+    for num_rows in bench.verify_rows:
+        _verify(bench, spec, stage, num_rows, rows)
+    del stage
+    llm = LLM(bench.config())
+    try:
+        _draft_steps(bench, spec, llm, rows)
+        for drafting in (False, True):
+            for batch in bench.batches:
+                _rounds(bench, spec, llm, batch, drafting=drafting, rows=rows)
+    finally:
+        llm.close()
+    del llm
+    gc.collect()
+    _transformers(bench, spec, rows)
+
+
+def _verify(bench: _Bench, spec: ModelSpec, stage: VerifyStage, num_rows: int, rows: Rows) -> None:
+    """A verify pass whole, and its spans alone: how long they take the device, and the host."""
+    segment = _segment(num_rows)
+    header = RoundHeader(generation=0, round_id=0, segments=(segment,))
+    span, device = stage.span, bench.device
+    hidden_TD = torch.randn(num_rows, spec.hidden_size, device=device).to(span.compute_dtype)
+
+    @torch.inference_mode()
+    def layers_and_head() -> Tensor:
+        plan = RowPlan.build(
+            [RowSegment(segment.start, num_rows, segment.pages)],
+            page_size=_PAGE_SIZE,
+            device=device,
+            numerics=bench.numerics,
+        )
+        return span.logits(span.forward(hidden_TD, plan))
+
+    whole = time_of(lambda: stage.verify(header, hidden_TD, None), device, budget_s=bench.point_s)
+    part = time_of(layers_and_head, device, budget_s=bench.point_s)
+    floor_s = bench.floor_s(_span_bytes(span.last - span.first, spec, _CONTEXT))
+    rows.measure(
+        f"{bench.name}, verify({num_rows})",
+        whole.device_ms,
+        "ms",
+        detail=f"{whole.device_s / floor_s:.1f} x floor {1e3 * floor_s:.3f}; layers "
+        f"{part.device_ms:.3f}, queued in {1e3 * part.host_s:.3f} ms, {bench.numerics}",
+    )
+
+
+def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LLM, rows: Rows) -> None:
+    """As the engine has measured them for its controllers."""
+    cost, head = llm.engine.cost, llm.engine.draft_stage.head
+    if cost is None or head is None:
+        return
+    by_batch = {1: cost.draft_step_s, **dict(cost.draft_rows_s)}
+    told = ", ".join(f"batch {batch} {1e3 * each:.2f}" for batch, each in by_batch.items())
+    rows.measure(f"{bench.name}, draft step", 1e3 * cost.draft_step_s, "ms", detail=told)
+
+
+def _rounds(
+    bench: _Bench, spec: ModelSpec, llm: LLM, batch: int, *, drafting: bool, rows: Rows
+) -> None:
+    """Rounds of decoding, as the engine's loop splits them; the rest is host time."""
+    what = f"drafting {_DRAFT_LENGTH}" if drafting else "plain"
+    seen: list[RoundStats] = []
+    requests = [_request(bench, spec, at, batch, drafting=drafting) for at in range(batch)]
+    generations = llm.generate(requests, observe=seen.append)
+    steady = [r for r in seen if r.num_requests == batch and r.num_prefill_rows == 0][1:]
+    if not steady:
+        rows.measure(f"{bench.name}, {what}, batch {batch}", "no steady rounds")
+        return
+    whole = statistics.median(r.total_s + r.other_s for r in steady)
+    draft, verify = (
+        statistics.median(getattr(r, f"{part}_s") for r in steady) for part in ("draft", "verify")
+    )
+    floor_s = bench.floor_s(_span_bytes(spec.num_layers, spec, batch * _CONTEXT))
+    emitted = sum(r.num_emitted for r in steady) / len(steady)
+    rows.measure(
+        f"{bench.name}, {what}, batch {batch}",
+        1e3 * whole,
+        "ms",
+        detail=f"draft {1e3 * draft:.2f}, verify {1e3 * verify:.2f}, "
+        f"host {1e3 * (whole - draft - verify):.2f} ms; {emitted / whole:.0f} tokens/s, "
+        + (
+            f"{emitted / batch:.2f} tokens a round"
+            if drafting
+            else f"{whole / floor_s:.1f} x floor {1e3 * floor_s:.3f} ms"
+        ),
+    )
+    assert all(generation.tokens for generation in generations)
+
+
+def _transformers(bench: _Bench, spec: ModelSpec, rows: Rows) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        bench.folder, dtype=torch.bfloat16, local_files_only=True
+    )
+    model = model.eval().to(bench.device)
+    for batch in bench.batches:
+        prompt_BL = _prompts(spec, batch).to(bench.device)
+        took: dict[int, float] = {}
+        for length in (1, bench.max_tokens):
+            took[length] = _generating_s(model.generate, prompt_BL, length, bench.device)
+        each_s = (took[bench.max_tokens] - took[1]) / (bench.max_tokens - 1)
+        rows.measure(
+            f"{bench.name}, transformers, batch {batch}",
+            1e3 * each_s,
+            "ms",
+            detail=f"{batch / each_s:.0f} tokens/s, generate with its cache",
+        )
+
+
+def _generating_s(
+    generate: Callable[..., Tensor], prompt_BL: Tensor, length: int, device: torch.device
+) -> float:
+    decode = partial(
+        generate,
+        prompt_BL,
+        attention_mask=torch.ones_like(prompt_BL),
+        do_sample=False,
+        min_new_tokens=length,
+        max_new_tokens=length,
+        pad_token_id=0,
+    )
+
+    def once() -> None:
+        decode()
+        synchronize(device)
+
+    return time_of(once, device, budget_s=0.0).device_s
+
+
+def _span_bytes(num_layers: int, spec: ModelSpec, num_keys: int) -> float:
+    """Weights of these layers and of the LM head, and the keys and values of all requests."""
+    width = Width.of(spec)
+    keys = 2 * spec.num_kv_heads * spec.head_dim * num_keys * num_layers
+    return _BYTES * (num_layers * width.layer_weights + width.head_weights + keys)
+
+
+def _prompts(spec: ModelSpec, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, spec.vocab_size, (batch, _CONTEXT), generator=generator)
+
+
+def _request(bench: _Bench, spec: ModelSpec, at: int, batch: int, *, drafting: bool) -> Request:
+    prompt = tuple(TokenId(token) for token in _prompts(spec, batch)[at].tolist())
+    drafted = SpeculationParams(controller="fixed")
+    return Request(
+        request_id=RequestId(f"{drafting}-{batch}-{at}"),
+        prompt=prompt,
+        sampling=SamplingParams(temperature=0.0, max_tokens=bench.max_tokens),
+        speculation=drafted if drafting else SpeculationParams(mode="off"),
+    )
+
+
+def _segment(num_rows: int) -> Segment:
+    pages = tuple(PageId(page) for page in range(-(-(_CONTEXT + num_rows) // _PAGE_SIZE)))
+    return Segment(
+        start=_CONTEXT,
+        num_rows=num_rows,
+        num_sampled=num_rows,
+        pages=pages,
+        tokens=(3,) * num_rows,
+        history=(),
+        num_prompt=_CONTEXT,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+        min_tokens=0,
+        stop_token_ids=(),
+        logit_bias=(),
+        top_logprobs=None,
+    )

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The first minutes on a GPU: what only a GPU can prove, as a table and as JSON.
+#
+#   infra/gpu/check.sh [--device cuda|cpu] [--minutes M] [--section NAME]... [--out FILE]
+#
+# Works from a plain copy of this repository, with no network, no Ray and no installation: a Python
+# with torch, transformers and safetensors is enough ($PYTHON, else python3). What else is wanted of
+# it and missing comes from infra/gpu/wheels, which infra/gpu/wheels.sh fills where there is a network.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-python3}
+
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
+
+if ! "$python" -c 'import pydantic' 2>/dev/null; then
+    if ! compgen -G "$here/wheels/*.whl" >/dev/null; then
+        echo "$python has no pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh where there" \
+            "is a network, and copy that folder along" >&2
+        exit 2
+    fi
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
+        --disable-pip-version-check --root-user-action=ignore --target "$site" "$here"/wheels/*.whl
+    export PYTHONPATH="$site:$PYTHONPATH"
+fi
+
+"$python" -m eesd_dist.bench.gpu_check "$@"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Downloads what a bare GPU machine (Python 3.12 with torch and transformers) lacks: 3 MB in
+# infra/gpu/wheels, to be copied along with the repository. Nothing of it is ever committed.
+#
+#   infra/gpu/wheels.sh [PYTHON_VERSION]     3.12 if not said otherwise
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+version=${1:-3.12}
+
+mkdir -p "$here/wheels"
+rm -f "$here"/wheels/*.whl
+"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps \
+    --only-binary=:all: --implementation cp --python-version "$version" \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 \
+    --constraint "$here/../constraints.txt" --dest "$here/wheels" \
+    pydantic pydantic-core annotated-types typing-inspection typing-extensions
+ls -l "$here/wheels"
