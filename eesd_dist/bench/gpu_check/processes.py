@@ -41,10 +41,7 @@ def run_section(
                 stderr=stderr,
                 start_new_session=True,
             )
-            try:
-                reason = _follow(process, seconds=seconds, emit=emit)
-            finally:
-                _end(process)
+            reason = _follow(process, seconds=seconds, emit=emit)
             if reason is not None:
                 emit(
                     Row(
@@ -66,7 +63,22 @@ def _follow(
     """Passes rows on until the process ends; says what was wrong with its end."""
     assert process.stdout is not None
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    try:
+        return _take_rows(process, lines, seconds=seconds, emit=emit)
+    finally:
+        _end(process)
+        reader.join()
+
+
+def _take_rows(
+    process: "subprocess.Popen[bytes]",
+    lines: "queue.SimpleQueue[bytes | None]",
+    *,
+    seconds: float,
+    emit: Callable[[Row], None],
+) -> str | None:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -89,8 +101,9 @@ def _follow(
 
 
 def _read(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
-    for line in stdout:
-        lines.put(line)
+    with stdout:
+        for line in stdout:
+            lines.put(line)
     lines.put(None)
 
 

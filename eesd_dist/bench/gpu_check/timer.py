@@ -12,9 +12,7 @@ from functools import partial
 
 import torch
 
-_WARM_UPS = 3
 _MOST_REPEATS = 50
-_FEWEST_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +32,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_of(run: Callable[[], object], device: torch.device, *, budget_s: float) -> Timing:
-    """Repeats `run` for about `budget_s`, warm-up apart."""
-    for _ in range(_WARM_UPS):
+def time_of(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    budget_s: float,
+    warm_ups: int = 3,
+    fewest: int = 5,
+) -> Timing:
+    """Repeats `run` for about `budget_s`, warm-up apart, and `fewest` times at least."""
+    for _ in range(warm_ups):
         run()
     synchronize(device)
     taken: list[tuple[float, float]] = []
     began_s = time.perf_counter()
-    while len(taken) < _FEWEST_REPEATS or (
+    while len(taken) < fewest or (
         len(taken) < _MOST_REPEATS and time.perf_counter() - began_s < budget_s
     ):
         taken.append(_once(run, device))

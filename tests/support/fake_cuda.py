@@ -1,0 +1,85 @@
+"""Tensors on cuda:0 without a GPU: shapes, types and devices are computed, values are not.
+
+torch's FakeTensorMode does it; what its Python bindings refuse in a build for the CPU (indexing and
+`copy_`) goes to the operators behind them. `HostCopies` names every operator that took a tensor
+from the GPU to the CPU; what asks for a value (`item`, `bool`) raises by itself.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GPU = torch.device("cuda", 0)
+
+
+class HostCopies(TorchDispatchMode):
+    """What ran since it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operators = 0
+        self.to_the_host: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.num_operators += 1
+        came = any(x.is_cuda for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        left = any(not x.is_cuda for x in tree_leaves(out) if isinstance(x, Tensor))
+        if came and left:
+            self.to_the_host.append(str(func))
+        return out
+
+
+class _Bindings(TorchFunctionMode):
+    """Indexing and `copy_` of tensors on the GPU, by operators."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].is_cuda:
+            if func is Tensor.__getitem__:
+                return _indexed(args[0], args[1])
+            if func is Tensor.__setitem__:
+                torch.ops.aten.copy_.default(_indexed(args[0], args[1]), args[2])
+                return None
+            if func is Tensor.copy_:
+                return torch.ops.aten.copy_.default(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _indexed(x: Tensor, index: object) -> Tensor:
+    aten, dim = torch.ops.aten, 0
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is None:
+            x, dim = aten.unsqueeze(x, dim), dim + 1
+        elif isinstance(part, slice):
+            x = aten.slice(x, dim, part.start, part.stop, part.step or 1)
+            dim += 1
+        elif isinstance(part, int):
+            x = aten.select(x, dim, part)
+        else:
+            raise NotImplementedError(f"indexing a fake tensor with {type(part).__name__}")
+    return x
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Bindings():
+        yield

@@ -1,0 +1,165 @@
+"""The checks find what they are there to find."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eesd_dist.bench.gpu_check import attending, exactness, noise, spans
+from eesd_dist.bench.gpu_check.products import first_difference
+from eesd_dist.bench.gpu_check.pytests import marked_files
+from eesd_dist.bench.gpu_check.ranks import run_ranks
+from eesd_dist.bench.gpu_check.rows import Row, Rows
+from eesd_dist.bench.gpu_check.setting import Setting
+from eesd_dist.bench.gpu_check.timer import time_of
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def rows() -> tuple[Rows, list[Row]]:
+    found: list[Row] = []
+    return Rows("planted", found.append), found
+
+
+def failed(found: list[Row]) -> set[str]:
+    return {row.name for row in found if row.ok is False}
+
+
+def test_a_product_that_sees_its_neighbours_is_found() -> None:
+    weight_OI = torch.randn(24, 16)
+    x_MI = torch.randn(60, 16)
+
+    def each(x: Tensor) -> Tensor:
+        return torch.stack([weight_OI @ row for row in x])
+
+    def from_32_rows_on(x: Tensor) -> Tensor:
+        return each(x) if len(x) < 32 else each(x) * (1 + 2e-7)
+
+    assert first_difference(each, x_MI) is None
+    assert first_difference(from_32_rows_on, x_MI) == "in rows [0, 31)"  # 32 with padding
+
+
+def test_attention_that_depends_on_the_number_of_rows_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = attending.AttentionShape(num_kv_heads=2, queries_per_kv=2, head_dim=8)
+    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300])
+    assert (found.mode, found.difference) == ("grouped", None)
+    true = functional.scaled_dot_product_attention
+
+    def otherwise_at_long_contexts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mixed = true(q, k, v, mask)
+        return mixed * (1 + 2e-7) if k.shape[2] > 320 and q.shape[2] > 20 else mixed
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", otherwise_at_long_contexts)
+    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 500])
+    assert found.mode == "grouped"  # the engine's own check sees short contexts
+    assert found.difference is not None
+    assert found.difference.endswith("of 500")
+
+
+def test_noise_with_one_other_bit_is_found(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[Rows, list[Row]]
+) -> None:
+    report, found = rows
+    true = noise.gumbel
+
+    def one_bit(keys: list[int], ids_V: Tensor) -> Tensor:
+        drawn = true(keys, ids_V)
+        if ids_V.dtype == torch.int64:
+            drawn.view(torch.int32)[-1, 77] ^= 1
+        return drawn
+
+    monkeypatch.setattr(noise, "gumbel", one_bit)
+    noise._noise(CPU, 2_000, 4, report)
+    assert failed(found) == {"gumbel, int64 ids below 2000"}
+    assert found[1].value == 1.0
+
+
+def test_a_filter_that_depends_on_its_batch_is_found(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[Rows, list[Row]]
+) -> None:
+    report, found = rows
+    true = noise.processed
+
+    def wider_alone(logits_SV: Tensor, *rest: object) -> Tensor:
+        kept = true(logits_SV, *rest)  # type: ignore[arg-type]
+        return kept if len(logits_SV) > 1 else kept.nan_to_num(neginf=0.0)
+
+    monkeypatch.setattr(noise, "processed", wider_alone)
+    noise._filters(CPU, 500, 3, report)
+    assert failed(found) == {
+        f"{name}: again, alone, in another batch"
+        for name in ("top_k", "min_p", "top_p", "top_p in top_k")
+    }
+
+
+def test_nan_is_no_small_error() -> None:
+    error = spans.relative_error(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
+    assert not error <= spans.FLOAT32_BOUND
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "ok", "value"),
+    [
+        ({"tokens": 500, "mismatches": 0}, 0, True, 0.0),
+        ({"tokens": 500, "mismatches": 2}, 1, False, 2.0),
+        ({"tokens": 0, "mismatches": 0}, 0, False, 0.0),
+        (None, 2, False, "exit status 2"),
+    ],
+)
+def test_what_the_fuzz_says_becomes_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rows: tuple[Rows, list[Row]],
+    said: dict[str, int] | None,
+    status: int,
+    ok: bool,
+    value: float | str,
+) -> None:
+    report, found = rows
+    line = "" if said is None else f"print('progress'); print({json.dumps(said)!r})"
+    (tmp_path / "toy_fuzz.py").write_text(f"import sys; {line}\nsys.exit({status})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(exactness, "_FUZZ", "toy_fuzz")
+    exactness.run(setting(tmp_path), report)
+    assert [(row.name, row.ok, row.value) for row in found] == [
+        (f"fuzz, {dtype}", ok, value) for dtype in ("bfloat16", "float32")
+    ]
+
+
+def test_a_checkout_without_the_fuzz_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: tuple[Rows, list[Row]]
+) -> None:
+    monkeypatch.setattr(exactness, "_FUZZ", "no_such_module")
+    exactness.run(setting(tmp_path), rows[0])
+    assert [(row.ok, row.value) for row in rows[1]] == [(None, "not available")]
+
+
+def setting(folder: Path) -> Setting:
+    return Setting(device_name="cpu", model=folder, scratch=folder, seconds=60.0)
+
+
+def test_a_rank_that_cannot_join_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    (report,) = run_ranks("exchange", ["cuda:0"], seconds=60.0)
+    assert (report.ok, report.formed) == (False, False)
+    assert report.said
+
+
+def test_the_tests_marked_gpu_are_found() -> None:
+    names = {file.name for file in marked_files(ROOT / "tests")}
+    assert "test_noise.py" in names
+    assert len(names) < 20
+
+
+def test_a_time_is_a_median_of_many() -> None:
+    assert 0.0 < time_of(lambda: torch.ones(10).sum(), CPU, budget_s=0.01).device_s < 0.1

@@ -1,0 +1,117 @@
+"""A round's computation on a GPU stays there: nothing is copied to the host on the way.
+
+Without a GPU, on tensors that have a device and no values; the numbers are `infra/gpu/check.sh`'s.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eesd_dist.config import DType
+from eesd_dist.model import exit_head
+from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.sampling.processors import Shard
+from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.rule import draft_choice, first_max, perturbed
+from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.types import SamplingParams
+from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
+from tests.support.tiny_checkpoints import save_tiny_model
+
+BUNDLED = Path(__file__).parents[3] / "serve_app" / "demo_model"
+PAGE_SIZE = 16
+NUM_PAGES = 4
+
+
+def plan_of(segment: RowSegment) -> RowPlan:
+    return RowPlan.build([segment], page_size=PAGE_SIZE, device=GPU, numerics="invariant")
+
+
+def span_of(folder: Path, spec: ModelSpec, dtype: DType) -> LlamaSpan:
+    """Without the self-check of `invariant`, which wants values."""
+    return LlamaSpan.load(
+        folder,
+        spec,
+        0,
+        spec.num_layers,
+        group=SingleGroup(),
+        dtype=dtype,
+        numerics="fast",
+        device=GPU,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "llama, biases", "mistral, sliding window", "qwen3"])
+def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtype: DType) -> None:
+    save_tiny_model(tmp_path, family)
+    spec = ModelSpec.from_folder(tmp_path)
+    with fake_cuda():
+        span = span_of(tmp_path, spec, dtype)
+        tokens_T = torch.arange(25, device=GPU)
+        with HostCopies() as copies, torch.inference_mode():
+            rows = plan_of(RowSegment(20, 25, (1, 2, 3)))
+            logits_TV = span.logits(span.forward(span.embed(tokens_T), rows))
+        assert (logits_TV.device, logits_TV.shape) == (GPU, (25, 96))
+        assert copies.num_operators > 50
+        assert copies.to_the_host == []
+
+
+def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ModelSpec.from_folder(BUNDLED)
+    folder = BUNDLED / "exit_head"
+    # Files are read before: their numbers have to be known, to be checked.
+    parts = exit_head._Parts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
+    monkeypatch.setattr(exit_head._Parts, "read", lambda *_, **__: parts)
+    with fake_cuda():
+        head = ExitHead.load(
+            folder,
+            target=spec,
+            target_path=BUNDLED,
+            dtype="bfloat16",
+            numerics="fast",
+            device=GPU,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+        )
+        hidden_TD = torch.zeros(3, spec.hidden_size, device=GPU, dtype=torch.bfloat16)
+        with HostCopies() as copies, torch.inference_mode():
+            rows = plan_of(RowSegment(20, 3, (1, 2)))
+            logits_TV = head.logits(head.forward(head.input_rows(hidden_TD, hidden_TD), rows))
+        assert logits_TV.device == GPU
+        assert copies.to_the_host == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_k=5),
+        SamplingParams(temperature=0.8, min_p=0.1),
+    ],
+    ids=["greedy", "noise", "top_k", "min_p"],
+)
+def test_the_rule_stays_on_the_gpu(params: SamplingParams) -> None:
+    rules = [RowRule.of(params, position=at, num_prompt=1) for at in range(4)]
+    with fake_cuda():
+        logits_SV = torch.zeros(4, 500, device=GPU)
+        with HostCopies() as copies, torch.inference_mode():
+            chosen_S = first_max(perturbed(logits_SV, rules, Shard(start=0, size=500)))
+            drafted = draft_choice(logits_SV, rules, width=2)
+        assert chosen_S.device == drafted.tokens.device == drafted.gaps.device == GPU
+        assert copies.to_the_host == []
+
+
+def test_a_copy_to_the_host_is_seen() -> None:
+    with fake_cuda():
+        x = torch.zeros(4, device=GPU)
+        with HostCopies() as copies, torch.inference_mode():
+            x[1:3].cpu()
+        assert len(copies.to_the_host) == 1
