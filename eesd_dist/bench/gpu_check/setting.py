@@ -69,9 +69,9 @@ _HERE = "eesd_dist.bench.gpu_check"
 SECTIONS = (
     Section(name="versions", module=f"{_HERE}.versions", share=2.5),
     Section(name="spans", module=f"{_HERE}.spans", share=1.5),
-    Section(name="invariance", module=f"{_HERE}.invariance", share=2.0),
+    Section(name="invariance", module=f"{_HERE}.invariance", share=5.0),
     Section(name="noise", module=f"{_HERE}.noise", share=1.0),
-    Section(name="exactness", module=f"{_HERE}.exactness", share=4.0),
+    Section(name="exactness", module=f"{_HERE}.exactness", share=5.0),
     Section(name="nccl", module=f"{_HERE}.nccl", share=1.5),
     Section(name="times", module=f"{_HERE}.times", share=5.0),
     Section(name="pytest", module=f"{_HERE}.pytests", share=1.5, needs_cuda=True),

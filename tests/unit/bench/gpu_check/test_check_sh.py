@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+# Twice as long as anything else here may take: other work may be on the same cores.
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[4]
 COPIED = ("eesd_dist", "infra", "serve_app/demo_model")
 ABSENT = (
@@ -55,7 +58,7 @@ def run_check(folder: Path, site: Path, *words: str) -> "subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
 
 
@@ -72,7 +75,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     words = [sys.executable, "-c", "import ray"]
     blocked = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(site)}, check=False)
     assert blocked.returncode == 1
-    done = run_check(folder, site, "--device", "cpu", "--minutes", "4")
+    done = run_check(folder, site, "--device", "cpu", "--minutes", "10")
     assert (folder / "gpu-check.json").is_file(), done.stdout + done.stderr
     report = json.loads((folder / "gpu-check.json").read_text())
     assert report["ok"], done.stdout + done.stderr[-3000:]

@@ -110,6 +110,7 @@ def test_nan_is_no_small_error() -> None:
         ({"tokens": 500, "mismatches": 0}, 0, True, 0.0),
         ({"tokens": 500, "mismatches": 2}, 1, False, 2.0),
         ({"tokens": 0, "mismatches": 0}, 0, False, 0.0),
+        ({"tokens": 500, "mismatches": 0}, 3, False, 0.0),
         (None, 2, False, "exit status 2"),
     ],
 )
@@ -124,14 +125,34 @@ def test_what_the_fuzz_says_becomes_a_row(
 ) -> None:
     report, found = rows
     line = "" if said is None else f"print('progress'); print({json.dumps(said)!r})"
-    (tmp_path / "toy_fuzz.py").write_text(f"import sys; {line}\nsys.exit({status})\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(exactness, "_FUZZ", "toy_fuzz")
+    plant_fuzz(monkeypatch, tmp_path, f"{line}\nsys.exit({status})")
     exactness.run(setting(tmp_path), report)
-    assert [(row.name, row.ok, row.value) for row in found] == [
-        (f"fuzz, {dtype}", ok, value) for dtype in ("bfloat16", "float32")
-    ]
+    assert [(row.name, row.ok, row.value) for row in found] == [("fuzz, bfloat16", ok, value)]
+
+
+def test_a_fuzz_that_is_stopped_tells_what_it_has_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: tuple[Rows, list[Row]]
+) -> None:
+    report, found = rows
+    body = """
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('{"tokens": 70, "mismatches": 0}')
+    sys.exit(130)
+"""
+    plant_fuzz(monkeypatch, tmp_path, body)
+    monkeypatch.setattr(exactness, "_STOPPING_S", 5.0)
+    exactness.run(setting(tmp_path, seconds=13.0), report)
+    (row,) = found
+    assert (row.ok, row.detail) == (True, "70 tokens, seed 1, its time was over")
+
+
+def plant_fuzz(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
+    (folder / "toy_fuzz.py").write_text(f"import sys, time\n{body}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(exactness, "_FUZZ", "toy_fuzz")
 
 
 def test_a_checkout_without_the_fuzz_says_so(
@@ -142,8 +163,8 @@ def test_a_checkout_without_the_fuzz_says_so(
     assert [(row.ok, row.value) for row in rows[1]] == [(None, "not available")]
 
 
-def setting(folder: Path) -> Setting:
-    return Setting(device_name="cpu", model=folder, scratch=folder, seconds=60.0)
+def setting(folder: Path, *, seconds: float = 60.0) -> Setting:
+    return Setting(device_name="cpu", model=folder, scratch=folder, seconds=seconds)
 
 
 def test_a_rank_that_cannot_join_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
