@@ -11,6 +11,7 @@ treated together, and no row's result depends on the rows beside it. Nothing her
 Shapes: S rows, V columns (a vocabulary, a shard of it, or a draft vocabulary), R rows of one kind.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -167,7 +168,9 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     min_p = [rule.min_p for rule in rules]
     lowest_R1 = torch.full_like(scores_RV[:, :1], -torch.inf)
     if max(min_p) > 0.0:
-        lowest_R1 = scores_RV.amax(dim=-1, keepdim=True) + _column(min_p, like=scores_RV).log()
+        # on the host: every device's library rounds a logarithm in its own way
+        below = [math.log(p) if p > 0.0 else -torch.inf for p in min_p]
+        lowest_R1 = scores_RV.amax(dim=-1, keepdim=True) + _column(below, like=scores_RV)
     if min(top_k) == vocab_size and min(top_p) > 1.0:
         return scores_RV.masked_fill(scores_RV < lowest_R1, -torch.inf)
 

@@ -39,6 +39,7 @@ def examine(
         queries_per_kv=shape.queries_per_kv,
         head_dim=shape.head_dim,
         page_size=PAGE_SIZE,
+        longest=max(lengths),
         dtype=dtype,
         device=device,
         num_threads=torch.get_num_threads(),
