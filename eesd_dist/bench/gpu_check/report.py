@@ -7,7 +7,8 @@ from dataclasses import asdict
 from eesd_dist.bench.gpu_check.rows import Row
 from eesd_dist.provenance import Provenance
 
-WIDTH = 132
+WIDTH = 118
+"""A hundred such lines are less than 12,000 characters, which is as much as some logs keep."""
 _FAILED_DETAIL = 600
 
 

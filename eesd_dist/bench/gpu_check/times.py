@@ -103,7 +103,6 @@ class _Bench:
 def run(setting: Setting, rows: Rows) -> None:
     device = setting.device()
     copy_rate = max(copy_rates(device, budget_s=min(4.0, setting.left_s / 10)).values())
-    rows.measure("copy, read + written", copy_rate / 1e9, "GB/s")
     small = setting.is_small
 
     def bench(name: str, folder: Path) -> None:
@@ -138,9 +137,11 @@ def run(setting: Setting, rows: Rows) -> None:
     )
     spec = ModelSpec.from_folder(folder)
     TrainableExitHead.from_target(folder, spec, 1, dtype="bfloat16").save(folder / "exit_head")
-    what = f"{num_layers} x {'small' if small else 'Llama 8B'}"
-    rows.measure(f"{what} layers", num_layers * width.layer_weights * _BYTES / 1e9, "GB")
-    bench(what, folder)
+    size_gb = num_layers * width.layer_weights * _BYTES / 1e9
+    rows.measure(
+        f"weights of {num_layers} layers", size_gb, "GB", detail=f"copy {copy_rate / 1e9:.0f} GB/s"
+    )
+    bench(f"{num_layers} x {'small' if small else 'Llama 8B'}", folder)
 
 
 def _stack_size(setting: Setting, device: torch.device) -> tuple[Width, int]:

@@ -10,7 +10,7 @@ from eesd_dist.bench.gpu_check.rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.timer import copy_rates, time_of
 
-_PACKAGES = ("triton", "transformers", "numpy", "safetensors", "pydantic")
+_PACKAGES = ("triton", "transformers", "numpy", "pydantic")
 
 
 def run(setting: Setting, rows: Rows) -> None:
