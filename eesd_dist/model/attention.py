@@ -5,6 +5,7 @@ Query heads arrive in the order (query within group, KV head), so that the queri
 lie at an even stride and the result is a row again without a copy.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +22,8 @@ from eesd_dist.model.rows import (
     RowPlan,
     RowSegment,
 )
+
+logger = logging.getLogger(__name__)
 
 # Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
 # KV head, E channels of a head, S slots, N keys, B sequences, L their length; of content_B, bytes.
@@ -185,8 +188,10 @@ def grouping_is_exact(
     dtype: torch.dtype,
     device: torch.device,
     num_threads: int,
+    row_by_row: bool = False,
 ) -> bool:
-    """Whether rows that attend together get the bits they get alone, on this machine.
+    """Whether rows that attend together get the bits they get alone, on this machine; of
+    `row_by_row`, whether the calls that are made then keep that promise.
 
     Asked over a short text and near the ends of long ones, up to `longest` positions: a kernel may
     cut many keys into parts by the number of rows.
@@ -198,6 +203,7 @@ def grouping_is_exact(
         "lengths": _checked_lengths(longest, page_size=page_size),
         "dtype": str(dtype),
         "threads": num_threads,
+        "row_by_row": row_by_row,
     }
 
     def ask() -> bool:
@@ -210,11 +216,21 @@ def grouping_is_exact(
                 length=length,
                 dtype=dtype,
                 device=device,
+                row_by_row=row_by_row,
             ).holds()
             for length in _checked_lengths(longest, page_size=page_size)
         )
 
-    return kept(question, ask, device=device)
+    holds = kept(question, ask, device=device)
+    if not holds:
+        logger.warning(
+            "attention_self_check_failed kv_heads=%d queries_per_kv=%d head_dim=%d row_by_row=%s",
+            num_kv_heads,
+            queries_per_kv,
+            head_dim,
+            row_by_row,
+        )
+    return holds
 
 
 def _checked_lengths(longest: int, *, page_size: int) -> list[int]:
@@ -237,8 +253,11 @@ class _GroupingCheck:
         length: int,
         dtype: torch.dtype,
         device: torch.device,
+        row_by_row: bool,
     ) -> None:
-        self._kind = AttentionKind(queries_per_kv=queries_per_kv, window=None, dtype=dtype)
+        self._kind = AttentionKind(
+            queries_per_kv=queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
+        )
         self._page_size = page_size
         self._length = length
         self._device = device

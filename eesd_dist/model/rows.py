@@ -80,7 +80,8 @@ class AttentionKind:
     """How many of the last positions a row may see; None: all."""
     dtype: torch.dtype
     row_by_row: bool = False
-    """Every row in a call of its own, where the grouped call fails the self-check."""
+    """Every row in a call of its own, with copies of itself for company, where the grouped call
+    fails the self-check: there a row's place in a call may matter, and the call sees one row."""
 
 
 # Shapes: T rows (padded), Q query rows (row times queries per KV head), N keys.
@@ -118,7 +119,7 @@ class _Run:
     branch: tuple[int, ...] = ()
     """Places of a tree's tokens on the way to these rows, in order of position."""
     scattered: tuple[int, ...] = ()
-    """All the rows, where they do not lie side by side."""
+    """All the rows, where they do not lie side by side, or must not be seen beside others."""
 
 
 class RowPlan:
@@ -249,7 +250,15 @@ class RowPlan:
             count = min(end, self._end_of_run(start, kind)) - start
             while self._company(count, kind) > self.num_padded:
                 count = -(-count // 2)
-            runs.append(_Run(segment=segment, row=row, start=start, count=count))
+            runs.append(
+                _Run(
+                    segment=segment,
+                    row=row,
+                    start=start,
+                    count=count,
+                    scattered=(row,) if kind.row_by_row else (),
+                )
+            )
             row += count
             start += count
         return runs
@@ -270,7 +279,7 @@ class RowPlan:
                 while self._company(count, kind) > self.num_padded:
                     count = -(-count // 2)
                 rows = tuple(row + place - segment.start for place in places[:count])
-                is_side_by_side = rows[-1] - rows[0] == count - 1
+                is_side_by_side = rows[-1] - rows[0] == count - 1 and not kind.row_by_row
                 runs.append(
                     _Run(
                         segment=segment,

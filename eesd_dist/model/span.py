@@ -68,7 +68,8 @@ class PagedLayers:
             )
             for _ in layers
         ]
-        exact = numerics == "fast" or grouping_is_exact(
+        is_exact = partial(
+            grouping_is_exact,
             num_kv_heads=num_kv_heads,
             queries_per_kv=spec.queries_per_kv,
             head_dim=spec.head_dim,
@@ -78,8 +79,16 @@ class PagedLayers:
             device=device,
             num_threads=torch.get_num_threads(),
         )
+        row_by_row = numerics == "invariant" and not is_exact()
+        if row_by_row and not is_exact(row_by_row=True):
+            raise ConfigError(
+                f"attention of {num_kv_heads} key-value heads of {spec.head_dim} channels gives no "
+                "rows on this machine that are independent of their neighbours, one by one "
+                "neither: set model.numerics to fast, and read the mismatch rate of "
+                "`eesd bench exact`"
+            )
         kind = AttentionKind(
-            queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=not exact
+            queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
         )
         self._windows = tuple(windows)
         self._kinds = {window: replace(kind, window=window) for window in set(windows)}
