@@ -2,7 +2,7 @@
 
 Each topology is the service itself, pipeline, router and all, without HTTP, on a Ray instance of
 its own or, under a name of its own, on a cluster that is there; requests go in over the same handle
-that the ingress uses.
+that the ingress uses. With --random or --case it is the fuzz, which needs no Ray: `bench.fuzz`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eesd_dist.bench import exact
+from eesd_dist.bench.fuzz import command as fuzz
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.llm import Generation
 from eesd_dist.types import Request
@@ -121,6 +122,8 @@ def _patiently(seconds: float) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
+    if fuzz.is_wanted(argv):
+        return fuzz.main(argv, program="eesd bench exact")
     parser = exact.parser()
     parser.add_argument(
         "--address", help="a running Ray cluster to compare on; without it, Ray is started here"

@@ -6,9 +6,14 @@ Every controller with chains, static and dynamic trees, temperatures 0, 0.7 and 
 penalties and logit_bias, batches of 1, 4 and 16, in one process and over actors with one and two
 verify ranks and one and two draft ranks; float32, and bfloat16 with `numerics: invariant`. Shapes
 take turns: each controller meets each of them under every sampling, in one of the three batches.
-What bfloat16 gives with `numerics: fast` is printed beside it. With --address all of it runs on
+A line for each
+sampling and batch says how much is done and how long the rest will take. What bfloat16 gives with
+`numerics: fast` is printed beside it. With --address all of it runs on
 that Ray cluster, four verify ranks too, spread over its nodes, and nothing in one process. The last
 line of the output is one JSON object. Exit status 1 when a promised equality fails.
+
+With --random SEED engines, requests and troubles are drawn instead: see `eesd bench exact --random
+1 --help`.
 """
 
 import argparse
@@ -217,8 +222,10 @@ def compare(
     stop_token_ids: tuple[int, ...],
     report: Callable[[str], None],
     label: str,
+    finished: Callable[[Tally], None] = lambda _: None,
 ) -> Comparison:
-    """All controllers, samplings and batches on one runner, with shapes in turn."""
+    """All controllers, samplings and batches on one runner, with shapes in turn. `finished` is
+    told of each sampling in each batch."""
     by_shape = {shape: Tally() for shape in SHAPES}
     settings = itertools.product(enumerate(SAMPLING.items()), enumerate(BATCHES))
     for (first, (name, sampling)), (second, batch) in settings:
@@ -234,6 +241,7 @@ def compare(
                 stop_token_ids=stop_token_ids,
             )
         )
+        group = Tally()
         for third, controller in enumerate(CONTROLLERS):
             shape = SHAPES[(first + second + third) % len(SHAPES)]
             speculative = runner.generate(
@@ -254,7 +262,46 @@ def compare(
                 what = f"{controller}, tree {shape}, {name}, batch {batch}"
                 report(f"  {label} {what}: {tally.mismatches} differ")
             by_shape[shape].add_all(tally)
+            group.add_all(tally)
+        finished(group)
     return Comparison(by_shape=by_shape)
+
+
+class Progress:
+    """How much of a run is done, and how long the rest will take at the rate so far."""
+
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._num_groups = num_groups
+        self._report = report
+        self._clock = clock
+        self._started_s = clock()
+        self._done = 0
+        self._total = Tally()
+
+    def finished(self, group: Tally) -> None:
+        """One sampling in one batch, under every controller."""
+        self._done += 1
+        self._total.add_all(group)
+        spent_s = self._clock() - self._started_s
+        left_s = spent_s / self._done * (self._num_groups - self._done)
+        self._report(
+            f"  {self._done}/{self._num_groups} settings, {self._total.tokens} tokens, "
+            f"{self._total.mismatches} differ, about {duration(left_s)} left"
+        )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `2 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def cases_of(topologies: Sequence[Topology], *, with_one_process: bool) -> tuple[Case, ...]:
@@ -338,6 +385,7 @@ def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int
     compared = len(cases) * len(CONTROLLERS) * len(SAMPLING) * len(BATCHES)
     # Texts end when they end: a third is added for those that end before they are cut.
     max_tokens = max(8, round(1.33 * options.tokens / compared))
+    progress = Progress(num_groups=len(cases) * len(SAMPLING) * len(BATCHES), report=say)
     rows = []
     for case in cases:
         config = engine_config(options.model, options.head, case)
@@ -351,6 +399,7 @@ def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int
                 stop_token_ids=layout_of(config).spec.eos_token_ids,
                 report=say,
                 label=case.label,
+                finished=progress.finished,
             )
         tally = compared_here.total
         row = dataclasses.asdict(case) | dataclasses.asdict(tally)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from eesd_dist.bench.exact import duration
 from eesd_dist.bench.fuzz.cases import Case, save_case
-from eesd_dist.bench.fuzz.check import ENGINE, Checked, check
+from eesd_dist.bench.fuzz.check import Checked, check
 from eesd_dist.bench.fuzz.draw_cases import GROUP_SIZE, Source
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.reduction import reduce_case
@@ -142,25 +143,17 @@ def reduced(
 ) -> Case:
     """The smallest case found in time that fails in the same way: an engine that broke, or a text
     that differs."""
-    broke = checked.failures[0].entry == ENGINE
-    culprit = None if broke else checked.failures[0].entry
+    first = checked.failures[0]
 
     def fails(candidate: Case) -> bool:
         try:
             found = check(candidate, shelf, plain).failures
         except Exception:  # what cannot even be built is no smaller form of it
             return False
-        return any((failure.entry == ENGINE) == broke for failure in found)
+        return any(failure.is_of_a_text == first.is_of_a_text for failure in found)
 
+    culprit = first.entry if first.is_of_a_text else None
     return reduce_case(case, fails, culprit=culprit, limit_s=limit_s)
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `2 h 05 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _program() -> str:

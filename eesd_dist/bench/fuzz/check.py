@@ -1,14 +1,17 @@
 """One case from its values to what is wrong with it: played, and each text compared."""
 
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 
 from eesd_dist.bench.fuzz.cases import Case
 from eesd_dist.bench.fuzz.models import ModelShelf
-from eesd_dist.bench.fuzz.play import Played, Stream, play
+from eesd_dist.bench.fuzz.play import play
 from eesd_dist.bench.fuzz.reference import PlainTexts, difference
+from eesd_dist.errors import ConfigError
 
 ENGINE = "the engine"
+PLAIN = "plain decoding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +19,12 @@ class Failure:
     """One thing that is not as promised."""
 
     entry: str
-    """Whose text it is, or `ENGINE`."""
+    """Whose text it is; `ENGINE` or `PLAIN` where one of these broke."""
     what: str
-    num_tokens: int
-    """Tokens of the text up to there."""
+
+    @property
+    def is_of_a_text(self) -> bool:
+        return self.entry not in (ENGINE, PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +38,25 @@ class Checked:
 def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
     """An engine that broke is one failure; texts that ended before that are compared all the same.
 
-    Plain texts come first: what would break there is not the engine's.
+    Raises ConfigError where plain decoding finds that the world cannot be built.
     """
-    wanted = {entry.name: plain.text(case.world, entry.request) for entry in case.entries}
+    try:
+        wanted = {entry.name: plain.text(case.world, entry.request) for entry in case.entries}
+    except ConfigError:
+        raise
+    except Exception:  # what the fuzz was looking for, if at an unexpected place
+        broke = Failure(entry=PLAIN, what=traceback.format_exc(limit=-6))
+        return Checked(failures=(broke,), num_texts=0, num_tokens=0, counts=Counter())
     played = play(case, shelf)
-    failures = [] if played.error is None else [_of_engine(played.error)]
+    failures = [] if played.error is None else [Failure(entry=ENGINE, what=played.error)]
     for stream in played.streams:
         found = difference(stream, wanted[stream.entry.name])
         if found is not None:
-            failures.append(
-                Failure(entry=stream.entry.name, what=found, num_tokens=len(stream.tokens))
-            )
+            failures.append(Failure(entry=stream.entry.name, what=found))
+    told = [stream for stream in played.streams if stream.tokens]
     return Checked(
         failures=tuple(failures),
-        num_texts=len(_told(played)),
-        num_tokens=sum(len(stream.tokens) for stream in _told(played)),
+        num_texts=len(told),
+        num_tokens=sum(len(stream.tokens) for stream in told),
         counts=played.counts,
     )
-
-
-def _of_engine(error: str) -> Failure:
-    return Failure(entry=ENGINE, what=error, num_tokens=0)
-
-
-def _told(played: Played) -> list[Stream]:
-    return [stream for stream in played.streams if stream.tokens]

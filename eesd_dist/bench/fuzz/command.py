@@ -22,6 +22,7 @@ from typing import get_args
 import torch
 
 from eesd_dist import config as configuration
+from eesd_dist.bench.exact import SHIPPED_PROMPTS
 from eesd_dist.bench.fuzz.campaign import Campaign, Limits, reduced
 from eesd_dist.bench.fuzz.cases import load_case, save_case
 from eesd_dist.bench.fuzz.check import check
@@ -37,7 +38,6 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
-SHIPPED_PROMPTS = Path(__file__).parent.with_name("prompts.jsonl")
 _DEFAULT_TOKENS = 20_000
 
 

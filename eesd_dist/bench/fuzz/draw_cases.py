@@ -82,16 +82,22 @@ class Source:
             number=number,
             world=world,
             engines=tuple(
-                self._setup(rng, world, num_needed=max(pages), num_all=sum(pages))
-                for _ in range(num_engines)
+                self._setup(rng, pages, is_alone=num_engines == 1) for _ in range(num_engines)
             ),
             entries=tuple(entries),
             troubles=draw_troubles(rng, entries, num_engines=num_engines),
             plant=self.plant,
         )
 
-    def _setup(self, rng: Random, world: World, *, num_needed: int, num_all: int) -> EngineSetup:
-        setup = draw_setup(rng, num_needed=num_needed, num_all=num_all, is_on_cpu=self.is_on_cpu)
+    def _setup(self, rng: Random, pages: Sequence[int], *, is_alone: bool) -> EngineSetup:
+        """`pages`: of each request."""
+        setup = draw_setup(
+            rng,
+            num_needed=max(pages),
+            num_all=sum(pages),
+            is_on_cpu=self.is_on_cpu,
+            is_alone=is_alone,
+        )
         if self.plant is None:
             return setup
         return replace(setup, num_pages=setup.num_pages + 1)  # one page to mistake for another

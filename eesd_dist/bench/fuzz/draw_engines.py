@@ -48,13 +48,18 @@ def draw_world(
     )
 
 
-def draw_setup(rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool) -> EngineSetup:
-    """`num_needed`: pages of the largest request; `num_all`: of all of them together."""
+def draw_setup(
+    rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool, is_alone: bool
+) -> EngineSetup:
+    """`num_needed`: pages of the largest request; `num_all`: of all of them together. An engine
+    that is not alone mostly has what migrated pages need: room, and a prefix cache."""
     max_draft_tokens = _likely(rng, {0: 1, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 3, 8: 3, 10: 2})
     pages = {num_needed: 1, num_needed + 1: 1, 2 * num_needed: 3, num_all // 2: 3, 2 * num_all: 3}
+    if not is_alone:
+        pages[2 * num_all] = 9
     return EngineSetup(
         num_pages=max(num_needed, _likely(rng, pages)),
-        prefix_caching=rng.random() < 0.75,
+        prefix_caching=rng.random() < (0.75 if is_alone else 0.9),
         scheduler=SchedulerConfig(
             max_running=_likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
             max_waiting=10_000,

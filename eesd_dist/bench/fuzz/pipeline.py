@@ -76,12 +76,16 @@ class Pipeline:
         self._verify.close()
         self._raise_of_followers()
 
-    def _restore(self, *, fresh: bool) -> None:
-        self._loss = None
-        self.num_lost += 1
+    def abandon(self) -> None:
+        """Ends its threads, whatever they are in the middle of."""
         self._verify.end()
         self._draft.end()
         self._channel.close()
+
+    def _restore(self, *, fresh: bool) -> None:
+        self._loss = None
+        self.num_lost += 1
+        self.abandon()
         self._epoch += 1
         self._verify.begin(fresh=fresh)
         self._draft.begin()

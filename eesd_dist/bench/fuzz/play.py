@@ -75,6 +75,8 @@ def play(case: Case, shelf: ModelShelf) -> Played:
         player.run()
     except Exception:  # whatever it is, it is what the fuzz was looking for
         error = traceback.format_exc(limit=-6)
+    finally:
+        player.close()
     return Played(streams=tuple(player.streams.values()), counts=player.counts, error=error)
 
 
@@ -134,6 +136,11 @@ class _Player:
                 raise BrokenError(f"no token in {idle_turns} turns: {self._unfinished()}")
             self._turn += 1
         self._finish()
+
+    def close(self) -> None:
+        """Ends what a broken engine has left running."""
+        for pipeline in self._pipelines:
+            pipeline.abandon()
 
     def _is_over(self) -> bool:
         return (

@@ -23,6 +23,7 @@ from eesd_dist.engine.build import (
 from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport.command_stream import CommandSource
 from eesd_dist.transport.commands import Command
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.memory import Round, Verify
@@ -134,6 +135,7 @@ class VerifyRanks:
         self._meet()
 
     def end(self) -> None:
+        """Ends the epoch, whatever its ranks are in the middle of."""
         for waiting in self._queues:
             waiting.put(None)
         self._followers.end()
@@ -194,7 +196,7 @@ class VerifyRanks:
 class _CountedSource:
     """A follower's commands, one of which it does not live to see."""
 
-    def __init__(self, source: ThreadCommandSource, countdown: Countdown) -> None:
+    def __init__(self, source: CommandSource, countdown: Countdown) -> None:
         self._source = source
         self._countdown = countdown
 
@@ -264,13 +266,11 @@ class DraftRanks:
         queues = command_queues(self._size - 1)
         self._sink.join(queues)
         for rank in range(1, self._size):
-            source: ThreadCommandSource | _CountedSource = ThreadCommandSource(queues[rank - 1])
+            source: CommandSource = ThreadCommandSource(queues[rank - 1])
             if rank == self._size - 1:
                 source = _CountedSource(source, self.loses_a_rank)
             self._followers.start(rank, self._following(rank, source))
 
-    def _following(
-        self, rank: int, source: ThreadCommandSource | _CountedSource
-    ) -> Callable[[], None]:
+    def _following(self, rank: int, source: CommandSource) -> Callable[[], None]:
         shard, heads = self._shards[rank], self._shelves[rank]
         return lambda: follow_commands(shard, source, heads=heads)

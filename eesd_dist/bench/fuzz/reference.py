@@ -74,7 +74,11 @@ class PlainTexts:
         key = world, (request.prompt, replace(sampling, max_tokens=0))
         limit, found = self._texts.get(key, (0, None))
         if found is None or (limit < count and found.finish_reason is FinishReason.LENGTH):
-            found = self._generate(request, count)
+            try:
+                found = self._generate(request, count)
+            except BaseException:
+                self._abandon()
+                raise
             self._texts[key] = count, found
         return found.cut(count)
 
@@ -86,6 +90,11 @@ class PlainTexts:
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
+        self._pipeline = self._world = None
+
+    def _abandon(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.abandon()
         self._pipeline = self._world = None
 
     def _enter(self, world: World) -> None:

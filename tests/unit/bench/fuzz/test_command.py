@@ -1,0 +1,152 @@
+"""`eesd bench exact --random`: a fixed seed, planted errors, interruptions, and no Ray at all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eesd_dist.bench.fuzz import command
+from eesd_dist.bench.fuzz.command import main
+from eesd_dist.bench.fuzz.plants import PLANTS
+from serve_app import bench_exact
+
+BLOCKED = """
+import importlib.abc, sys
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("ray", "fastapi", "opentelemetry", "uvicorn", "starlette"):
+            raise ImportError(f"{name} is not installed here")
+        return None
+sys.meta_path.insert(0, Blocked())
+from eesd_dist.bench.fuzz.command import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], folder: Path, *words: str, status: int = 0
+) -> dict[str, Any]:
+    found = main([*words, "--device", "cpu", "--case-folder", str(folder), "--json"])
+    (line,) = capsys.readouterr().out.splitlines()
+    report: dict[str, Any] = json.loads(line)
+    assert found == status, report["failures"]
+    return report
+
+
+def test_a_fixed_seed_finds_nothing_in_three_thousand_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    alone = run(capsys, tmp_path, "--random", "2", "--random-models", "3", "--tokens", "2500")
+    ranks = run(capsys, tmp_path, "--random", "1", "--random-models", "3", "--tokens", "600")
+    for report, engines in ((alone, 3), (ranks, 1)):
+        assert report["mismatches"] == 0
+        assert report["engines"] >= engines
+        assert report["counts"]["accepted"] > 100
+        assert report["plain_tokens"] < report["tokens"]
+    assert alone["tokens"] + ranks["tokens"] >= 3000
+    assert alone["counts"]["preemptions"] > 0
+    assert sum(alone["troubles"].values()) > 3
+    assert list(ranks["tokens_by_ranks"]) == ["draft 2, verify 2"]
+    assert "commit" in alone["provenance"]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_error_is_found_made_smaller_and_seen_again(
+    plant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = run(
+        capsys,
+        tmp_path,
+        *("--random", "2", "--random-models", "4", "--plant", plant),
+        *("--minutes", "2", "--max-failures", "1", "--reduce-s", "8"),
+        status=1,
+    )
+    assert report["seconds"] < 120
+    case = Path(report["failures"][0]["case"])
+    drawn = json.loads(case.read_text())
+    assert len(drawn["entries"]) == 1
+    assert not drawn["troubles"]
+    again = run(capsys, tmp_path, "--case", str(case), "--reduce-s", "0", status=1)
+    assert again["mismatches"] >= 1
+    assert again["failures"][0]["entry"] == drawn["entries"][0]["name"]
+    sound = json.dumps({**drawn, "plant": None})
+    case.write_text(sound)
+    assert run(capsys, tmp_path, "--case", str(case))["mismatches"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_error_is_found_for_ten_of_ten_seeds(
+    plant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for seed in range(1, 11):
+        report = run(
+            capsys,
+            tmp_path,
+            *("--random", str(seed), "--random-models", "4", "--plant", plant),
+            *("--minutes", "2", "--max-failures", "1", "--reduce-s", "0"),
+            status=1,
+        )
+        assert report["mismatches"] >= 1, seed
+        assert report["seconds"] < 120, seed
+
+
+def test_an_interrupted_run_goes_on_and_another_one_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    state = tmp_path / "state.jsonl"
+    words = ("--random", "2", "--random-models", "1", "--dtype", "float32", "--state", str(state))
+    first = run(capsys, tmp_path, *words, "--tokens", "300")
+    rows = state.read_text().splitlines()
+    with state.open("a") as lines:
+        lines.write('{"number": 1, "tok')  # the machine was switched off here
+    second = run(capsys, tmp_path, *words, "--tokens", str(first["tokens"] + 1))
+    assert state.read_text().splitlines()[: len(rows)] == rows
+    assert second["engines"] > first["engines"]
+    numbers = [json.loads(line)["number"] for line in state.read_text().splitlines()[1:]]
+    assert numbers == list(range(second["engines"]))
+    third = run(capsys, tmp_path, *words, "--tokens", "1")
+    assert third["tokens"] == second["tokens"]
+    assert main([*words[2:], "--random", "3", "--json"]) == 2
+    assert "belongs to a run that was asked for" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_the_totals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    timer = threading.Timer(6.0, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    words = ("--random", "1", "--random-models", "3", "--tokens", "1000000")
+    report = run(capsys, tmp_path, *words, status=130)
+    timer.join()
+    assert report["was_stopped"]
+
+
+def test_it_runs_where_neither_ray_nor_a_server_is_installed(tmp_path: Path) -> None:
+    words = ["--random", "2", "--random-models", "1", "--tokens", "50", "--device", "cpu", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *words, "--case-folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] >= 50
+
+
+def test_the_command_line_hands_the_fuzz_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_exact.main(["--random", "1", "--help"])
+    assert "--random-models" in capsys.readouterr().out
+    assert main(["--random", "1"]) == 2
+    assert "no model: give --model FOLDER" in capsys.readouterr().err
+    assert not command.is_wanted(["--model", "random"])
+    assert command.is_wanted(["--random=4"])
