@@ -187,7 +187,7 @@ class RowPlan:
             num_keys = self._num_keys(run.start + run.count)
             first_slot, slots_N = self._key_slots(run, num_keys)
             window_start, window_rows, rows_W = 0, self.num_padded, None
-            if run.scattered:
+            if run.scattered or kind.row_by_row:
                 window_rows = self._company(run.count, kind)
                 window_start = run.row
                 rows_W = self._gathered(run, window_rows)
@@ -217,8 +217,11 @@ class RowPlan:
         return groups
 
     def _gathered(self, run: _Run, window_rows: int) -> Tensor:
-        company = run.scattered[-1:] * (window_rows - run.count)
-        return torch.tensor((*run.scattered, *company), device=self.device)
+        """A run's rows, in the first places of a call of their own. Row by row, every row then
+        meets one shape and one place in it, whatever the rows beside it: where grouping is not
+        exact, a row's bits depend on both."""
+        rows = run.scattered or (run.row,)
+        return torch.tensor((*rows, *rows[-1:] * (window_rows - run.count)), device=self.device)
 
     def _is_exact(self, num_rows: int, kind: AttentionKind) -> bool:
         """Whether a call over so many rows has no block that is too short for the promise."""
