@@ -81,7 +81,7 @@ class AttentionKind:
     dtype: torch.dtype
     row_by_row: bool = False
     """Every row in a call of its own, with copies of itself for company, where the grouped call
-    fails the self-check: there a row's place in a call may matter, and the call sees one row."""
+    fails the self-check."""
 
 
 # Shapes: T rows (padded), Q query rows (row times queries per KV head), N keys.
@@ -119,7 +119,7 @@ class _Run:
     branch: tuple[int, ...] = ()
     """Places of a tree's tokens on the way to these rows, in order of position."""
     scattered: tuple[int, ...] = ()
-    """All the rows, where they do not lie side by side, or must not be seen beside others."""
+    """All the rows, where they do not lie side by side."""
 
 
 class RowPlan:
@@ -253,15 +253,7 @@ class RowPlan:
             count = min(end, self._end_of_run(start, kind)) - start
             while self._company(count, kind) > self.num_padded:
                 count = -(-count // 2)
-            runs.append(
-                _Run(
-                    segment=segment,
-                    row=row,
-                    start=start,
-                    count=count,
-                    scattered=(row,) if kind.row_by_row else (),
-                )
-            )
+            runs.append(_Run(segment=segment, row=row, start=start, count=count))
             row += count
             start += count
         return runs
@@ -282,7 +274,7 @@ class RowPlan:
                 while self._company(count, kind) > self.num_padded:
                     count = -(-count // 2)
                 rows = tuple(row + place - segment.start for place in places[:count])
-                is_side_by_side = rows[-1] - rows[0] == count - 1 and not kind.row_by_row
+                is_side_by_side = rows[-1] - rows[0] == count - 1
                 runs.append(
                     _Run(
                         segment=segment,

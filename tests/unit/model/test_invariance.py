@@ -66,12 +66,6 @@ SHAPES = {
     "window and scattered": Shape(
         page_size=32, sizes={"head_dim": 128}, family="mistral, sliding window"
     ),
-    # The attention kernel computes these by the row's place in a call: rows attend one by one.
-    "narrow heads": Shape(
-        page_size=32,
-        sizes={"head_dim": 10, "num_attention_heads": 4, "num_key_value_heads": 4},
-        family="mistral, sliding window",
-    ),
     "head norms and biases": Shape(page_size=32, sizes={}, family="qwen3, biases"),
 }
 NUM_TOKENS = 100
