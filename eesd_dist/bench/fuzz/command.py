@@ -13,9 +13,11 @@ last line of the output is one JSON object. Exit status 1 when anything differs.
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -79,12 +81,24 @@ def main(argv: Sequence[str], *, program: str = "python -m eesd_dist.bench.fuzz"
         found.error("give --random SEED, or --case FILE")
     torch.set_num_threads(1)
     try:
-        with tempfile.TemporaryDirectory(prefix="eesd-fuzz-") as scratch:
+        with _few_warnings(), tempfile.TemporaryDirectory(prefix="eesd-fuzz-") as scratch:
             shelf = ModelShelf(Path(scratch))
             return _replay(options, shelf) if options.case else _run(options, shelf)
     except EesdError as error:
         sys.stderr.write(f"{program}: {error}\n")
         return 2
+
+
+@contextmanager
+def _few_warnings() -> Iterator[None]:
+    """Every model is read in every type: that this rounds weights need not be said each time."""
+    logger = logging.getLogger("eesd_dist.model")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _dtypes() -> tuple[DType, ...]:

@@ -23,7 +23,7 @@ Prompt = tuple[TokenId, ...]
 
 CONTROLLERS: tuple[ControllerName, ...] = get_args(ControllerName)
 SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
-_SEEDS = (0, 1, -1, 2**31, 2**32, 2**32 + 1, -(2**31) - 1, 2**63 - 1, -(2**63))
+_SEEDS = (0, 1, -1, 2**31, 2**32, 2**32 + 1, -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 
 
 def draw_pool(
@@ -108,7 +108,7 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         presence_penalty=rng.choice((0.0, 0.5, -0.5, 2.0, -2.0)) if has_penalties else 0.0,
         frequency_penalty=rng.choice((0.0, 0.3, -0.3, 2.0, -2.0)) if has_penalties else 0.0,
         logit_bias=_bias(rng, vocab_size) if rng.random() < 0.25 else (),
-        seed=rng.choice(_SEEDS) if rng.random() < 0.3 else rng.randrange(-(2**63), 2**63),
+        seed=rng.choice(_SEEDS) if rng.random() < 0.3 else rng.randrange(-(2**63), 2**64),
         max_tokens=room + 9 if goes_past_the_end else most,
         min_tokens=rng.choice((1, 4, 10)) if rng.random() < 0.3 else 0,
         stop_token_ids=tuple(sorted(stops)),
