@@ -165,7 +165,10 @@ class _Bench:
         hidden_TD = torch.zeros(
             sum(rows), span.spec.hidden_size, dtype=span.compute_dtype, device=self.draft.device
         )
-        segments = tuple(_segment(self.place, count) for count in rows)
+        segments = tuple(
+            greedy_segment(start=self.place.start, num_rows=count, pages=self.place.pages)
+            for count in rows
+        )
         header = RoundHeader(generation=self.generation, round_id=0, segments=segments)
         self.channel.send(header, hidden_TD)
         self.channel.receive()
@@ -185,15 +188,16 @@ def _usual(run: Callable[[], None]) -> float:
     return statistics.quantiles(settled, n=4, method="inclusive")[0]
 
 
-def _segment(place: _Place, rows: int) -> Segment:
+def greedy_segment(*, start: int, num_rows: int, pages: tuple[int, ...]) -> Segment:
+    """Rows of a greedy request that wants nothing special, every one of them judged."""
     return Segment(
-        start=place.start,
-        num_rows=rows,
-        num_sampled=rows,
-        pages=place.pages,
-        tokens=(0,) * rows,
+        start=start,
+        num_rows=num_rows,
+        num_sampled=num_rows,
+        pages=pages,
+        tokens=(0,) * num_rows,
         history=(),
-        num_prompt=place.start,
+        num_prompt=start,
         temperature=0.0,
         top_p=1.0,
         top_k=0,

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from eesd_dist.bench.gpu_check.checkpoints import draw_biases_and_norms
+
 SIZES: Mapping[str, object] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -109,12 +111,7 @@ def tiny_model(family: str, **sizes: object) -> PreTrainedModel:
     config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.3)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    draw_biases_and_norms(model)
     return model
 
 

@@ -1,12 +1,12 @@
 """Random checkpoints, written here: small ones of every family, and a stack of wide layers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 _SMALL: Mapping[str, object] = {
@@ -45,20 +45,29 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 }
 
 
+Draw = Callable[[tuple[int, ...]], Tensor]
+"""A weight of this shape, bfloat16, on the CPU."""
+
+
 def write_small(folder: Path, family: str) -> Path:
     """A bfloat16 model in which no bias is zero and no norm is one, through transformers' files."""
     fields = {**_SMALL, **FAMILIES[family]}
     config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.3)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    draw_biases_and_norms(model)
     model.bfloat16().save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def draw_biases_and_norms(model: nn.Module) -> None:
+    """What an initialised model has as zeros and ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0.0, 0.3)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
 
 
 def write_stack(
@@ -70,9 +79,10 @@ def write_stack(
     vocab_size: int,
     num_heads: int,
     num_kv_heads: int,
-    device: torch.device,
-) -> Path:
-    """A bfloat16 Llama of any width, one file a layer, drawn on the device."""
+    draw: Draw,
+) -> int:
+    """A bfloat16 Llama of any width, a file for each layer and one for what surrounds them: never
+    whole in memory. Returns their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -114,22 +124,27 @@ def write_stack(
         {f"model.layers.{at}.{name}": shape for name, shape in layer.items()}
         for at in range(num_layers)
     ]
-    generator = torch.Generator(device).manual_seed(20261122)
     weight_map: dict[str, str] = {}
+    size_bytes = 0
     for at, shapes in enumerate([*files, around]):
         file = f"model-{at + 1:05}-of-{num_layers + 1:05}.safetensors"
-        tensors = {f"{name}.weight": _drawn(shape, generator) for name, shape in shapes.items()}
+        tensors = {f"{name}.weight": draw(shape) for name, shape in shapes.items()}
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
-    index = {"metadata": {}, "weight_map": weight_map}
+        size_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+    return size_bytes
 
 
-def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Norms about one, matrices that keep the size of what they multiply."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    device = generator.device
-    drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-    return drawn.mul_(shape[1] ** -0.5).cpu()
+def drawn_on(device: torch.device) -> Draw:
+    """Norms of one, matrices that keep the size of what they multiply."""
+    generator = torch.Generator(device).manual_seed(20261122)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return drawn.mul_(shape[1] ** -0.5).cpu()
+
+    return draw

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eesd_dist.bench.gpu_check.checkpoints import write_stack
+from eesd_dist.bench.gpu_check.checkpoints import drawn_on, write_stack
 from eesd_dist.bench.gpu_check.rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.shapes import LLAMA_8B, Width
@@ -33,6 +33,7 @@ from eesd_dist.config import (
 )
 from eesd_dist.engine.build import build_verify_stage
 from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
@@ -125,15 +126,16 @@ def run(setting: Setting, rows: Rows) -> None:
 
     bench("bundled", setting.model)
     width, num_layers = _stack_size(setting, device)
-    folder = write_stack(
-        setting.scratch / "stack",
+    folder = setting.scratch / "stack"
+    write_stack(
+        folder,
         num_layers=num_layers,
         hidden_size=width.hidden,
         intermediate_size=width.intermediate,
         vocab_size=width.vocab,
         num_heads=width.heads,
         num_kv_heads=width.kv_heads,
-        device=device,
+        draw=drawn_on(device),
     )
     spec = ModelSpec.from_folder(folder)
     TrainableExitHead.from_target(folder, spec, 1, dtype="bfloat16").save(folder / "exit_head")
@@ -315,24 +317,4 @@ def _request(bench: _Bench, spec: ModelSpec, at: int, batch: int, *, drafting: b
 
 def _segment(start: int, num_rows: int) -> Segment:
     pages = tuple(PageId(page) for page in range(-(-(start + num_rows) // _PAGE_SIZE)))
-    return Segment(
-        start=start,
-        num_rows=num_rows,
-        num_sampled=num_rows,
-        pages=pages,
-        tokens=(3,) * num_rows,
-        history=(),
-        num_prompt=start,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        min_tokens=0,
-        stop_token_ids=(),
-        logit_bias=(),
-        top_logprobs=None,
-    )
+    return greedy_segment(start=start, num_rows=num_rows, pages=pages)
