@@ -81,7 +81,7 @@ def main(argv: Sequence[str], *, program: str = "python -m eesd_dist.bench.fuzz"
         found.error("give --random SEED, or --case FILE")
     torch.set_num_threads(1)
     try:
-        with _few_warnings(), tempfile.TemporaryDirectory(prefix="eesd-fuzz-") as scratch:
+        with _few_warnings(), tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
             shelf = ModelShelf(Path(scratch))
             return _replay(options, shelf) if options.case else _run(options, shelf)
     except EesdError as error:
