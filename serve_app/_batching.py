@@ -10,6 +10,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine, layout_of
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.sampling.noise import NOISE_VERSION
 from eesd_dist.text import Tokenizer
 from serve_app._http_client import HttpClient
 from serve_app._local_client import LocalClient
@@ -106,7 +107,7 @@ def _identity(engine: EngineConfig) -> str:
     The draft stage does not, unless rejection sampling draws other tokens behind its drafts.
     """
     model = engine.model
-    words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics}"
+    words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
     if engine.speculation.acceptance == "rejection":
         words += " rejection"
     weights = sorted(model.path.glob("*.safetensors"))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from eesd_dist.provenance import read_hardware
-
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "EESD_CACHE_DIR"
+_CHANGING_FACTS = ("apicid", "bogomips", "core id", "cpu MHz", "initial apicid", "processor")
 _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 
@@ -80,11 +80,20 @@ def _machine() -> dict[str, object]:
 
 @cache
 def _build() -> dict[str, object]:
-    hardware = read_hardware()
     return {
         "torch": torch.__version__,
         "config": torch.__config__.show(),
-        "cpu": hardware.cpu_model,
-        "flags": list(hardware.cpu_flags),
+        "cpu": _first_processor(),
+        "usable": len(os.sched_getaffinity(0)),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def _first_processor() -> list[str]:
+    """What the system says of it: model, stepping, caches, flags; math libraries look at them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return [platform.processor()]
+    lines = text.split("\n\n")[0].splitlines()
+    return [line for line in lines if not line.startswith(_CHANGING_FACTS)]

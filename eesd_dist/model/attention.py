@@ -197,7 +197,7 @@ def grouping_is_exact(
     cut many keys into parts by the number of rows.
     """
     question = {
-        "check": "attention grouping 1",
+        "check": "attention grouping 2",
         "heads": [num_kv_heads, queries_per_kv, head_dim],
         "page_size": page_size,
         "lengths": _checked_lengths(longest, page_size=page_size),

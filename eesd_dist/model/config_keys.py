@@ -68,6 +68,7 @@ _HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
             "assistant_lookbehind",
             "bad_words_ids",
             "begin_suppress_tokens",
+            "cache_implementation",
             "diversity_penalty",
             "do_sample",
             "early_stopping",
@@ -168,8 +169,10 @@ _HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
         {
             "_commit_hash",
             "_name_or_path",
+            "is_llama_config",
             "model_name",
             "name_or_path",
+            "transformers.js_config",
             "transformers_version",
             "unsloth_fixed",
             "unsloth_version",

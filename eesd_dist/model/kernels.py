@@ -54,8 +54,9 @@ _LARGEST_HALF = 65504.0
 _SMALLEST_EXACT_HALF = 2.0**-17
 _BLOCK = 1 << 18
 """Weights looked at together: few enough for the caches."""
-_CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 521, 801)
-"""Up to a prefill chunk beside a full batch of drafts."""
+_CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 521, 801)
+"""Up to a prefill chunk beside a full batch of drafts; on CUDA every count that `padded_rows` gives
+up to there."""
 _CHECKED_ALONE = 24
 """Calls of the fewest rows."""
 _TILE_ROWS_CUDA = 16
@@ -205,7 +206,8 @@ class LinearPacker:
                 self._num_matrices[candidate.name] += 1
                 self._num_weights += weight_OI.numel()
                 self._num_rounded += candidate.num_rounded(weight_OI)
-                return candidate.pack(weight_OI, bias_O)
+                product = candidate.pack(weight_OI, bias_O)
+                return product if self._numerics == "fast" else _in_checked_runs(product)
         names = ", ".join(candidate.name for candidate in self.candidates)
         raise ConfigError(
             f"no product with a {tuple(weight_OI.shape)} matrix gives rows that are independent "
@@ -237,6 +239,24 @@ class LinearPacker:
             device=self._device,
             num_threads=torch.get_num_threads(),
         )
+
+
+def _in_checked_runs(product: Linear) -> Linear:
+    """More rows than the self-check has asked about are multiplied in runs of as many."""
+
+    def multiply(x_MI: Tensor) -> Tensor:
+        device, num_rows = x_MI.device, x_MI.shape[0]
+        longest = padded_rows(_CHECKED_ROWS[-1], numerics="invariant", device=device)
+        if num_rows <= longest:
+            return product(x_MI)
+        parts = []
+        for first in range(0, num_rows, longest):
+            run_MI = x_MI[first : first + longest]
+            count = padded_rows(len(run_MI), numerics="invariant", device=device)
+            parts.append(product(pad_rows(run_MI, count))[: len(run_MI)])
+        return torch.cat(parts)
+
+    return multiply
 
 
 def _candidates(
@@ -283,7 +303,8 @@ def rows_are_independent(
     Asked on the whole matrix: a slice of its output channels is another product to the library.
     """
     question = {
-        "check": "linear rows 1",
+        "check": "linear rows 2",
+        "rows": list(_CHECKED_ROWS),
         "candidate": candidate.name,
         "shape": [num_out, num_in],
         "dtype": str(dtype),
@@ -312,8 +333,10 @@ def _rows_agree(
         return padded_rows(num_rows, numerics="invariant", device=device)
 
     generator = torch.Generator(device).manual_seed(20240603)
-    weight_OI = torch.randn(num_out, num_in, generator=generator, device=device)
-    product = candidate.pack(weight_OI.mul_(0.02).bfloat16().to(dtype), None)
+    weight_OI = torch.randn(
+        num_out, num_in, generator=generator, device=device, dtype=torch.bfloat16
+    ).mul_(0.02)
+    product = candidate.pack(weight_OI.to(dtype), None)
     del weight_OI
     counts = sorted({count(num_rows) for num_rows in _CHECKED_ROWS})
     x_MI = torch.randn(counts[-1], num_in, generator=generator, device=device).to(dtype)

@@ -68,6 +68,9 @@ class PagedLayers:
             )
             for _ in layers
         ]
+        if device.type == "cuda":
+            # It would build a plan for every new number of keys, which takes longer than a round.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         is_exact = partial(
             grouping_is_exact,
             num_kv_heads=num_kv_heads,

@@ -31,7 +31,7 @@ _LN2_PER_EXPONENT_BIT = float32(0.6931471805599453 / (1 << 23))
 _ARTANH_3, _ARTANH_5 = float32(0.666556), float32(0.41202915)
 
 _LOG2_E = float32(1.4426950408889634)
-_LOWEST = float32(-45.0)
+_LOWEST = -45.0  # a number: on a GPU torch takes no tensor of the CPU for a clamp
 _MANTISSA_BITS = int32(23)
 _MASS_SCALE = float32(2.0**MASS_BITS)
 # 2^f = 1 + f (c1 + f (c2 + ...)) within 9e-8 for 0 <= f < 1: a minimax fit of our own.

@@ -30,6 +30,9 @@ _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15
 
 
+NOISE_VERSION = 2
+"""Sampled texts of another version of the noise are other texts."""
+
 _TRIPLE_1 = int32(0xED5AD4BB - (1 << 32))
 _TRIPLE_2 = int32(0xAC4C1B51 - (1 << 32))
 _TRIPLE_3 = int32(0x31848BAB)

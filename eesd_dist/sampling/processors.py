@@ -19,9 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.rows import RowRule
+
+_ALIGNED_COLUMNS = 4
+"""Float32 columns of one aligned read on a GPU."""
 
 _EVERYTHING = 2.0
 """As a top_p: more than all tokens have, those whose mass is rounded to 0 included."""
@@ -224,4 +228,14 @@ def _column(values: Sequence[float], *, like: Tensor, dtype: torch.dtype = torch
 
 def log_total(x_SV: Tensor) -> Tensor:
     """[S, 1] logsumexp of each row; through log_softmax, which never mixes or splits rows."""
-    return x_SV.amax(dim=-1, keepdim=True) - x_SV.log_softmax(dim=-1).amax(dim=-1, keepdim=True)
+    return x_SV.amax(dim=-1, keepdim=True) - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
+
+
+def log_probabilities(x_SV: Tensor) -> Tensor:
+    """log_softmax of each row. On a GPU its order of summation depends on how a row's first element
+    is aligned: rows of an odd length are filled up with tokens of no probability."""
+    missing = -x_SV.shape[-1] % _ALIGNED_COLUMNS
+    if not missing or not x_SV.is_cuda:
+        return x_SV.log_softmax(dim=-1)
+    padded_SV = functional.pad(x_SV, (0, missing), value=-torch.inf)
+    return padded_SV.log_softmax(dim=-1).narrow(-1, 0, x_SV.shape[-1])

@@ -29,6 +29,7 @@ from eesd_dist.sampling.processors import (
     Columns,
     DraftVocabulary,
     Shard,
+    log_probabilities,
     log_total,
     processed,
 )
@@ -183,7 +184,7 @@ def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> Choice:
     num_top = _num_top(rules)
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
-    logprobs_SV = logits_SV.log_softmax(dim=-1)
+    logprobs_SV = log_probabilities(logits_SV)
     best = logprobs_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
     top_ids, top_logprobs = _ordered(
         best.indices.double().cpu().numpy(), best.values.double().cpu().numpy()

@@ -240,5 +240,10 @@ def _sampling_attributes(sampling: SamplingParams) -> dict[str, Attribute]:
         names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
         names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
         names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
-        names.GEN_AI_REQUEST_SEED: sampling.seed,
+        names.GEN_AI_REQUEST_SEED: _signed(sampling.seed),
     }
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as OTLP's integers can hold them."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -89,12 +89,19 @@ class Campaign:
         checked = check(case, self._shelf, self._plain)
         seconds = time.monotonic() - started_s
         plain_tokens = self._plain.num_tokens - plain_before
-        case_file = self._report(case, checked) if checked.failures else None
+        case_file = self._case_file(case) if checked.failures else None
         row = EngineRow.of(
-            case, checked, plain_tokens=plain_tokens, seconds=seconds, case_file=case_file
+            case,
+            checked,
+            plain_tokens=plain_tokens,
+            seconds=seconds,
+            case_file=None if case_file is None else str(case_file),
         )
+        # First: what was found is counted, whatever ends the reduction.
         self._state.add(row)
         self.totals.add(row)
+        if case_file is not None:
+            self._report(case, checked, case_file)
         self._progress(case)
 
     def _progress(self, case: Case) -> None:
@@ -119,15 +126,19 @@ class Campaign:
             ends.append((limits.tokens - self.totals.tokens) / rate)
         return f"about {duration(max(0.0, min(ends)))} left" if ends else "until stopped"
 
-    def _report(self, case: Case, checked: Checked) -> str:
+    def _case_file(self, case: Case) -> Path:
+        self._case_folder.mkdir(parents=True, exist_ok=True)
+        return self._case_folder / f"fuzz-{case.seed}-{case.number}.json"
+
+    def _report(self, case: Case, checked: Checked, file: Path) -> None:
         """Says what failed and how to see it again, in the smallest form found in time."""
         self._num_failing += 1
         self._say(f"FAILED: seed {case.seed}, engine {case.number}, {case.world.label()}")
         for failure in checked.failures[:5]:
             self._say(f"  {failure.entry}: {failure.what.rstrip()}")
+        save_case(case, file)
         self._say(f"  making it smaller, at most {self._limits.reduction_s:.0f} s")
         smaller = reduced(case, checked, self._shelf, self._plain, limit_s=self._limits.reduction_s)
-        file = self._case_folder / f"fuzz-{case.seed}-{case.number}.json"
         save_case(smaller, file)
         num_tokens = sum(entry.request.sampling.max_tokens for entry in smaller.entries)
         self._say(
@@ -135,7 +146,6 @@ class Campaign:
             f"{len(smaller.entries)} of at most {num_tokens} tokens and {len(smaller.troubles)}; "
             f"see it again: {_program()} --case {file}"
         )
-        return str(file)
 
 
 def reduced(
