@@ -27,7 +27,7 @@ class _Meeting:
     """Where the ranks of one group hand each other tensors.
 
     Slots are kept for two collectives in turn: a rank that writes those of one has seen every rank
-    arrive at the one before it, and so has nobody reading what it overwrites.
+    arrive at the one before it: none still reads what it overwrites.
     """
 
     def __init__(self, *, members: Sequence[str], timeout_s: float) -> None:

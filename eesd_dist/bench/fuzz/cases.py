@@ -31,7 +31,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a text may depend on beside its request."""
+    """What a text may depend on apart from its request."""
 
     model: str
     """A folder, or `random:SEED:NUMBER`."""
@@ -53,7 +53,7 @@ class Link:
     """How rounds reach the verify stage."""
 
     kind: Literal["inline", "thread"]
-    """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: beside
+    """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: next to
     the engine, so that replies come when they come."""
     announced: float = 1.0
     """Of `inline`: chance that a reply is said to be here when the engine asks; below 1 the engine

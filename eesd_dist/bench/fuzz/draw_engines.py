@@ -36,13 +36,14 @@ def draw_world(
     verify = [d for d in degrees if d >= min_verify_ranks]
     if not verify:
         return None
-    alone = min_verify_ranks == 1 and rng.random() < 0.6
+    # Ranks in threads cost five times as much a token: a quarter of the worlds has several.
+    alone = min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
         head=rng.choice(model.heads),
         device=device,
         dtype=dtype,
-        draft_ranks=1 if alone or rng.random() < 0.4 else rng.choice(degrees),
+        draft_ranks=1 if alone or rng.random() < 0.5 else rng.choice(degrees),
         verify_ranks=1 if alone else rng.choice(verify),
         page_size=rng.choice(_PAGE_SIZES),
     )

@@ -70,7 +70,7 @@ class Pipeline:
         return [*self._draft.stores(), *self._verify.stores()]
 
     def close(self) -> None:
-        """Raises what a follower failed with and nobody noticed."""
+        """Raises what a follower failed with unnoticed."""
         self._channel.close()
         self._draft.close()
         self._verify.close()

@@ -233,7 +233,7 @@ class DraftRanks:
 
     @property
     def commands(self) -> ThreadCommandSink | None:
-        """None where there is nobody to tell."""
+        """None where there are no followers."""
         return self._sink if self._size > 1 else None
 
     def begin(self) -> None:

@@ -29,7 +29,7 @@ from eesd_dist.types import (
 LONGEST = 2048
 """Prompt and answer together, whatever the model takes: plain engines have pages for no more."""
 _COST = CostModel(draft_step_s=1.0, verify_s=(1.0,))
-"""Nothing is drafted: nobody asks."""
+"""Never asked for: nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
