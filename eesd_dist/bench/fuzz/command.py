@@ -113,7 +113,10 @@ def _say(options: argparse.Namespace, text: str) -> None:
 
 
 def _run(options: argparse.Namespace, shelf: ModelShelf) -> int:
-    source = _source(options, shelf)
+    try:
+        source = _source(options, shelf)
+    except KeyboardInterrupt:
+        return 130
     state = StateFile(options.state, asked=_asked(source))
     tokens: int | None = options.tokens
     if tokens is None and options.minutes is None:
@@ -137,6 +140,8 @@ def _run(options: argparse.Namespace, shelf: ModelShelf) -> int:
     except KeyboardInterrupt:
         was_stopped = True
     totals = campaign.totals
+    if totals.engines and not totals.counts.get("drafted"):
+        sys.stderr.write("nothing was drafted: the models have no exit head (--head)\n")
     report = {
         "seed": options.random,
         "device": source.device,

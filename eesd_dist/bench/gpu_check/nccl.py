@@ -6,14 +6,17 @@ NCCL wants a GPU for each rank: of two on one card it is told what it said.
 import re
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
 from eesd_dist.bench.gpu_check.ranks import RankReport, exchange, run_ranks
 from eesd_dist.bench.gpu_check.rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.errors import EesdError
+from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.rendezvous import StoreHost, build_group
 
 _LONGEST_S = 45.0
+_MOST_RANKS = 4
 
 
 def run(setting: Setting, rows: Rows) -> None:
@@ -21,9 +24,9 @@ def run(setting: Setting, rows: Rows) -> None:
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if num_gpus:
         _alone(device, rows)
-        second = f"cuda:{1 % num_gpus}"
-        reports = run_ranks("exchange", ["cuda:0", second], seconds=_seconds(setting))
-        _together(f"NCCL, ranks on cuda:0 and {second}", reports, rows, refusable=num_gpus == 1)
+        devices = [f"cuda:{at % num_gpus}" for at in range(min(max(num_gpus, 2), _MOST_RANKS))]
+        reports = run_ranks("exchange", devices, seconds=_seconds(setting))
+        _together(f"NCCL, ranks on {', '.join(devices)}", reports, rows, refusable=num_gpus == 1)
     else:
         rows.cannot("NCCL group of one, of two", "needs cuda")
     lies = f"cpu<-{device}"
@@ -60,17 +63,36 @@ def _alone(device: torch.device, rows: Rows) -> None:
         )
         ok = exchange(group, device)
         group.abort()
+        ok = ok and _moves(device)
     except (EesdError, RuntimeError) as error:
         rows.prove(name, False, detail=" ".join(str(error).split()))
         return
     rows.prove(name, ok, detail="gathered and aborted")
 
 
+def _moves(device: torch.device) -> bool:
+    """What sums over three ranks and more are made of, between a rank and itself."""
+    plane = NcclPlane(
+        PrefixStore("moves", StoreHost().store),
+        rank=0,
+        size=1,
+        timeout_s=20.0,
+        join_timeout_s=20.0,
+        device=device,
+    )
+    x = torch.arange(1_000.0, device=device).view(1, -1)
+    gathered = plane.all_gather(x, operation="all_gather")
+    swapped = plane.all_to_all(x, operation="all_to_all")
+    torch.cuda.synchronize(device)
+    plane.abort()
+    return torch.equal(gathered[0], x) and torch.equal(swapped, x)
+
+
 def _together(name: str, reports: list[RankReport], rows: Rows, *, refusable: bool) -> None:
     said = " | ".join(dict.fromkeys(report.said for report in reports if report.said))
-    if refusable and not any(report.formed for report in reports):
-        found = re.search(r"Duplicate GPU.{0,80}", said)
-        rows.measure(name, "refused" if found else "not formed", detail=found[0] if found else said)
+    refused = re.search(r"Duplicate GPU.{0,80}", said)
+    if refusable and refused and not any(report.formed for report in reports):
+        rows.measure(name, "refused", detail=refused[0])
         return
     rows.prove(
         name,

@@ -15,6 +15,7 @@ import torch
 
 from eesd_dist.errors import EesdError, PeerLost
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.rank_sums import sum_in_rank_order
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 
 Job = Literal["exchange", "stuck"]
@@ -86,8 +87,18 @@ def exchange(group: ProcessGroup, device: torch.device) -> bool:
     told = group.broadcast(mine(group.rank), source=group.size - 1)
     group.check()
     summed = torch.equal(total, mine(sum(rank + 1 for rank in ranks) - 1))
+    summed = summed and all(_sums_in_order(group, num_rows) for num_rows in (16, 1_023))
     gathered = all(torch.equal(part, mine(rank)) for rank, part in enumerate(parts))
     return summed and gathered and torch.equal(told, mine(group.size - 1))
+
+
+def _sums_in_order(group: ProcessGroup, num_rows: int) -> bool:
+    """Random numbers, of which every order has another sum, in the way of small and of large
+    sums."""
+    generator = torch.Generator().manual_seed(num_rows)
+    inputs = [torch.randn(num_rows, 193, generator=generator) for _ in range(group.size)]
+    total = group.all_reduce(inputs[group.rank].to(group.device))
+    return torch.equal(total.cpu(), sum_in_rank_order(inputs))
 
 
 def _lose(group: ProcessGroup, device: torch.device) -> bool:

@@ -73,7 +73,7 @@ def _options(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes (cuda)")
-    add("--minutes", type=float, default=6.0, help="for all sections together, about (6)")
+    add("--minutes", type=float, default=9.0, help="for all sections together, about (9)")
     add("--section", action="append", choices=names, help="only this one; may be repeated")
     add("--model", type=Path, default=BUNDLED, help="checkpoint folder (the bundled model)")
     add("--out", type=Path, default=Path("gpu-check.json"), help="(./gpu-check.json)")

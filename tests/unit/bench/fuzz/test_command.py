@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eesd_dist.bench.fuzz import command
+from eesd_dist.bench.fuzz import campaign, command
+from eesd_dist.bench.fuzz.campaign import Campaign
+from eesd_dist.bench.fuzz.cases import Case
 from eesd_dist.bench.fuzz.command import main
 from eesd_dist.bench.fuzz.plants import PLANTS
 from serve_app import bench_exact
@@ -125,13 +126,34 @@ def test_an_interrupted_run_goes_on_and_another_one_is_refused(
     assert "belongs to a run that was asked for" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_the_totals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    timer = threading.Timer(6.0, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
+def test_ctrl_c_ends_with_the_totals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    progress = Campaign._progress
+
+    def then_ctrl_c(campaign: Campaign, case: Case) -> None:
+        progress(campaign, case)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Campaign, "_progress", then_ctrl_c)
     words = ("--random", "1", "--random-models", "3", "--tokens", "1000000")
     report = run(capsys, tmp_path, *words, status=130)
-    timer.join()
     assert report["was_stopped"]
+    assert report["engines"] == 1
+
+
+def test_a_failure_counts_though_ctrl_c_ends_its_reduction(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: object, **__: object) -> Case:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "reduced", interrupted)
+    words = ("--random", "2", "--random-models", "4", "--plant", "key", "--minutes", "2")
+    folder = tmp_path / "not there yet"
+    report = run(capsys, folder, *words, status=1)
+    assert report["mismatches"] > 0
+    assert Path(report["failures"][0]["case"]).exists()
 
 
 def test_it_runs_where_neither_ray_nor_a_server_is_installed(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Constants of the CPU beside tensors of a GPU: torch's own table says which operators allow it.
+
+A CUDA build checks that the tensors of a call are on one device, but for operators that say
+otherwise; a build for the CPU and fake tensors let every mixture pass.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchgen
+import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eesd_dist.sampling.elementary import mass_of, neg_log
+from eesd_dist.sampling.noise import gumbel
+from eesd_dist.sampling.processors import Shard, processed
+from eesd_dist.sampling.rows import RowRule
+from eesd_dist.types import SamplingParams
+
+
+def operators_that_take_any_device() -> set[str]:
+    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    entries = yaml.safe_load(table.read_text(encoding="utf-8"))
+    return {
+        entry["func"].split("(")[0] for entry in entries if entry.get("device_check") == "NoCheck"
+    }
+
+
+class Constants(TorchDispatchMode):
+    """Operators that got a zero-dimensional tensor, a constant, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        dims = {x.dim() > 0 for x in tensors}
+        if len(dims) == 2:
+            name = str(func).removeprefix("aten.").removesuffix(".default")
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def work() -> None:
+    gumbel([1, 2], torch.arange(100))
+    neg_log(torch.rand(10) + 0.1)
+    mass_of(-torch.rand(10))
+    params = SamplingParams(
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        logit_bias=((3, 1.0),),
+    )
+    rules = [RowRule.of(params, position=9, num_prompt=4, history=range(9)) for _ in range(3)]
+    processed(torch.randn(3, 100), rules, Shard(start=0, size=100))
+
+
+def test_constants_stand_only_where_a_gpu_takes_them() -> None:
+    with Constants() as constants:
+        work()
+    assert len(constants.found) > 5, "the constants are tensors"
+    assert constants.found <= operators_that_take_any_device()
+
+
+@pytest.mark.parametrize("act", [torch.clamp_min, torch.clamp_max])
+def test_an_operator_that_refuses_them_is_seen(act: Callable[..., Tensor]) -> None:
+    with Constants() as constants:
+        act(torch.rand(3), torch.tensor(0.5))
+    assert not constants.found <= operators_that_take_any_device()
