@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 from eesd_dist.bench.control_report import (
     CONTENDERS,
@@ -44,6 +45,7 @@ from eesd_dist.bench.replay import Setting, Variant
 from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (
     CacheConfig,
+    DTypeSetting,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -248,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.2])
     parser.add_argument("--max-tokens", type=int, help="tokens of one text")
     parser.add_argument("--max-draft-tokens", type=int, default=8)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=get_args(DTypeSetting), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -423,7 +425,7 @@ def _settings(
         "max_tokens": bench.texts[0].max_tokens,
         "temperatures": options.temperatures,
         "max_draft_tokens": bench.ceiling,
-        "dtype": options.dtype,
+        "dtype": layout_of(bench.config).dtype,
         "threads": options.threads,
         "clock": options.clock,
         "recorded_positions": sum(len(trace) for trace in traces.traces) if traces else 0,

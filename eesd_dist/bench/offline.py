@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.config import (
     CacheConfig,
+    DTypeSetting,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -285,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, help="take this many prompts")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=get_args(DTypeSetting), default="auto")
     parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant")
     parser.add_argument(
         "--stop-rule", choices=("auto", "bernoulli", "optimal", "steady"), default="auto"
@@ -319,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
     stops = layout.spec.eos_token_ids
     engine = build_local_engine(config, book=BeliefBook())
     decoders = transformers_decoders(
-        options.model, dtype=options.dtype, exit_layer=layout.split, stop_token_ids=stops
+        options.model, dtype=layout.dtype, exit_layer=layout.split, stop_token_ids=stops
     ) | our_decoders(engine, max_draft_tokens=8, stop_token_ids=stops)
     scores = run(decoders, prompts, max_tokens=max_tokens, repeats=repeats, say=say)
     plain = merged(scores["plain"])
@@ -334,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
             "prompts": len(prompts),
             "max_tokens": max_tokens,
             "repeats": repeats,
-            "dtype": options.dtype,
+            "dtype": layout.dtype,
             "numerics": options.numerics,
             "threads": options.threads,
             "stop_rule": options.stop_rule,
