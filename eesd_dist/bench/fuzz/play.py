@@ -230,7 +230,7 @@ class _Player:
     # Migrations: lend, copy, adopt or abandon, each at a turn of its own.
 
     def _lend(self, wanted: Migration) -> bool:
-        if len(self._pipelines) < 2:
+        if len(self._pipelines) < 2 or not self._pages_fit():
             return False
         names = [self.streams[name] for name in wanted.entries]
         live = [s for s in names if s.state is _State.LIVE and s.engine == wanted.source]
@@ -242,6 +242,13 @@ class _Player:
             _Moving(wanted=wanted, loan=loan, next_turn=self._turn + wanted.copy_after)
         )
         return True
+
+    def _pages_fit(self) -> bool:
+        """As services agree first: a pipeline that never drafts has no pages of an exit head."""
+        ours, theirs = (
+            [store.page_bytes for store in pipeline.stores()] for pipeline in self._pipelines
+        )
+        return ours == theirs
 
     def _move_on(self) -> None:
         for moving in [each for each in self._moving if each.next_turn <= self._turn]:

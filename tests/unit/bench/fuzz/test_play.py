@@ -127,6 +127,25 @@ def test_pages_move_with_their_requests(shared_model: str, shelf: ModelShelf) ->
     assert checked.counts["migrated pages"] >= 6
 
 
+def test_no_pages_move_to_a_pipeline_that_never_drafts(
+    shared_model: str, shelf: ModelShelf
+) -> None:
+    move = Migration(
+        turn=6,
+        source=0,
+        entries=("e0",),
+        copy_after=0,
+        adopt_after=0,
+        chunk_bytes=700,
+        is_adopted=True,
+    )
+    case = case_of(shared_model, move, num_engines=2)
+    drafting, other = case.engines
+    plain = replace(other, speculation=SpeculationConfig(max_draft_tokens=0))
+    checked = sound(replace(case, engines=(drafting, plain)), shelf)
+    assert checked.counts["migrated pages"] == 0
+
+
 def test_ids_are_free_again_at_once_and_requests_go_on_anywhere(
     shared_model: str, shelf: ModelShelf
 ) -> None:
