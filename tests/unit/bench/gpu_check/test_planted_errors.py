@@ -45,9 +45,11 @@ def test_a_product_that_sees_its_neighbours_is_found() -> None:
 
 
 def test_attention_that_depends_on_the_number_of_rows_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shape = attending.AttentionShape(num_kv_heads=2, queries_per_kv=2, head_dim=8)
+    # What the engine's own check answers about the double is not for other tests.
+    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path))
+    shape = attending.AttentionShape(num_kv_heads=2, queries_per_kv=2, head_dim=32)
     found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300])
     assert (found.mode, found.difference) == ("grouped", None)
     true = functional.scaled_dot_product_attention
@@ -57,8 +59,10 @@ def test_attention_that_depends_on_the_number_of_rows_is_found(
         return mixed * (1 + 2e-7) if k.shape[2] > 320 and q.shape[2] > 20 else mixed
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", otherwise_at_long_contexts)
+    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 501])
+    assert (found.mode, found.difference) == ("row by row", None)  # the engine saw it itself
+    monkeypatch.setattr(attending, "grouping_is_exact", lambda **_: True)
     found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 500])
-    assert found.mode == "grouped"  # the engine's own check sees short contexts
     assert found.difference is not None
     assert found.difference.endswith("of 500")
 
