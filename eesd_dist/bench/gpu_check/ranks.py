@@ -97,7 +97,7 @@ def _sums_in_order(group: ProcessGroup, num_rows: int) -> bool:
     sums."""
     generator = torch.Generator().manual_seed(num_rows)
     inputs = [torch.randn(num_rows, 193, generator=generator) for _ in range(group.size)]
-    total = group.all_reduce(inputs[group.rank].to(group.device))
+    total = group.all_reduce(inputs[group.rank].to(group.device, copy=True))  # in place on a CPU
     return torch.equal(total.cpu(), sum_in_rank_order(inputs))
 
 
