@@ -207,7 +207,9 @@ class LinearPacker:
                 self._num_weights += weight_OI.numel()
                 self._num_rounded += candidate.num_rounded(weight_OI)
                 product = candidate.pack(weight_OI, bias_O)
-                return product if self._numerics == "fast" else _in_checked_runs(product)
+                if self._numerics == "fast":
+                    return product
+                return _in_checked_runs(product, device=self._device)
         names = ", ".join(candidate.name for candidate in self.candidates)
         raise ConfigError(
             f"no product with a {tuple(weight_OI.shape)} matrix gives rows that are independent "
@@ -241,12 +243,12 @@ class LinearPacker:
         )
 
 
-def _in_checked_runs(product: Linear) -> Linear:
+def _in_checked_runs(product: Linear, *, device: torch.device) -> Linear:
     """More rows than the self-check has asked about are multiplied in runs of as many."""
+    longest = padded_rows(_CHECKED_ROWS[-1], numerics="invariant", device=device)
 
     def multiply(x_MI: Tensor) -> Tensor:
-        device, num_rows = x_MI.device, x_MI.shape[0]
-        longest = padded_rows(_CHECKED_ROWS[-1], numerics="invariant", device=device)
+        num_rows = x_MI.shape[0]
         if num_rows <= longest:
             return product(x_MI)
         parts = []

@@ -41,7 +41,9 @@ def test_an_answer_is_asked_for_once(holds: bool) -> None:
     assert len(calls) == 1
 
 
-def test_another_question_or_another_setting_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_question_or_another_setting_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls, ask = counted()
     kept({"threads": 1}, ask, device=CPU)
     kept({"threads": 2}, ask, device=CPU)
