@@ -13,7 +13,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # What is killed here Ray would report on stdout, amid what a test reads there.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
-# Self-checks are asked anew in every run, and once in it.
+# Self-checks are asked again in every run, and once in it.
 _cache = tempfile.TemporaryDirectory(prefix="self-checks-")
 os.environ.setdefault("EESD_CACHE_DIR", _cache.name)
 # A collector or cluster of the person running the tests is none of the tests' business.

@@ -9,10 +9,12 @@ from torch.nn import functional
 
 from eesd_dist.config import Numerics
 from eesd_dist.errors import ConfigError
+from eesd_dist.model import kernels
 from eesd_dist.model.kernels import (
     Candidate,
     Linear,
     LinearPacker,
+    in_row_tiles,
     padded_rows,
     rows_are_independent,
 )
@@ -153,3 +155,25 @@ def test_rows_are_computed_in_runs_that_no_thread_cuts(num_threads: int) -> None
                 assert all(x[run].shape[0] == 1 or x[run].numel() < 32768 for run in runs)
     finally:
         torch.set_num_threads(before)
+
+
+def test_calls_larger_than_any_that_was_checked_are_cut() -> None:
+    seen: list[int] = []
+
+    def noting(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        def multiply(x_MI: Tensor) -> Tensor:
+            seen.append(len(x_MI))
+            return functional.linear(x_MI, weight_OI, bias_O)
+
+        return multiply
+
+    packer = LinearPacker(dtype="float32", numerics="invariant", device=CPU)
+    packer.candidates = (Candidate("noting", in_row_tiles(noting, tile_rows=4)),)
+    product = packer.pack(torch.randn(24, 16))
+    whole = kernels._in_checked_runs(noting(torch.eye(16), None), device=CPU)
+    x_MI = torch.randn(2_001, 16)
+    seen.clear()
+    assert torch.equal(whole(x_MI), x_MI)
+    assert max(seen) < 900
+    assert all(count % 6 not in (1, 2) for count in seen)
+    assert product(x_MI).shape == (2_001, 24)
