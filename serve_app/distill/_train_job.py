@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None
     """Trains with `request.workers` processes. Raises what a worker raised, if it is ours."""
     uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
     notes = request.checkpoints.resolve() / "ray"
-    with _ray_at(address, request), _bar(request):
+    with _ray_at(address, request), _bar(request), _interrupts_restored():
         _be_quiet()
         trainer = TorchTrainer(
             _work,
@@ -89,6 +90,18 @@ def _be_quiet() -> None:
     """Of Ray Train's own words only errors are passed on; the progress bar is ours."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     logging.getLogger("ray.train").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _interrupts_restored() -> Iterator[None]:
+    """Ray Train leaves its handler of Ctrl-C behind, which would ignore it in what follows."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        # Elsewhere Ray Train sets none, and Python allows none.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -54,8 +54,10 @@ def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
     killed: list[int] = []
     killer = threading.Thread(target=kill_a_worker, args=(together.checkpoints, killed))
     killer.start()
+    ctrl_c = signal.getsignal(signal.SIGINT)
     train(together)
     killer.join()
+    assert signal.getsignal(signal.SIGINT) is ctrl_c
     train(alone)
     assert len(killed) == 1
     found, expected = log_of(together), log_of(alone)
