@@ -159,3 +159,37 @@ def test_attention_is_checked_near_the_end_of_long_texts(monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "functional", Double)
     assert holds(512)
     assert not holds(2_048)
+
+
+def few_rows_by_their_place(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Attention over up to eight keys of which one row in fifteen has other bits elsewhere."""
+    mixed = functional.scaled_dot_product_attention(queries, keys, values, mask)
+    if keys.shape[2] > 8:
+        return mixed
+    is_elsewhere_Q = torch.arange(queries.shape[2]) > 0
+    is_one_of_few = queries[..., 0] < -1.5
+    return torch.where((is_elsewhere_Q & is_one_of_few)[..., None], mixed * (1 + 2**-23), mixed)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize("page_size", [4, 8])
+def test_attention_is_checked_at_every_row_over_few_keys(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, num_kv_heads: int
+) -> None:
+    class Double:
+        scaled_dot_product_attention = staticmethod(few_rows_by_their_place)
+
+    monkeypatch.setattr(attention, "functional", Double)
+    holds = grouping_is_exact.__wrapped__(
+        num_kv_heads=num_kv_heads,
+        queries_per_kv=1,
+        head_dim=16,
+        page_size=page_size,
+        longest=512,
+        dtype=torch.float32,
+        device=CPU,
+        num_threads=torch.get_num_threads(),
+    )
+    assert not holds
