@@ -37,8 +37,8 @@ _LONG = (1_100, 4_200, 16_500)
 """Positions in the texts of the self-check."""
 _BEGINNINGS = 6
 _BEGINNING = 48
-"""Texts of which every one of so many first rows is asked about: the fewer keys, the more routines a
-library has for them, and of two routines' rows only some differ."""
+"""Texts of which every one of so many first rows is asked about: a library has more routines for
+few keys, and of what two routines compute only some rows differ."""
 
 
 class LayerPages:
