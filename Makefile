@@ -22,7 +22,7 @@ serve: install
 	$(BIN)/eesd serve
 
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=60 --durations-min=2
 
 # Needs Linux, root and iproute2; skipped with a reason elsewhere.
 test-hosts: install
