@@ -1,4 +1,4 @@
-"""One local Ray for the whole test session, and one service on it."""
+"""One local Ray for all tests of this package, and one service on it."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(240))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_port() -> Iterator[int]:
     """Starts Ray and Serve; the port is where Serve listens."""
     port = free_port()
@@ -55,12 +55,12 @@ def ray_port() -> Iterator[int]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_service(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """The whole application: ingress, a pipeline with two verify ranks, router."""
     config = service_config(

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -85,14 +86,15 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
 
 
 @pytest.fixture(scope="module")
-def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A pipeline of toys: everything but the model is real."""
-    return _toy_pipeline(
+    yield _toy_pipeline(
         "toy",
         tmp_path_factory.mktemp("toy"),
         recovery={"max_interruptions": 2, "stream_pause_s": 120.0},
         health={"fresh_s": 0.5},
     )
+    serve.delete("toy")
 
 
 def _toy_pipeline(
@@ -242,14 +244,15 @@ def test_a_stream_that_makes_progress_outlives_any_number_of_interruptions(toy: 
 
 
 @pytest.fixture(scope="module")
-def poisoned(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def poisoned(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A pipeline of toys that certain requests break."""
-    return _toy_pipeline(
+    yield _toy_pipeline(
         "poisoned",
         tmp_path_factory.mktemp("poisoned"),
         stages=poisoned_stages,
         recovery={"stream_pause_s": 60.0},
     )
+    serve.delete("poisoned")
 
 
 def _poison(name: str, *, way: str) -> Request:

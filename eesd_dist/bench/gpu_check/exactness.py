@@ -85,10 +85,19 @@ def _fuzz(
     )
 
 
+def _hear_interrupts() -> None:
+    """A shell that starts a check in the background has it ignore them, and what it starts too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _within(command: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
     """Asks it to stop when its time is over, and ends it when it does not."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interrupts,
     ) as process:
         try:
             try:

@@ -137,7 +137,12 @@ def test_ctrl_c_ends_with_the_totals(
 
     monkeypatch.setattr(Campaign, "_progress", then_ctrl_c)
     words = ("--random", "1", "--random-models", "3", "--tokens", "1000000")
-    report = run(capsys, tmp_path, *words, status=130)
+    # Tests that run in the background of a shell ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        report = run(capsys, tmp_path, *words, status=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert report["was_stopped"]
     assert report["engines"] == 1
 
