@@ -281,6 +281,7 @@ class _GroupingCheck:
         )
         self._page_size = page_size
         self._length = length
+        self._seed = seed
         self._device = device
         num_queries = queries_per_kv * num_kv_heads
         generator = torch.Generator().manual_seed(20240603 + seed)
@@ -338,8 +339,8 @@ class _GroupingCheck:
         )
 
     def _mixed(self, start: int, num_rows: int) -> Tensor:
-        # Another way to lie in memory every time.
-        table = self._tables[(start + num_rows) % len(self._tables)]
+        # Over the texts, every row lies in memory in every way.
+        table = self._tables[(start + num_rows + self._seed) % len(self._tables)]
         segment = RowSegment(start, num_rows, table)
         return self._attend(segment, self._heads_RHE[start - self._first :][:num_rows])
 

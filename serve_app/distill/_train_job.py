@@ -99,8 +99,8 @@ def _interrupts_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        # Elsewhere Ray Train sets none, and Python allows none.
-        if threading.current_thread() is threading.main_thread():
+        # Ray Train sets one in the main thread only; None was set by no Python code.
+        if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
 
 

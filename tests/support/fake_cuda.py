@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from tests.support.operators import OperatorWatch
 
 GPU = torch.device("cuda", 0)
 
 
-class HostCopies(TorchDispatchMode):
+class HostCopies(OperatorWatch):
     """What ran since it was entered."""
 
     def __init__(self) -> None:
@@ -27,20 +27,10 @@ class HostCopies(TorchDispatchMode):
         self.num_operators = 0
         self.to_the_host: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
         self.num_operators += 1
-        came = any(x.is_cuda for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        left = any(not x.is_cuda for x in tree_leaves(out) if isinstance(x, Tensor))
-        if came and left:
-            self.to_the_host.append(str(func))
-        return out
+        if any(x.is_cuda for x in taken) and any(not x.is_cuda for x in made):
+            self.to_the_host.append(str(operator))
 
 
 class _Bindings(TorchFunctionMode):

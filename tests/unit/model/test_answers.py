@@ -121,6 +121,22 @@ def test_tiles_of_equal_rows_keep_the_promise_of_a_product_that_does_not() -> No
     assert agrees(tiled, num_out=3_072)
 
 
+def groups_exactly(*, num_kv_heads: int, queries_per_kv: int, page_size: int, longest: int) -> bool:
+    """Asked every time, past what the process remembers."""
+    return bool(
+        grouping_is_exact.__wrapped__(
+            num_kv_heads=num_kv_heads,
+            queries_per_kv=queries_per_kv,
+            head_dim=32,
+            page_size=page_size,
+            longest=longest,
+            dtype=torch.float32,
+            device=CPU,
+            num_threads=torch.get_num_threads(),
+        )
+    )
+
+
 def long_texts_in_two_parts(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
@@ -137,18 +153,7 @@ def long_texts_in_two_parts(
 
 def test_attention_is_checked_near_the_end_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     def holds(longest: int) -> bool:
-        return bool(
-            grouping_is_exact.__wrapped__(
-                num_kv_heads=2,
-                queries_per_kv=2,
-                head_dim=32,
-                page_size=32,
-                longest=longest,
-                dtype=torch.float32,
-                device=CPU,
-                num_threads=torch.get_num_threads(),
-            )
-        )
+        return groups_exactly(num_kv_heads=2, queries_per_kv=2, page_size=32, longest=longest)
 
     assert holds(2_048)
     monkeypatch.setenv("EESD_CACHE_DIR", os.environ["EESD_CACHE_DIR"] + "/double")
@@ -164,13 +169,13 @@ def test_attention_is_checked_near_the_end_of_long_texts(monkeypatch: pytest.Mon
 def few_rows_by_their_place(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention over up to eight keys of which one row in fifteen has other bits elsewhere."""
+    """Attention: over up to eight keys one row in fifteen has other bits where it is not first."""
     mixed = functional.scaled_dot_product_attention(queries, keys, values, mask)
     if keys.shape[2] > 8:
         return mixed
-    is_elsewhere_Q = torch.arange(queries.shape[2]) > 0
+    is_later_Q = torch.arange(queries.shape[2]) > 0
     is_one_of_few = queries[..., 0] < -1.5
-    return torch.where((is_elsewhere_Q & is_one_of_few)[..., None], mixed * (1 + 2**-23), mixed)
+    return torch.where((is_later_Q & is_one_of_few)[..., None], mixed * (1 + 2**-23), mixed)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
@@ -182,14 +187,6 @@ def test_attention_is_checked_at_every_row_over_few_keys(
         scaled_dot_product_attention = staticmethod(few_rows_by_their_place)
 
     monkeypatch.setattr(attention, "functional", Double)
-    holds = grouping_is_exact.__wrapped__(
-        num_kv_heads=num_kv_heads,
-        queries_per_kv=1,
-        head_dim=16,
-        page_size=page_size,
-        longest=512,
-        dtype=torch.float32,
-        device=CPU,
-        num_threads=torch.get_num_threads(),
+    assert not groups_exactly(
+        num_kv_heads=num_kv_heads, queries_per_kv=1, page_size=page_size, longest=512
     )
-    assert not holds

@@ -13,14 +13,13 @@ import torch
 import torchgen
 import yaml
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from eesd_dist.sampling.elementary import mass_of, neg_log
 from eesd_dist.sampling.noise import gumbel
 from eesd_dist.sampling.processors import Shard, processed
 from eesd_dist.sampling.rows import RowRule
 from eesd_dist.types import SamplingParams
+from tests.support.operators import OperatorWatch
 
 
 def operators_that_take_any_device() -> set[str]:
@@ -31,26 +30,16 @@ def operators_that_take_any_device() -> set[str]:
     }
 
 
-class Constants(TorchDispatchMode):
+class Constants(OperatorWatch):
     """Operators that got a zero-dimensional tensor, a constant, beside others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        dims = {x.dim() > 0 for x in tensors}
-        if len(dims) == 2:
-            name = str(func).removeprefix("aten.").removesuffix(".default")
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
+    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
+        if len({x.dim() > 0 for x in taken}) == 2:
+            self.found.add(str(operator).removeprefix("aten.").removesuffix(".default"))
 
 
 def work() -> None:
