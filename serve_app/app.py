@@ -13,12 +13,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from eesd_dist.actors.contracts import StagesFactory
-from serve_app._stages import stages_of
-from serve_app._targeting import TargetedRouter
+from eesd_dist.workers.messages import StagesFactory
 from serve_app.config import ServiceConfig, service_config
-from serve_app.ingress import Ingress
-from serve_app.pipeline import Pipeline
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.request_routing import TargetedRouter
+from serve_app.pipeline.deployment import Pipeline
+from serve_app.pipeline.stage_factory import stages_of
 
 _MANY = 100_000
 """Serve's own limit on live requests: out of the way, since the engine's queue is the one bound."""

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from eesd_dist.actors.contracts import TelemetryOptions
 from eesd_dist.config import EngineConfig, HomePath, Section
 from eesd_dist.errors import ConfigError
+from eesd_dist.workers.messages import TelemetryOptions
 
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
 

@@ -18,8 +18,6 @@ from uuid import uuid4
 
 import ray
 
-from eesd_dist.actors.contracts import RouterAdvice, RouterNews, Whereabouts
-from eesd_dist.actors.process import prepare_process, whereabouts
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, PeerLost
@@ -38,6 +36,8 @@ from eesd_dist.routing.directory import (
     PipelineReport,
     Promotion,
 )
+from eesd_dist.workers.messages import RouterAdvice, RouterNews, Whereabouts
+from eesd_dist.workers.process import prepare_process, whereabouts
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)

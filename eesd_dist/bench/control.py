@@ -41,6 +41,7 @@ from eesd_dist.bench.judging import (
 )
 from eesd_dist.bench.live import PLAIN, Race, Track
 from eesd_dist.bench.pictures import draw_all
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.bench.replay import Setting, Variant
 from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (
@@ -62,7 +63,6 @@ from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
-SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _LEAST_REQUESTS = 4
 """Of every variant at every load, times `Scale.load_blocks`."""

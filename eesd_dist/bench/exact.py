@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.config import (
     CacheConfig,
     DType,
@@ -53,7 +54,6 @@ from eesd_dist.types import (
     TreeShape,
 )
 
-SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 CONTROLLERS: tuple[ControllerName, ...] = get_args(ControllerName)
 SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
 BATCHES = (1, 4, 16)

@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.config import (
     CacheConfig,
     DTypeSetting,
@@ -47,7 +48,6 @@ from eesd_dist.types import (
     SpeculationParams,
 )
 
-SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 THOMPSON: tuple[ControllerName, ...] = ("beta", "calibration", "goodput")
 Decode = Callable[[Prompt, int], list[int]]
 

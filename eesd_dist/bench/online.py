@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.provenance import collect_provenance
 
@@ -252,7 +253,7 @@ def read_bodies(path: Path) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="eesd bench online", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.jsonl"))
+    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--per-load", type=int, default=24, help="requests at each load")
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -37,8 +37,8 @@ from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine.llm import LLM
 from eesd_dist.errors import ConfigError, EesdError, EngineError, os_error_text
 from eesd_dist.model.spec import ModelSpec
-from serve_app._local_ray import joined_ray, local_ray
 from serve_app.config import ServiceConfig
+from serve_app.session.local_ray import joined_ray, local_ray
 
 _PAGE_SIZE = 32
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.distill.train import TrainRequest, train_rank
 from eesd_dist.errors import EesdError, EngineError
-from serve_app._local_ray import joined_ray, local_ray
 from serve_app.config import ServiceConfig
+from serve_app.session.local_ray import joined_ray, local_ray
 
 _MAX_FAILURES = 3
 _LOOK_S = 0.5

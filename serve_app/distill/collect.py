@@ -37,12 +37,12 @@ from eesd_dist.distill.features import (
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
-from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._checks import require_positive, require_temperatures
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, read_texts
 from serve_app.distill._words import Say, on_stderr
+from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
 _PROGRESS_FILE = "progress.json"
 """Seconds that earlier runs spent on an unfinished store."""

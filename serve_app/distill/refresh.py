@@ -38,7 +38,7 @@ from serve_app.config import BUNDLED_MODEL, RouterConfig
 from serve_app.distill._folder import only_one, write_json
 from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.train import train
-from serve_app.promotion import promote
+from serve_app.operations.promotion import promote
 
 REPORT_FILE = "refresh.json"
 _ASKED_FILE = "asked.json"
@@ -158,7 +158,7 @@ def promote_if_better(
 ) -> str:
     """Loads the head into the running service, without a restart, if it is better than the one it
     was compared with and the service drafts with that one; says what came of it and keeps it in
-    refresh.json. Raises what `serve_app.promotion.promote` raises."""
+    refresh.json. Raises what `serve_app.operations.promotion.promote` raises."""
     if not report.gain.rises:
         return (
             f"not promoted: the gain of {report.gain.mean:+.4f} may be chance (its interval begins "

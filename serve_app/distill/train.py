@@ -21,9 +21,9 @@ from eesd_dist.distill.losses import Divergence, LossOptions
 from eesd_dist.distill.train import TrainOptions, TrainRequest, alone, require_fit, train_rank
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
-from serve_app._environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill._folder import only_one
+from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
 __all__ = ["TrainOptions", "TrainRequest", "main", "train"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from eesd_dist.actors.contracts import Address, Generation
-from eesd_dist.actors.stages import EngineStages
+from eesd_dist.workers.messages import Address, Generation
+from eesd_dist.workers.stages import EngineStages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import make_tracing

@@ -11,7 +11,7 @@ import pytest
 def _chaos(*words: str, timeout_s: float) -> dict[str, Any]:
     """The report, of a run that has found nothing wrong."""
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.cli", "bench", "chaos", "--json", *words],
+        [sys.executable, "-m", "serve_app.cli.main", "bench", "chaos", "--json", *words],
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app._processes import descendants, running_after
+from serve_app.session.processes import descendants, running_after
 from tests.support.running import free_port
 
 
@@ -24,7 +24,7 @@ from tests.support.running import free_port
 def _started(*words: str) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """The process, and its lines as they come."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.cli", *words],
+        [sys.executable, "-m", "serve_app.cli.main", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -111,7 +111,7 @@ def test_a_signal_while_it_starts_leaves_nothing_behind_either(tiny_service: Pat
 
 def _run(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "serve_app.cli", *words],
+        [sys.executable, "-m", "serve_app.cli.main", *words],
         capture_output=True,
         text=True,
         timeout=200,
@@ -190,7 +190,7 @@ def test_a_port_that_is_taken_is_named(tiny_service: Path) -> None:
 def test_bench_exact_finds_nothing_in_one_process_nor_over_actors(tiny_service: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "serve_app.cli", "bench", "exact"),
+            *(sys.executable, "-m", "serve_app.cli.main", "bench", "exact"),
             *("--model", str(tiny_service), "--tokens", "400", "--topology", "2x2", "--json"),
         ],
         capture_output=True,

@@ -23,12 +23,12 @@ from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import head_digest
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from serve_app._joined import JoinedService, joined
-from serve_app._serving import deploy
 from serve_app.app import build_app
-from serve_app.cli import main
+from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.promotion import promote
+from serve_app.operations.connect import JoinedService, joined
+from serve_app.operations.promotion import promote
+from serve_app.operations.serving import deploy
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import Running, until
 from tests.support.tiny_tokenizer import write_byte_level

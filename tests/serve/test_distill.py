@@ -13,8 +13,8 @@ import pytest
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of, shard_name
-from serve_app._processes import Process, descendants, end, running_after
-from serve_app.cli import main
+from serve_app.cli.main import main
+from serve_app.session.processes import Process, descendants, end, running_after
 from tests.support.tiny_service import write_tiny_service
 
 WORDS = (
@@ -38,7 +38,7 @@ def _command(target: Path, out: Path, *more: str) -> list[str]:
     rows = [{"class": f"c{n % 2}", "prompt": f"the dog {n} sat on the log"} for n in range(24)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ("--model", str(target), "--prompts", str(prompts), "--out", str(out))
-    return [sys.executable, "-m", "serve_app.cli", "distill", "run", *files, *WORDS, *more]
+    return [sys.executable, "-m", "serve_app.cli.main", "distill", "run", *files, *WORDS, *more]
 
 
 def _killed_at_the_first_shard(command: list[str], features: Path) -> set[Process]:

@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from eesd_dist.distill.train import TrainOptions, TrainRequest
-from serve_app._processes import descendants
 from serve_app.distill.train import train
+from serve_app.session.processes import descendants
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 
 STEPS = 400

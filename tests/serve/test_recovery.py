@@ -16,14 +16,14 @@ import pytest
 import ray
 from ray import serve
 
-from eesd_dist.actors.contracts import StagesFactory
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app._serving import deploy
+from eesd_dist.workers.messages import StagesFactory
 from serve_app.app import application_of
 from serve_app.config import service_config
-from serve_app.pipeline import Health, Pipeline
+from serve_app.operations.serving import deploy
+from serve_app.pipeline.deployment import Health, Pipeline
 from tests.support.running import Running, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, poisoned_stages
 from tests.support.toy_stages import held, toy_stages, toy_token

@@ -20,14 +20,14 @@ from eesd_dist.errors import ConfigError, Moved
 from eesd_dist.routing.choice import Choice
 from eesd_dist.telemetry.tracing import make_tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app import pipelines
-from serve_app._joined import JoinedService
-from serve_app._service_client import ServiceClient
-from serve_app._serving import deploy
-from serve_app._steering import Steering
 from serve_app.app import application_of
+from serve_app.cli import pipelines
 from serve_app.config import ServiceConfig, service_config
-from serve_app.pipeline import PipelineState, Taken
+from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.operations.connect import JoinedService
+from serve_app.operations.serving import deploy
+from serve_app.pipeline.deployment import PipelineState, Taken
 from tests.support.toy_stages import held, toy_stages, toy_token
 
 NAME = "routed"

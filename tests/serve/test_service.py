@@ -18,7 +18,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.merge_traces import TraceSpan, read_spans
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
-from serve_app.cli import main
+from serve_app.cli.main import main
 from tests.support.running import Running, tokens_of, until
 
 PROMPT = "the quick brown fox"

@@ -121,7 +121,9 @@ class RayHosts:
         log = self.hosts.folder / "service.log"
         host = self.hosts.address(0)
         words = ["serve", "--address", self.address, "--host", host, "--port", str(PORT)]
-        process = self.run(0, ["-m", "serve_app.cli", *words, "--config", str(config)], log=log)
+        process = self.run(
+            0, ["-m", "serve_app.cli.main", *words, "--config", str(config)], log=log
+        )
         try:
             _wait_for(log, "Ctrl-C stops", process)
             yield HostsService(url=f"http://{host}:{PORT}", log=log, hosts=self.hosts)
@@ -188,7 +190,7 @@ class HostsService:
 def bench_exact(hosts: Hosts, words: Sequence[str]) -> int:
     """`eesd bench exact` across hosts that are made for it; its exit status."""
     with hosts, RayHosts(hosts) as cluster:
-        argv = ["-m", "serve_app.cli", "bench", "exact", "--address", cluster.address, *words]
+        argv = ["-m", "serve_app.cli.main", "bench", "exact", "--address", cluster.address, *words]
         return cluster.run(0, argv).wait()
 
 
@@ -204,7 +206,7 @@ def bench_chaos(hosts: Hosts, words: Sequence[str]) -> int:
     front = ["--set", "placement.front={host0: 0.001}"]
     spread = ["--set", "placement.strategy=SPREAD", *front, "--cut-s", "5"]
     with hosts, RayHosts(hosts) as cluster:
-        argv = ["-m", "serve_app.cli", "bench", "chaos", "--address", cluster.address]
+        argv = ["-m", "serve_app.cli.main", "bench", "chaos", "--address", cluster.address]
         return cluster.run(0, [*argv, *spread, *links, *words]).wait()
 
 

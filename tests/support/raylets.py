@@ -36,9 +36,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from eesd_dist.errors import ConfigError
-from serve_app._placement import Post, posts_of
-from serve_app._places import Places, places_for
 from serve_app.config import PlacementConfig
+from serve_app.pipeline.placement import Post, posts_of
+from serve_app.pipeline.placement_groups import Places, places_for
 
 _STORE = 80 * 2**20
 

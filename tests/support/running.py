@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from eesd_dist.types import Request
 from serve_app.config import ServiceConfig
-from serve_app.pipeline import PipelineState
+from serve_app.pipeline.deployment import PipelineState
 
 T = TypeVar("T")
 

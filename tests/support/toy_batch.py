@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from serve_app.batch import BatchOptions, BatchReport, ServedModel, run_batch
+from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
 from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
 

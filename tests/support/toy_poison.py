@@ -10,11 +10,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from eesd_dist.actors.contracts import Generation, Stages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, TokenId
+from eesd_dist.workers.messages import Generation, Stages
 from tests.support.toy_stages import ToyDrafter, ToyRank, ToyStages, ToyStep
 
 POISON = TokenId(666)

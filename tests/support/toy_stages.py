@@ -13,14 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eesd_dist.actors.contracts import (
-    Address,
-    ControlReport,
-    Generation,
-    HandsPages,
-    LoadReport,
-    Stages,
-)
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError, QueueFull, RequestError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
@@ -34,6 +26,14 @@ from eesd_dist.types import (
     RoundStats,
     SpoolCounts,
     TokenId,
+)
+from eesd_dist.workers.messages import (
+    Address,
+    ControlReport,
+    Generation,
+    HandsPages,
+    LoadReport,
+    Stages,
 )
 
 TOKENS_PER_ROUND = 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app import cli
+from serve_app.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -24,7 +24,6 @@ from typing import get_args
 import torch
 
 from eesd_dist import config as configuration
-from eesd_dist.bench.exact import SHIPPED_PROMPTS
 from eesd_dist.bench.fuzz.campaign import Campaign, Limits, reduced
 from eesd_dist.bench.fuzz.cases import load_case, save_case
 from eesd_dist.bench.fuzz.check import check
@@ -34,6 +33,7 @@ from eesd_dist.bench.fuzz.models import KnownModel, ModelShelf
 from eesd_dist.bench.fuzz.plants import PLANTS
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.bench.fuzz.totals import StateFile
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.config import DType
 from eesd_dist.errors import ConfigError, EesdError
 from eesd_dist.provenance import collect_provenance

@@ -7,7 +7,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from serve_app.app import application_of, build_app
 from serve_app.config import BUNDLED_MODEL, service_config
-from serve_app.ingress import key_of
+from serve_app.ingress.deployment import key_of
 
 TREE = {"engine": {"model": {"path": str(BUNDLED_MODEL)}}}
 CONFIG = service_config(TREE)

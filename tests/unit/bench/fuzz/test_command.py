@@ -15,7 +15,7 @@ from eesd_dist.bench.fuzz.campaign import Campaign
 from eesd_dist.bench.fuzz.cases import Case
 from eesd_dist.bench.fuzz.command import main
 from eesd_dist.bench.fuzz.plants import PLANTS
-from serve_app import bench_exact
+from serve_app.bench import exact_over_actors
 
 BLOCKED = """
 import importlib.abc, sys
@@ -178,7 +178,7 @@ def test_the_command_line_hands_the_fuzz_its_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        bench_exact.main(["--random", "1", "--help"])
+        exact_over_actors.main(["--random", "1", "--help"])
     assert "--random-models" in capsys.readouterr().out
     assert main(["--random", "1"]) == 2
     assert "no model: give --model FOLDER" in capsys.readouterr().err

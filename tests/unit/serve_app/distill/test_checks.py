@@ -11,7 +11,7 @@ from eesd_dist.distill.collect import Recipe
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
-from serve_app import cli
+from serve_app.cli import main as cli
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill import main as distill
 from serve_app.distill._collect_job import ChunkWorker, Job, cause_of

@@ -1,0 +1,52 @@
+"""A blocking data-plane loop in a thread of an actor that goes on answering calls.
+
+It knows neither rounds nor ranks: something runs until it returns or raises, and whoever waits
+learns why it ended.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.workers.messages import LoopEnd
+
+logger = logging.getLogger(__name__)
+
+
+class LoopThread:
+    """Runs `body` in a thread from now on; built in the event loop that waits for its end."""
+
+    def __init__(self, body: Callable[[], None], *, name: str) -> None:
+        self._body = body
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[LoopEnd] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def end(self) -> LoopEnd:
+        """Waits until the loop has ended, and says why. Any number may wait."""
+        return await asyncio.shield(self._end)
+
+    async def ended_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait({self._end}, timeout=timeout_s)
+        return bool(done)
+
+    def _run(self) -> None:
+        error: EesdError | None = None
+        try:
+            self._body()
+        except EesdError as raised:
+            error = raised
+            logger.warning("loop ended: loop=%s error=%s", self._name, raised)
+        except Exception as raised:  # a bug; the thread has nobody else to tell
+            logger.exception("loop broke: loop=%s", self._name)
+            error = EngineError(f"{self._name} broke: {type(raised).__name__}: {raised}")
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, LoopEnd(error=error))
+
+    def _settle(self, end: LoopEnd) -> None:
+        if not self._end.done():
+            self._end.set_result(end)

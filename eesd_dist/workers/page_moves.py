@@ -1,0 +1,155 @@
+"""One actor's part in handing live requests over to another pipeline, page by page.
+
+The drafting actor lends and reserves; every rank sends to its like, or receives from it, over a
+group of these two alone that lasts for one landing. All of it runs in threads of its own beside
+the rounds, and none of it decides: what fails here is computed again there.
+
+What must never happen is a late write: pages whose landing is over may be some request's by then.
+So a rank writes only while it belongs to the generation in which the landing was reserved, and
+only until its own deadline; it leaves the generation, under the same lock, before the drafting
+actor gives any page of it to somebody else.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from torch import Tensor
+
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.page_store import PageStore
+from eesd_dist.errors import PeerLost
+from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
+from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.types import RequestId
+from eesd_dist.workers.messages import Address, Landing, PageLink
+
+logger = logging.getLogger(__name__)
+
+
+class PageMoves:
+    """Implements `contracts.HandsPages` over an actor's stages."""
+
+    def __init__(
+        self,
+        *,
+        here: str,
+        store: Callable[[], PageStore],
+        engine: Callable[[], EngineCore],
+        layout: Callable[[], KvLayout],
+    ) -> None:
+        """`store`, `engine` and `layout` raise EngineError while there is none."""
+        self._here = here
+        self._store = store
+        self._engine = engine
+        self._layout = layout
+        self._writing = threading.Lock()
+        self._generation = 0
+        self._meetings: dict[str, StoreHost] = {}
+        """Where the two ends of each landing's links find each other."""
+
+    def enter(self, generation: int) -> None:
+        """Nothing is written for landings of generations before this one, from now on."""
+        with self._writing:
+            self._generation = generation
+        self._meetings.clear()
+
+    def layout(self) -> KvLayout:
+        return self._layout()
+
+    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
+        return self._engine().lend_pages(request_ids)
+
+    def take_back(self, number: str) -> bool:
+        return self._engine().return_pages(number)
+
+    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
+        meeting = StoreHost(address=self._here, timeout_s=timeout_s)  # first: it may find no port
+        pages = self._engine().reserve_pages(loan.requests)
+        self._meetings[pages.number] = meeting
+        return Landing(pages=pages, store=Address(host=self._here, port=meeting.port))
+
+    def adopt(self, number: str) -> bool:
+        self.close(number)
+        return self._engine().adopt_pages(number)
+
+    def abandon(self, number: str) -> None:
+        self.close(number)
+        self._engine().abandon_pages(number)
+
+    def close(self, number: str) -> None:
+        """Nobody joins a link of this landing any more."""
+        self._meetings.pop(number, None)
+
+    def send(self, link: PageLink) -> PageTraffic:
+        store = self._store()
+        group = self._join(link, rank=0)
+        try:
+            return send_pages(
+                group,
+                lambda chunk: store.read(chunk, link.pages),
+                page_bytes=store.page_bytes,
+                num_pages=len(link.pages),
+                number=link.number,
+                timeout_s=link.timeout_s,
+            )
+        finally:
+            group.abort("the pages were handed over")
+
+    def receive(self, link: PageLink) -> PageTraffic:
+        deadline = time.monotonic() + 2 * link.timeout_s  # the joining has as long
+        store = self._store()
+
+        def write(chunk: Chunk, content: Tensor) -> None:
+            with self._writing:
+                self._refuse_late_bytes(link, deadline)
+                store.write(chunk, link.pages, content)
+
+        group = self._join(link, rank=1)
+        try:
+            traffic = receive_pages(
+                group,
+                write,
+                page_bytes=store.page_bytes,
+                num_pages=len(link.pages),
+                number=link.number,
+                timeout_s=link.timeout_s,
+            )
+            store.settle()
+        finally:
+            group.abort("the pages were handed over")
+        logger.info(
+            "pages received: post=%s pages=%d bytes=%d seconds=%.3f",
+            link.post, traffic.num_pages, traffic.num_bytes, traffic.seconds,
+        )  # fmt: skip
+        return traffic
+
+    def _refuse_late_bytes(self, link: PageLink, deadline: float) -> None:
+        reason = None
+        if self._generation != link.generation:
+            reason = f"it belongs to generation {self._generation} now"
+        elif time.monotonic() > deadline:
+            reason = f"not done within {2 * link.timeout_s:g} s"
+        if reason is not None:
+            raise PeerLost(
+                peer=link.ends[1],
+                operation="taking over pages",
+                reason=reason,
+                generation=link.generation,
+            )
+
+    def _join(self, link: PageLink, *, rank: int) -> ProcessGroup:
+        store = connect_store(link.store.host, link.store.port, timeout_s=link.timeout_s)
+        return build_group(
+            store,
+            generation=link.generation,
+            name=f"pages of {link.post}",
+            rank=rank,
+            size=2,
+            timeout_s=link.timeout_s,
+            address=self._here,
+            members=link.ends,
+        )

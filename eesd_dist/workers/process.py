@@ -1,0 +1,64 @@
+"""What is true of every process that an actor runs in.
+
+Said once, when an actor is built: never at import, and never changed later.
+"""
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.workers.messages import Stages, TelemetryOptions, Whereabouts
+
+
+def prepare_process() -> None:
+    """Nothing an actor needs lies on a hub, and one thread more than asked for is one too many.
+
+    What it logs goes to its stderr, which Ray keeps in a file of each process.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for ours in ("eesd_dist", "serve_app"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+PROCESS_LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray raises when the process behind a call is gone. It is no `RayActorError` where Ray's own
+memory monitor has ended it."""
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables that must stand before torch is imported, so before the process starts."""
+    count = str(num_threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+
+
+def whereabouts() -> Whereabouts:
+    return Whereabouts(
+        pid=os.getpid(),
+        host=ray.util.get_node_ip_address() or socket.gethostname(),
+        node_id=ray.get_runtime_context().get_node_id(),
+    )
+
+
+def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
+    """By the options; off when they name neither a collector nor a folder."""
+    return make_tracing(
+        process="-".join(process.split()),
+        endpoint=options.otlp_endpoint,
+        folder=Path(options.trace_folder) if options.trace_folder is not None else None,
+    )
+
+
+def engine_stages(config: EngineConfig, tracing: Tracing) -> Stages:
+    """The real stages. Imported here, so that only the processes which run them pay for torch."""
+    from eesd_dist.workers.stages import EngineStages
+
+    return EngineStages(config, tracing)

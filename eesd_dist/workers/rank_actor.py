@@ -1,0 +1,182 @@
+"""An actor that obeys: weights, KV pages and no opinion, in either stage.
+
+A verify rank, or a rank of the draft stage beside the drafting actor. It joins the generations it
+is told to join and runs their rounds in a thread until the channel is closed, a peer is lost or it
+is told to leave.
+
+A verify rank may hold a stand-in: what a draft rank holds, drafting nothing. It is an actor like
+any other but for its process, and is reached through the one that it lives in.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EngineError
+from eesd_dist.schedule.lending import KvLayout, PageTraffic
+from eesd_dist.types import Request
+from eesd_dist.workers.drafting_actor import DraftActor
+from eesd_dist.workers.joining import Joining
+from eesd_dist.workers.loop import LoopThread
+from eesd_dist.workers.messages import (
+    Generation,
+    LoadReport,
+    LoopEnd,
+    PageLink,
+    RankMember,
+    StageName,
+    StagesFactory,
+    StreamItem,
+    TelemetryOptions,
+    Whereabouts,
+)
+from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
+
+logger = logging.getLogger(__name__)
+
+_ABORT_WAIT_S = 5.0
+
+
+class _Membership:
+    def __init__(self, member: RankMember, *, name: str) -> None:
+        self._member = member
+        self.thread = LoopThread(member.run, name=name)
+
+    async def stop(self) -> bool:
+        self._member.abort()
+        return await self.thread.ended_within(_ABORT_WAIT_S)
+
+
+class RankActor:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        name: str,
+        stage: StageName,
+        rank: int,
+        stages: StagesFactory,
+        telemetry: TelemetryOptions,
+    ) -> None:
+        prepare_process()
+        self._name = name
+        self._stage: StageName = stage
+        self._rank = rank
+        self._tracing = tracing_of(telemetry, process=name)
+        self._stages = stages(config, self._tracing)
+        self._joining = Joining(name=name)
+        self._membership: _Membership | None = None
+        """None between generations."""
+        self._stand_in: DraftActor | RankActor | None = None
+        """A draft rank of the same number; None where there is to be none."""
+        parallel = config.parallel
+        if stage == "verify" and parallel.stand_in and rank < parallel.draft_tensor_parallel_size:
+            self._stand_in = _stand_in(config, name, rank, stages=stages, telemetry=telemetry)
+
+    async def whereabouts(self) -> Whereabouts:
+        return whereabouts()
+
+    async def forever(self) -> None:
+        """Never returns: a pending call is how the pipeline learns that this process has died."""
+        await asyncio.Event().wait()
+
+    async def prepare(self) -> None:
+        """Of a draft rank: loads its weights while there is no generation for it."""
+        await asyncio.to_thread(lambda: self._stages.prepare_draft(rank=self._rank))
+
+    async def stand_in(self, method: str, *args: object) -> object:
+        """What the stand-in in this process answers."""
+        answer: object = await getattr(self._the_stand_in(), method)(*args)
+        return answer
+
+    async def stand_in_submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """A stand-in's tokens, where it is the drafting actor's."""
+        stand_in = self._the_stand_in()
+        assert isinstance(stand_in, DraftActor), "requests are for verify rank 0"
+        async with aclosing(stand_in.submit(request)) as items:
+            async for item in items:
+                yield item
+
+    def _the_stand_in(self) -> "DraftActor | RankActor":
+        if self._stand_in is None:
+            raise EngineError(f"{self._name} has no stand-in: set engine.parallel.stand_in")
+        return self._stand_in
+
+    async def join(self, generation: Generation) -> None:
+        member = await self._joining.enter(generation, lambda: self._member_of(generation))
+        self._membership = _Membership(member, name=f"loop of {self._name}")
+        logger.info("joined: rank=%s generation=%d", self._name, generation.number)
+
+    def _member_of(self, generation: Generation) -> RankMember:
+        if self._stage == "draft":
+            return self._stages.join_draft_follower(generation, rank=self._rank)
+        return self._stages.join_verify(generation, rank=self._rank)
+
+    async def load_head(self, folder: str) -> str:
+        """A rank of the draft stage reads its part of another exit head, and keeps it aside until
+        the drafting actor takes it. Returns the head's digest.
+
+        Raises CheckpointError or ConfigError when it does not fit.
+        """
+        return await asyncio.to_thread(self._stages.load_head_part, folder)
+
+    async def ended(self) -> LoopEnd:
+        membership = self._membership
+        if membership is None:
+            return LoopEnd(error=None)
+        return await membership.thread.end()
+
+    async def leave(self) -> bool:
+        """Ends the part in this generation; False when its loop or load cannot be stopped."""
+        membership = self._membership
+        self._membership = None
+        self._stages.disconnect()
+        has_left = await self._joining.leave()
+        return has_left and (membership is None or await membership.stop())
+
+    async def kv_layout(self) -> KvLayout:
+        """What this rank's like in another pipeline has to agree in."""
+        return await asyncio.to_thread(lambda: self._stages.pages().layout())
+
+    async def send_pages(self, link: PageLink) -> PageTraffic:
+        """This rank's part of pages that are lent to another pipeline."""
+        return await asyncio.to_thread(lambda: self._stages.pages().send(link))
+
+    async def receive_pages(self, link: PageLink) -> PageTraffic:
+        """This rank's part of another pipeline's pages; rounds go on beside it."""
+        return await asyncio.to_thread(lambda: self._stages.pages().receive(link))
+
+    async def loading(self) -> LoadReport | None:
+        """How much of its weights it has read; None before it was told to."""
+        return self._stages.loading()
+
+    async def flush(self) -> None:
+        """Sends spans that are still waiting; before this process is taken down."""
+        await asyncio.to_thread(self._tracing.flush)
+
+
+def _stand_in(
+    config: EngineConfig,
+    host: str,
+    rank: int,
+    *,
+    stages: StagesFactory,
+    telemetry: TelemetryOptions,
+) -> DraftActor | RankActor:
+    """Of as many ranks as the draft stage has: the same sums in the same order, the same bits."""
+    plain = config.model_copy(
+        update={
+            "speculation": config.speculation.model_copy(
+                update={"max_draft_tokens": 0, "draft_ahead": False}
+            ),
+            # On one device nothing overlaps, and two groups would wait for each other's kernels.
+            "scheduler": config.scheduler.model_copy(update={"overlap": False}),
+            "parallel": config.parallel.model_copy(update={"stand_in": False}),
+        }
+    )
+    name = f"stand-in in {host}"
+    if rank == 0:
+        return DraftActor(plain, name=name, stages=stages, telemetry=telemetry)
+    return RankActor(plain, name=name, stage="draft", rank=rank, stages=stages, telemetry=telemetry)

@@ -1,0 +1,139 @@
+"""What the drafting actor shows of itself: metrics, spans, the latest rounds.
+
+Fed from the statistics that rounds return, after their tokens have left; it measures only when
+requests came and when their tokens went. It can be left out without a trace in the rest.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+
+from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
+from eesd_dist.telemetry.tracing import SpanIds, Tracing
+from eesd_dist.types import (
+    PROBE,
+    Emission,
+    FinishReason,
+    Request,
+    RequestId,
+    RoundStats,
+    SpoolCounts,
+)
+from eesd_dist.workers.messages import LoadLike, StepLike
+
+_ROUNDS_KEPT = 2048
+
+
+class _Watched:
+    """One live request, as seen from the drafting actor."""
+
+    def __init__(self, request: Request) -> None:
+        self._is_resumed = bool(request.generated)
+        self._num_prompt_tokens = 0 if self._is_resumed else len(request.prompt)
+        self._arrived_s = time.monotonic()
+        self._first_s: float | None = None
+        self._last_s = self._arrived_s
+        self._queue_s = 0.0
+        self._inter_token_s: list[float] = []
+
+    def saw(self, emission: Emission) -> None:
+        now_s = time.monotonic()
+        if emission.queue_s is not None:
+            self._queue_s = emission.queue_s
+        if not emission.tokens:
+            return
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._inter_token_s.append((now_s - self._last_s) / len(emission.tokens))
+        self._last_s = now_s
+
+    def timings(self, reason: FinishReason | None) -> RequestTimings:
+        is_whole = reason is not None and not self._is_resumed
+        return RequestTimings(
+            num_prompt_tokens=self._num_prompt_tokens,
+            finish_reason=reason,
+            queue_s=self._queue_s,
+            e2e_s=time.monotonic() - self._arrived_s if is_whole else None,
+            time_to_first_token_s=(
+                None
+                if self._first_s is None or self._is_resumed
+                else self._first_s - self._arrived_s
+            ),
+            inter_token_s=tuple(self._inter_token_s),
+        )
+
+
+class DraftWatch:
+    """Lives in the drafting actor's event loop."""
+
+    def __init__(self, tracing: Tracing, *, model_name: str) -> None:
+        self._metrics = ServiceMetrics(model_name=model_name)
+        self._tracing = tracing
+        self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
+        self._requests: dict[RequestId, _Watched] = {}
+
+    def arrived(self, request: Request) -> None:
+        if request.workload == PROBE:
+            return
+        self._requests[request.request_id] = _Watched(request)
+
+    def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
+        """`late`: whose emissions are those of an earlier submission."""
+        for emission in result.emissions:
+            watched = self._requests.get(emission.request_id)
+            if watched is None or emission.request_id in late:
+                continue
+            watched.saw(emission)
+            if emission.finish_reason is not None:
+                self._ended(emission.request_id, emission.finish_reason)
+        for stats in result.rounds:
+            self._rounds.append(stats)
+            self._metrics.observe_round(stats)
+            self._tracing.record_round(
+                stats, ids=SpanIds(trace_id=stats.trace_id, span_id=stats.span_id)
+            )
+
+    def left(self, request_id: RequestId) -> None:
+        """Its reader has gone, or it has failed."""
+        self._ended(request_id, FinishReason.ABORT)
+
+    def sent_on(self, request_id: RequestId) -> None:
+        """It will be resumed, here or elsewhere."""
+        self._ended(request_id, None)
+
+    def page(self, load: LoadLike | None, *, spool: SpoolCounts | None = None) -> bytes:
+        """What a Prometheus server would scrape here."""
+        if load is not None:
+            used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
+            self._metrics.observe_load(
+                num_running=load.num_running, num_waiting=load.num_waiting, kv_usage=used
+            )
+        if spool is not None:
+            self._metrics.observe_spool(spool)
+        return self._metrics.render()
+
+    def rounds(self) -> Sequence[RoundStats]:
+        return tuple(self._rounds)
+
+    def acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the latest rounds' drafts, by position: how many came so far, and how many of those
+        were accepted there."""
+        rounds = self.rounds()
+        return (
+            _summed([stats.drafted_by_position for stats in rounds]),
+            _summed([stats.accepted_by_position for stats in rounds]),
+        )
+
+    def flush(self) -> None:
+        self._tracing.flush()
+
+    def _ended(self, request_id: RequestId, reason: FinishReason | None) -> None:
+        watched = self._requests.pop(request_id, None)
+        if watched is not None:
+            self._metrics.observe_request(watched.timings(reason))
+
+
+def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))

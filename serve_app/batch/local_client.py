@@ -1,0 +1,69 @@
+"""An engine in this process, for whoever speaks to engines asynchronously.
+
+The loop turns in a thread of its own; emissions cross over into the event loop in which this was
+built. For `eesd batch` and for programs that embed the engine.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
+
+from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.llm import EngineThread
+from eesd_dist.errors import EesdError
+from eesd_dist.types import Emission, Request, RequestId
+from eesd_dist.workers.mailboxes import Mailboxes
+
+
+class LocalClient:
+    """An `EngineClient` (serve_app.openai.client). Close it in the end."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+        self._mail = Mailboxes()
+        self._submissions = count(1)
+        self._loop = asyncio.get_running_loop()
+        self._error: EesdError | None = None
+        """What ended the loop; None while it turns."""
+        self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
+        self._thread.start()
+
+    async def stream(self, request: Request) -> AsyncIterator[Emission]:
+        if self._error is not None:
+            raise self._error
+        request = replace(request, submission=next(self._submissions))
+        box = self._mail.open(request)
+        is_over = False
+        try:
+            self._engine.add(request)
+            while not is_over:
+                item = await box.take()
+                if isinstance(item, EesdError):
+                    is_over = True
+                    raise item
+                is_over = item[-1].finish_reason is not None
+                for emission in item:
+                    yield emission
+        finally:
+            was_open = self._mail.close(request.request_id, request.submission)
+            if was_open and not is_over:
+                self._engine.abort(request.request_id)
+
+    async def abort(self, request_id: RequestId) -> None:
+        self._mail.close(request_id)
+        self._engine.abort(request_id)
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._thread.stop)
+        self._engine.close()
+
+    def _deliver(self, result: StepResult) -> None:
+        self._loop.call_soon_threadsafe(self._mail.deliver, result.emissions)
+
+    def _broken(self, error: EesdError) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: EesdError) -> None:
+        self._error = error
+        self._mail.fail_all(error)

@@ -1,0 +1,1 @@
+"""Benchmarks that need a running service or real actors."""

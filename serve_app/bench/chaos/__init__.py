@@ -1,0 +1,1 @@
+"""`eesd bench chaos`: streams while processes die, hang and lose their links."""

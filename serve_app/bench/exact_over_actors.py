@@ -1,0 +1,137 @@
+"""`eesd bench exact`: the comparison of `eesd_dist.bench.exact`, given real actors to run on.
+
+Each topology is the service itself, pipeline, router and all, without HTTP, on a Ray instance of
+its own or, under a name of its own, on a cluster that is there; requests go in over the same handle
+that the ingress uses. With --random or --case it is the fuzz, which needs no Ray: `bench.fuzz`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from eesd_dist.bench import exact
+from eesd_dist.bench.fuzz import command as fuzz
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.llm import Generation
+from eesd_dist.types import Request
+from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
+from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+
+if TYPE_CHECKING:  # imports Ray, which reads the environment then
+    from serve_app.pipeline.deployment import PipelineState
+
+_NAME = "eesd-exact"
+"""Of the application: a service that runs on the same cluster has another one."""
+_ANSWER_TIMEOUT_S = 30.0
+
+
+class ActorRunner:
+    """Takes requests to their ends through a running pipeline, all of them at once."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        return asyncio.run(self._all(requests))
+
+    def hosts(self) -> Sequence[str]:
+        from ray import serve
+
+        pipeline = serve.get_deployment_handle("Pipeline", self._config.app_name)
+        state: PipelineState = pipeline.state.remote().result(timeout_s=_ANSWER_TIMEOUT_S)
+        return [member.host for member in state.members]
+
+    async def _all(self, requests: Sequence[Request]) -> list[Generation]:
+        from ray import serve
+
+        from eesd_dist.telemetry.tracing import make_tracing
+        from serve_app.ingress.load_balancing import Steering
+        from serve_app.ingress.pipeline_client import ServiceClient
+
+        pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
+        client = ServiceClient(
+            pipelines,
+            recovery=self._config.recovery,
+            tracing=make_tracing(process="bench", service="bench", endpoint=None, folder=None),
+            steering=Steering(self._config),
+        )
+
+        async def one(request: Request) -> Generation:
+            generation = Generation(request_id=request.request_id)
+            async for emission in client.stream(request):
+                generation.take(emission)
+            return generation
+
+        return list(await asyncio.gather(*[one(request) for request in requests]))
+
+
+@contextmanager
+def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
+    """Ray, router and one pipeline for as long as the block runs."""
+    from ray import serve  # Ray reads the environment when it is imported
+
+    from serve_app.app import build_app
+    from serve_app.session.local_ray import local_ray
+
+    config = ServiceConfig(engine=engine)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with local_ray(config, shows_logs=False):
+        serve.start(proxy_location="Disabled")
+        try:
+            serve.run(build_app(config), name=config.app_name, route_prefix=None)
+            yield ActorRunner(config)
+        finally:
+            serve.shutdown()
+
+
+@contextmanager
+def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorRunner]:
+    """The same on a cluster that goes on without it; ranks are spread over its nodes."""
+    import ray
+    from ray import serve
+
+    from serve_app.app import build_app
+    from serve_app.operations.serving import deploy
+    from serve_app.session.local_ray import joined_ray
+
+    config = ServiceConfig(
+        engine=engine,
+        app_name=_NAME,
+        router=RouterConfig(name=f"{_NAME}-router"),
+        placement=PlacementConfig(strategy="SPREAD"),
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with joined_ray(address, shows_logs=False):
+        serve.start(proxy_location="Disabled")  # where Serve runs already it stays as it is
+        try:
+            deploy(build_app(config), name=_NAME, route_prefix=None, wait=_patiently)
+            yield ActorRunner(config)
+        finally:
+            serve.delete(_NAME)
+            with suppress(ValueError):  # no pipeline got as far as starting one
+                ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+
+
+def _patiently(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def main(argv: Sequence[str]) -> int:
+    if fuzz.is_wanted(argv):
+        return fuzz.main(argv, program="eesd bench exact")
+    parser = exact.parser()
+    parser.add_argument(
+        "--address", help="a running Ray cluster to compare on; without it, Ray is started here"
+    )
+    options = parser.parse_args(argv)
+    if options.address is None:
+        prepare_for_local_ray()  # once: a process keeps the first token it has read
+        return exact.run(options, actors=service_without_http, is_cluster=False)
+    prepare_for_cluster()
+    actors = partial(service_on_cluster, address=options.address)
+    return exact.run(options, actors=actors, is_cluster=True)

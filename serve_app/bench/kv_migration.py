@@ -1,0 +1,323 @@
+"""Streams that leave a pipeline: what their KV pages save them, and what moving the pages costs.
+
+    eesd bench handover [--requests N] [--prompt-tokens P] [--json]
+
+Two pipelines of the bundled model on a Ray of their own, without HTTP. N streams with long prompts
+run in one; all are handed over to the other, with their pages and, next, to be computed again, in
+turns. A stream's pause is its longest wait between two arrivals of tokens from the beginning of the
+hand-over on, the copying included, as its client sees it; an undisturbed run of the same requests
+has such waits too, and its texts are the right ones. The last line is one JSON object. Exit status
+1 when a stream was broken or changed.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
+from eesd_dist.engine.build import layout_of
+from eesd_dist.errors import ConfigError, EesdError, EngineError
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.config import BUNDLED_MODEL, PipelinesConfig, ServiceConfig
+from serve_app.session.environment import prepare_for_local_ray
+
+if TYPE_CHECKING:  # these import Ray, which reads the environment then
+    from serve_app.pipeline.kv_migration import Contacts, HandoverReport, How
+
+_PAGE_SIZE = 32
+_TOKENS_BEFORE = 8
+"""Every stream has so many before they are handed over."""
+_ANSWER_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 300.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stream:
+    """One request as its client sees it."""
+
+    request: Request
+    tokens: list[int]
+    arrivals_s: list[float]
+    error: str | None = None
+
+    def longest_wait_s(self, *, since_s: float) -> float:
+        """Between two arrivals of which the later one came after `since_s`."""
+        waits = [b - a for a, b in pairwise(self.arrivals_s) if b > since_s]
+        return max(waits, default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moved:
+    """One hand-over of all streams, and the same requests undisturbed."""
+
+    report: "HandoverReport"
+    pauses_s: tuple[float, ...]
+    undisturbed_s: tuple[float, ...]
+    num_broken: int
+    num_changed: int
+
+
+class _Clients:
+    """The way of an ingress to the two pipelines."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        from ray import serve
+
+        from serve_app.ingress.load_balancing import Steering
+        from serve_app.ingress.pipeline_client import ServiceClient
+        from serve_app.operations.connect import JoinedService
+
+        self._operator = JoinedService(router=None, app_name=config.app_name)
+        self._pipelines: Any = serve.get_deployment_handle("Pipeline", config.app_name)
+        self._steering = Steering(config)
+        self._client = ServiceClient(
+            self._pipelines,
+            recovery=config.recovery,
+            tracing=make_tracing(process="bench", service="bench", endpoint=None, folder=None),
+            steering=self._steering,
+        )
+
+    async def ready(self) -> None:
+        self._steering.start()
+        await self._until_usable(2)
+
+    async def follow(self, stream: _Stream) -> None:
+        try:
+            async for emission in self._client.stream(stream.request):
+                if emission.tokens:
+                    stream.tokens += emission.tokens
+                    stream.arrivals_s.append(time.monotonic())
+        except EesdError as error:
+            stream.error = str(error)
+
+    async def contacts(self) -> "list[Contacts]":
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            found: list[Contacts] = await self._pipelines.broadcast("contacts").results_async()
+        return sorted(found, key=lambda each: each.pipeline)
+
+    async def close(self, pipeline: str) -> None:
+        """No stream goes there."""
+        await asyncio.to_thread(self._operator.drain, pipeline)
+        await self._until_usable(1)
+
+    async def open(self, pipeline: str) -> None:
+        await asyncio.to_thread(self._operator.undrain, pipeline)
+        await self._until_usable(2)
+
+    async def _until_usable(self, count: int) -> None:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while self._steering.num_usable != count:  # noqa: ASYNC110  # they are elsewhere
+                await asyncio.sleep(0.05)
+
+
+async def _move_once(clients: _Clients, requests: Sequence[Request], *, how: "How") -> _Moved:
+    from serve_app.pipeline.kv_migration import hand_over
+
+    source, target = await clients.contacts()
+    await clients.close(target.pipeline)
+    streams, tasks = _started(clients, requests)
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while any(len(stream.tokens) < _TOKENS_BEFORE for stream in streams):
+            if any(task.done() for task in tasks):
+                raise EngineError("a stream ended before it was handed over: give --tokens more")
+            await asyncio.sleep(0.01)
+    await clients.open(target.pipeline)
+    began_s = time.monotonic()
+    report = await hand_over(source, target, how=how)
+    await asyncio.gather(*tasks)
+    undisturbed, tasks = _started(clients, [_renamed(request) for request in requests])
+    await asyncio.gather(*tasks)
+    return _Moved(
+        report=report,
+        pauses_s=tuple(stream.longest_wait_s(since_s=began_s) for stream in streams),
+        undisturbed_s=tuple(stream.longest_wait_s(since_s=0.0) for stream in undisturbed),
+        num_broken=sum(stream.error is not None for stream in streams),
+        num_changed=sum(
+            stream.error is None and stream.tokens != right.tokens
+            for stream, right in zip(streams, undisturbed, strict=True)
+        ),
+    )
+
+
+def _started(
+    clients: _Clients, requests: Sequence[Request]
+) -> "tuple[list[_Stream], list[asyncio.Task[None]]]":
+    streams = [_Stream(request=request, tokens=[], arrivals_s=[]) for request in requests]
+    return streams, [asyncio.ensure_future(clients.follow(stream)) for stream in streams]
+
+
+def _requests(options: argparse.Namespace, *, vocab_size: int, tag: str) -> list[Request]:
+    """Prompts that no page cache has seen; the same seeds give the same ones again."""
+    rng = Random(f"{options.seed} {tag}")
+    return [
+        Request(
+            request_id=RequestId(f"{tag}-{i}"),
+            prompt=tuple(
+                TokenId(rng.randrange(3, vocab_size)) for _ in range(options.prompt_tokens)
+            ),
+            sampling=SamplingParams(temperature=0.8, seed=i, max_tokens=options.tokens),
+        )
+        for i in range(options.requests)
+    ]
+
+
+def _renamed(request: Request) -> Request:
+    return Request(
+        request_id=RequestId(f"{request.request_id} undisturbed"),
+        prompt=request.prompt,
+        sampling=request.sampling,
+    )
+
+
+async def _measure(
+    config: ServiceConfig, options: argparse.Namespace, *, vocab_size: int
+) -> "dict[How, list[_Moved]]":
+    clients = _Clients(config)
+    await clients.ready()
+    found: dict[How, list[_Moved]] = {"pages": [], "recompute": []}
+    orders: tuple[tuple[How, How], ...] = (("pages", "recompute"), ("recompute", "pages"))
+    for repeat in range(options.repeats):
+        for how in orders[repeat % 2]:
+            tag = f"{how}-{repeat}"
+            requests = _requests(options, vocab_size=vocab_size, tag=tag)
+            found[how].append(await _move_once(clients, requests, how=how))
+            _say(options, _line(tag, found[how][-1]))
+    return found
+
+
+def _line(tag: str, moved: _Moved) -> str:
+    report = moved.report
+    return (
+        f"{tag:<14} {report.num_requests:>3} streams {report.num_pages:>5} pages "
+        f"{report.num_bytes / 2**20:>7.1f} MiB copied in {report.copy_s:>5.2f} s, pause p50 "
+        f"{_quantile(moved.pauses_s, 0.5):>5.2f} s, p95 {_quantile(moved.pauses_s, 0.95):>5.2f} s"
+        f"{'; ' + report.reason if report.reason and report.how != 'recomputed' else ''}"
+    )
+
+
+def _summary(moves: Sequence[_Moved]) -> dict[str, object]:
+    pauses_s = [pause for moved in moves for pause in moved.pauses_s]
+    undisturbed_s = [wait for moved in moves for wait in moved.undisturbed_s]
+    num_bytes = sum(moved.report.num_bytes for moved in moves)
+    copy_s = sum(moved.report.copy_s for moved in moves)
+    return {
+        "hand_overs": len(moves),
+        "streams": len(pauses_s),
+        "broken": sum(moved.num_broken for moved in moves),
+        "changed": sum(moved.num_changed for moved in moves),
+        "pause_p50_s": _quantile(pauses_s, 0.5),
+        "pause_p95_s": _quantile(pauses_s, 0.95),
+        "undisturbed_wait_p50_s": _quantile(undisturbed_s, 0.5),
+        "undisturbed_wait_p95_s": _quantile(undisturbed_s, 0.95),
+        "pages": sum(moved.report.num_pages for moved in moves),
+        "bytes": num_bytes,
+        "copy_s": copy_s,
+        "seconds": sum(moved.report.seconds for moved in moves),
+        "how": sorted({moved.report.how for moved in moves}),
+        "reasons": sorted({moved.report.reason for moved in moves if moved.report.reason}),
+    }
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """The smallest of these values that so many of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _service(options: argparse.Namespace) -> tuple[ServiceConfig, int]:
+    """Two pipelines that hold all streams twice over, and the size of their vocabulary."""
+    for name in ("requests", "prompt_tokens", "tokens", "repeats", "verify_tp"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: found {getattr(options, name)}, expected 1 or more")
+    longest = options.prompt_tokens + options.tokens
+    num_pages = 2 * options.requests * (-(-longest // _PAGE_SIZE) + 1) + 8
+    engine = EngineConfig(
+        model=ModelConfig(path=options.model),
+        cache=CacheConfig(num_pages=num_pages, page_size=_PAGE_SIZE),
+        parallel=ParallelConfig(verify_tensor_parallel_size=options.verify_tp),
+        speculation=SpeculationConfig(max_draft_tokens=4),
+    )
+    layout = layout_of(engine)
+    if longest > layout.max_model_len:
+        raise ConfigError(
+            f"--prompt-tokens {options.prompt_tokens} and --tokens {options.tokens} are {longest} "
+            f"together, and this model's texts end at {layout.max_model_len}: give less"
+        )
+    config = ServiceConfig(engine=engine, pipelines=PipelinesConfig(min_count=2, max_count=2))
+    return config, layout.spec.vocab_size
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    config, vocab_size = _service(options)
+    prepare_for_local_ray()
+    from ray import serve
+
+    from serve_app.app import build_app
+    from serve_app.session.local_ray import local_ray
+
+    provenance = collect_provenance(seed=options.seed)
+    for line in provenance.lines():
+        _say(options, line)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with local_ray(config, shows_logs=False):
+        serve.start(proxy_location="Disabled")
+        try:
+            serve.run(build_app(config), name=config.app_name, route_prefix=None)
+            found = asyncio.run(_measure(config, options, vocab_size=vocab_size))
+        finally:
+            serve.shutdown()
+    summary = {how: _summary(moves) for how, moves in found.items()}
+    report = {
+        "bench": "handover",
+        "summary": summary,
+        "setting": {
+            name: getattr(options, name)
+            for name in ("requests", "prompt_tokens", "tokens", "repeats", "verify_tp", "seed")
+        },
+        "provenance": provenance.as_json(),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    return int(any(each["broken"] or each["changed"] for each in summary.values()))
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    if not options.json:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eesd bench handover",
+        description="What their KV pages save streams that leave a pipeline.",
+    )
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target")
+    parser.add_argument("--requests", type=int, default=6, help="streams handed over at once")
+    parser.add_argument("--prompt-tokens", type=int, default=800, help="length of each prompt")
+    parser.add_argument("--tokens", type=int, default=300, help="length of each answer")
+    parser.add_argument("--repeats", type=int, default=3, help="hand-overs of each kind")
+    parser.add_argument("--verify-tp", type=int, default=1, help="verify ranks of each pipeline")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--json", action="store_true", help="nothing but the last line")
+    return parser

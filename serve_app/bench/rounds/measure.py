@@ -1,0 +1,407 @@
+"""Where the time of a round goes, over real actors and without HTTP.
+
+    eesd bench rounds [--verify-tp N] [--draft-tp N] [--quick] [--json]
+
+Batches of 1, 4 and 8 requests, plain and drafting, with and without two cohorts (overlap) and
+drafting ahead, and with one or two cohorts as measured costs say (auto). The services of all
+variants stand side by side and take turns with the same requests, so that a machine that slows down
+slows all of them. A round's wall clock is told as the loop that drafts sees it:
+
+    plan, draft (ahead of a verdict too), transfer, verify, collectives, commit, other
+
+`verify` and `collectives` are what the loop waited for, the draft ranks' collectives among the
+latter; what was verified while it drafted stands beside them as `hidden`. Overhead is the share
+that is no model computation: all but draft and verify. Counted are rounds in which nobody is
+prefilled and nobody has left. Every text is compared; exit status 1 when one differs. The last line
+of the output is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol, get_args
+
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Overlap,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from eesd_dist.engine.llm import Generation
+from eesd_dist.errors import ConfigError
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.types import (
+    ControllerName,
+    Request,
+    RequestId,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+
+BATCHES = (1, 4, 8)
+QUICK_BATCHES = (1, 4)
+COLUMNS = ("plan", "draft", "transfer", "verify", "collectives", "commit", "other")
+_FIXED_LENGTH = 4
+
+
+class Runner(Protocol):
+    """A service that takes requests to their ends and tells of its rounds."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
+    def rounds(self) -> Sequence[RoundStats]:
+        """The latest ones, oldest first."""
+        ...
+
+
+Actors = Callable[[Mapping[str, EngineConfig]], AbstractContextManager[Mapping[str, Runner]]]
+"""Starts one service for each engine, side by side, and ends them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    overlap: Overlap
+    draft_ahead: bool
+
+    @property
+    def name(self) -> str:
+        cohorts = {False: "1 cohort", True: "2 cohorts", "auto": "auto"}[self.overlap]
+        return f"{cohorts}, {'ahead' if self.draft_ahead else 'not ahead'}"
+
+
+QUICK_VARIANTS = tuple(Variant(overlap=o, draft_ahead=True) for o in (False, True))
+VARIANTS = (
+    *QUICK_VARIANTS,
+    Variant(overlap="auto", draft_ahead=True),
+    *(Variant(overlap=o, draft_ahead=False) for o in (False, True)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The loop's wall clock over some rounds; seconds in all."""
+
+    num_rounds: int
+    num_tokens: int
+    plan: float
+    draft: float
+    transfer: float
+    verify: float
+    collectives: float
+    commit: float
+    other: float
+    hidden: float
+    """Verified while the loop did something else."""
+    sent_bytes: int
+    received_bytes: int
+    group_bytes: int
+    """Between the ranks of each stage, out and in, as their ranks 0 count them."""
+
+    @property
+    def wall(self) -> float:
+        return float(sum(getattr(self, column) for column in COLUMNS))
+
+    @property
+    def overhead(self) -> float:
+        """The share that is no model computation."""
+        return 1.0 - (self.draft + self.verify) / self.wall if self.wall else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall if self.wall else 0.0
+
+    def as_json(self) -> dict[str, float]:
+        count = max(self.num_rounds, 1)
+        row = {f"{column}_ms": 1e3 * getattr(self, column) / count for column in COLUMNS}
+        row |= {"hidden_ms": 1e3 * self.hidden / count, "round_ms": 1e3 * self.wall / count}
+        for name in ("sent_bytes", "received_bytes", "group_bytes"):
+            row[f"{name}_per_round"] = getattr(self, name) / count
+        return row | {
+            "rounds": self.num_rounds,
+            "tokens": self.num_tokens,
+            "rounds_per_s": self.num_rounds / self.wall if self.wall else 0.0,
+            "tokens_per_s": self.tokens_per_s,
+            "overhead": self.overhead,
+        }
+
+
+def split_of(rounds: Sequence[RoundStats]) -> Split:
+    """Adds up; the wait for a verdict is transfer first, then what the verify ranks did."""
+    draft = transfer = verify = collectives = hidden = 0.0
+    for stats in rounds:
+        on_the_way = min(stats.transfer_s, stats.waited_s)
+        seen = stats.waited_s - on_the_way
+        waiting = min(stats.collective_s / stats.verify_s, 1.0) if stats.verify_s else 0.0
+        drafting = stats.draft_s + stats.ahead_s
+        for_draft_ranks = min(stats.draft_group.wait_s, drafting)
+        draft += drafting - for_draft_ranks
+        transfer += on_the_way
+        collectives += seen * waiting + for_draft_ranks
+        verify += seen * (1.0 - waiting)
+        hidden += max(stats.verify_s - seen, 0.0)
+    groups = [group for stats in rounds for group in (stats.verify_group, stats.draft_group)]
+    return Split(
+        num_rounds=len(rounds),
+        num_tokens=sum(stats.num_emitted for stats in rounds),
+        plan=sum(stats.plan_s for stats in rounds),
+        draft=draft,
+        transfer=transfer,
+        verify=verify,
+        collectives=collectives,
+        commit=sum(stats.commit_s for stats in rounds),
+        other=sum(stats.other_s for stats in rounds),
+        hidden=hidden,
+        sent_bytes=sum(stats.sent_bytes for stats in rounds),
+        received_bytes=sum(stats.received_bytes for stats in rounds),
+        group_bytes=sum(group.sent_bytes + group.received_bytes for group in groups),
+    )
+
+
+def steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
+    """Those of decoding alone from when everybody has come until somebody leaves."""
+    decoding = [stats for stats in rounds if stats.num_prefill_rows == 0]
+    first: dict[RequestId, int] = {}
+    last: dict[RequestId, int] = {}
+    for number, stats in enumerate(decoding):
+        for request_id in stats.request_ids:
+            first.setdefault(request_id, number)
+            last[request_id] = number
+    if not first:
+        return []
+    return decoding[max(first.values()) : min(last.values()) + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the report, whoever runs it."""
+
+    batch: int
+    drafting: bool
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}, {'drafting' if self.drafting else 'plain'}"
+
+
+Splits = dict[tuple[Setting, Variant], list[Split]]
+"""One for each repeat."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    splits: Splits
+    texts_changed: int = 0
+
+
+class Bench:
+    """The same requests through every variant in turn."""
+
+    def __init__(
+        self,
+        runners: Mapping[Variant, Runner],
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int,
+        controller: ControllerName,
+    ) -> None:
+        self._runners = runners
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._controller: ControllerName = controller
+        self._last: dict[Variant, int] = dict.fromkeys(runners, 0)
+        """The last round of each that has been looked at."""
+        self._num_asked = 0
+
+    def run(
+        self, settings: Sequence[Setting], *, repeats: int, say: Callable[[str], None]
+    ) -> Measured:
+        measured = Measured(splits={})
+        for variant in self._runners:
+            self._one(variant, Setting(batch=1, drafting=True))  # warms it
+        for repeat in range(repeats):
+            for number, setting in enumerate(settings):
+                texts: list[list[list[TokenId]]] = []
+                for variant in _rotated(list(self._runners), repeat + number):
+                    split, text = self._one(variant, setting)
+                    measured.splits.setdefault((setting, variant), []).append(split)
+                    texts.append(text)
+                measured.texts_changed += sum(
+                    a != b for text in texts[1:] for a, b in zip(text, texts[0], strict=True)
+                )
+            say(f"repeat {repeat + 1} of {repeats} done")
+        return measured
+
+    def _one(self, variant: Variant, setting: Setting) -> tuple[Split, list[list[TokenId]]]:
+        runner = self._runners[variant]
+        done = runner.generate(self._requests(setting))
+        rounds = [stats for stats in runner.rounds() if stats.round_id > self._last[variant]]
+        self._last[variant] = max([self._last[variant], *(stats.round_id for stats in rounds)])
+        return split_of(steady(rounds)), [generation.tokens for generation in done]
+
+    def _requests(self, setting: Setting) -> list[Request]:
+        self._num_asked += 1
+        speculation = SpeculationParams(mode="off")
+        if setting.drafting:
+            speculation = SpeculationParams(controller=self._controller)
+        chosen = itertools.islice(itertools.cycle(self._prompts), setting.batch)
+        return [
+            Request(
+                request_id=RequestId(f"rounds-{self._num_asked}-{i}"),
+                prompt=prompt.tokens,
+                sampling=SamplingParams(temperature=0.0, seed=i, max_tokens=self._max_tokens),
+                speculation=speculation,
+                workload=prompt.workload,
+            )
+            for i, prompt in enumerate(chosen)
+        ]
+
+
+def over_one_cohort(splits: Splits, setting: Setting, variant: Variant) -> float | None:
+    """Tokens per second over those of the same with one cohort, run by run; the middle one."""
+    one, other = splits[setting, replace(variant, overlap=False)], splits[setting, variant]
+    ratios = [
+        b.tokens_per_s / a.tokens_per_s
+        for a, b in zip(one, other, strict=True)
+        if a.tokens_per_s and b.tokens_per_s
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def added(splits: Sequence[Split]) -> Split:
+    """All repeats as one."""
+    total = splits[0]
+    for split in splits[1:]:
+        sums = {name: value + getattr(split, name) for name, value in asdict(total).items()}
+        total = replace(total, **sums)
+    return total
+
+
+def engine_config(options: argparse.Namespace, variant: Variant) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=options.model, head=options.head),
+        cache=CacheConfig(num_pages=256),
+        scheduler=SchedulerConfig(max_running=max(BATCHES), overlap=variant.overlap),
+        speculation=SpeculationConfig(
+            fixed_length=_FIXED_LENGTH, draft_ahead=variant.draft_ahead, max_draft_tokens=8
+        ),
+        parallel=ParallelConfig(
+            draft_tensor_parallel_size=options.draft_tp,
+            verify_tensor_parallel_size=options.verify_tp,
+            timeout_s=60.0,
+        ),
+    )
+
+
+def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, object]:
+    rows: list[dict[str, object]] = []
+    for (setting, variant), splits in measured.splits.items():
+        rows.append({**asdict(setting), **asdict(variant), **added(splits).as_json()})
+    ratios = [
+        {**asdict(setting), **asdict(variant), "over_one_cohort": ratio}
+        for setting in settings
+        for variant, ratio in _ratios(measured.splits, setting)
+    ]
+    return {"rows": rows, "overlap": ratios, "texts_changed": measured.texts_changed}
+
+
+def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
+    """For people: milliseconds a round."""
+    heads = ("round", *COLUMNS, "hidden")
+    lines = ["ms a round".ljust(42) + "".join(f"{head:>12}" for head in heads)]
+    lines[0] += f"{'overhead':>10}{'rounds/s':>10}{'tokens/s':>10}"
+    for setting in settings:
+        for (found, variant), splits in measured.splits.items():
+            if found != setting:
+                continue
+            row = added(splits).as_json()
+            lines.append(
+                f"{setting.name}, {variant.name}".ljust(42)
+                + "".join(f"{row[f'{head}_ms']:12.3f}" for head in heads)
+                + f"{row['overhead']:10.1%}{row['rounds_per_s']:10.1f}{row['tokens_per_s']:10.1f}"
+            )
+        for variant, ratio in _ratios(measured.splits, setting):
+            lines.append(f"  {variant.name}, over one cohort: {ratio:.3f} x tokens/s")
+    return lines
+
+
+def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Variant, float]]:
+    for found, variant in splits:
+        if found == setting and variant.overlap is not False:
+            ratio = over_one_cohort(splits, setting, variant)
+            if ratio is not None:
+                yield variant, ratio
+
+
+def main(argv: Sequence[str], *, actors: Actors) -> int:
+    options = _options(argv)
+
+    def say(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    settings = [
+        Setting(batch=batch, drafting=drafting)
+        for batch in (QUICK_BATCHES if options.quick else BATCHES)
+        for drafting in (False, True)
+    ]
+    variants = QUICK_VARIANTS if options.quick else VARIANTS
+    repeats = options.repeats or (1 if options.quick else 5)
+    max_tokens = options.max_tokens or (24 if options.quick else 64)
+    with actors({v.name: engine_config(options, v) for v in variants}) as runners:
+        bench = Bench(
+            {variant: runners[variant.name] for variant in variants},
+            prompts,
+            max_tokens=max_tokens,
+            controller=options.controller,
+        )
+        measured = bench.run(settings, repeats=repeats, say=say)
+    for line in lines_of(measured, settings):
+        say(line)
+    report = report_of(measured, settings)
+    report |= {"verify_tp": options.verify_tp, "draft_tp": options.draft_tp, "repeats": repeats}
+    report |= {"max_tokens": max_tokens, "controller": options.controller}
+    report["provenance"] = collect_provenance(seed=0).as_json()
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 1 if measured.texts_changed else 0
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="eesd bench rounds", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--model", type=Path, required=True)
+    add("--head", type=Path)
+    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
+    add("--verify-tp", type=int, default=1, metavar="N", help="ranks of the verify stage (1)")
+    add("--draft-tp", type=int, default=1, metavar="N", help="ranks of the draft stage (1)")
+    add("--controller", choices=get_args(ControllerName), default="fixed", help="(fixed, 4 tokens)")
+    add("--max-tokens", type=int, help="of each text (64; 24 with --quick)")
+    add("--repeats", type=int, help="turns of every variant (5; 1 with --quick)")
+    add("--quick", action="store_true", help="two variants, batches of 1 and 4")
+    add("--json", action="store_true", help="only the last line")
+    options = parser.parse_args(argv)
+    for name in ("verify_tp", "draft_tp"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)}: a stage has 1 rank or more")
+    return options
+
+
+def _rotated(variants: list[Variant], turn: int) -> list[Variant]:
+    at = turn % len(variants)
+    return variants[at:] + variants[:at]

@@ -1,0 +1,1 @@
+"""`eesd bench router`: what planning by the router costs."""

@@ -1,0 +1,1 @@
+"""The HTTP deployment: requests go out to pipelines, emissions come back."""

@@ -1,0 +1,151 @@
+"""The HTTP end of the service: one stateless FastAPI application on Serve.
+
+Everything about HTTP and the OpenAI dialect is `serve_app.openai`; here it is only given its
+surroundings: a client that reaches the pipelines, a tokenizer, a health check, metrics.
+"""
+
+import asyncio
+import os
+import time
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import SecretStr
+from ray import serve
+
+from eesd_dist.errors import EngineError
+from eesd_dist.text import Tokenizer
+from eesd_dist.workers.process import prepare_process, tracing_of
+from serve_app.config import ServiceConfig
+from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.metrics_page import merged
+from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.openai.api import Degraded, build_api
+from serve_app.pipeline.deployment import PipelineControl
+from serve_app.router import find_router
+
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class Ingress:
+    """Deployed by `serve_app.app`."""
+
+    def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
+        prepare_process()
+        self._config = config
+        self._api_key = api_key
+        self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
+        self._steering = Steering(config, ingress=serve.get_replica_context().replica_id.unique_id)
+        self._client = ServiceClient(
+            pipelines, recovery=config.recovery, tracing=self._tracing, steering=self._steering
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        config = self._config
+        self._steering.start()
+        app = build_api(
+            self._client,
+            tokenizer=Tokenizer.load(config.engine.model.path),
+            model_name=config.served_model_name,
+            max_model_len=_max_model_len(config),
+            health=self._health,
+            metrics=self._metrics,
+            tracing=self._tracing,
+            max_draft_tokens=config.engine.speculation.max_draft_tokens,
+            workloads_by_temperature=config.router.workloads_by_temperature,
+            api_key=key_of(config, handed_over=self._api_key),
+            created_unix_s=int(time.time()),
+        )
+        app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
+        app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
+        app.add_api_route("/debug/controllers", self._controllers, methods=["GET"])
+        return app
+
+    async def flush(self) -> None:
+        """Sends spans that are still waiting, before this replica is taken down."""
+        await asyncio.to_thread(self._tracing.flush)
+
+    async def _health(self) -> str | None:
+        """Healthy as soon as one pipeline is; degraded when none is that is not."""
+        timeout_s = self._config.health.probe_timeout_s + _ANSWER_TIMEOUT_S
+        try:
+            answers = await self._client.health(timeout_s=timeout_s)
+        except EngineError as error:
+            return str(error)
+        healthy = [answer for answer in answers if answer.is_healthy]
+        if healthy and all(answer.degraded for answer in healthy):
+            return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
+        if healthy:
+            return None
+        return "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
+
+    async def _metrics(self) -> bytes:
+        pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)
+        return merged(pages) + self._steering.page()
+
+    async def _rounds(self) -> dict[str, object]:
+        """Where the time of the latest rounds went."""
+        rounds = await self._client.rounds(timeout_s=_ANSWER_TIMEOUT_S)
+        return {"rounds": [asdict(stats) for stats in rounds]}
+
+    async def _pipelines(self) -> dict[str, object]:
+        """Which processes serve, and how often they were interrupted."""
+        states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
+        return {"pipelines": [asdict(state) for state in states]}
+
+    async def _controllers(self) -> dict[str, object]:
+        """What is believed about acceptance, by class, and what decides draft lengths from it."""
+        parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            router: dict[str, object] = await find_router(self._config.router).describe.remote()
+        speculation = self._config.engine.speculation
+        return {
+            "default": {
+                "controller": speculation.controller,
+                "parameters": speculation.model_dump(mode="json", exclude={"controller"}),
+            },
+            "pinned": router["pinned"],
+            "checkpoint": router["checkpoint"],
+            "num_live": router["num_live"],
+            "workloads": router["workloads"],
+            "pipelines": [_as_json(part) for part in parts],
+        }
+
+
+def key_of(config: ServiceConfig, *, handed_over: SecretStr | None) -> str | None:
+    """What clients must send: the key of who has started the service, or else this node's, whose
+    environment is another one in a cluster."""
+    if handed_over is not None:
+        return handed_over.get_secret_value()
+    return os.environ.get(config.api_key_env) or None
+
+
+def _as_json(part: PipelineControl) -> dict[str, object]:
+    control = part.control
+    counts = zip_longest(control.drafted_by_position, control.accepted_by_position, fillvalue=0)
+    return {
+        "pipeline": part.pipeline,
+        "num_live": part.num_live,
+        "head": None if control.head is None else asdict(control.head),
+        "calibration": control.calibration,
+        "cost": control.cost,
+        "acceptance_by_position": [
+            {
+                "position": position,
+                "num_drafted": drafted,
+                "num_accepted": accepted,
+                "rate": accepted / drafted if drafted else None,
+            }
+            for position, (drafted, accepted) in enumerate(counts, start=1)
+        ],
+        "spool": None if control.spool is None else asdict(control.spool),
+    }
+
+
+def _max_model_len(config: ServiceConfig) -> int:
+    # Imports torch, which the tokenizer has already brought into this process.
+    from eesd_dist.engine.build import layout_of
+
+    return layout_of(config.engine).max_model_len

@@ -1,0 +1,331 @@
+"""The ingress's way to the pipelines: requests go out over Serve, emissions come back.
+
+A stream whose pipeline is lost goes on from its tokens with another one, and so does, at once, a
+stream that its pipeline hands over. Serve's and Ray's exceptions become ours here.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from contextvars import Context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.serve.exceptions import BackPressureError, RayServeException
+
+from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, Moved, PeerLost
+from eesd_dist.telemetry import names
+from eesd_dist.telemetry.tracing import Tracing, open_route_span
+from eesd_dist.types import Emission, Request, RequestId, RoundStats
+from eesd_dist.workers.messages import StreamItem
+from eesd_dist.workers.process import PROCESS_LOST
+from serve_app.config import RecoveryConfig
+from serve_app.ingress.load_balancing import Steering
+from serve_app.pipeline.deployment import Health, MetricsPage, PipelineControl, PipelineState, Taken
+from serve_app.pipeline.resume import resumed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ASK_AGAIN_S = 0.5
+_STATE_S = 3.0
+"""How long a pipeline may take to say whether it is whole: who is frozen holds up nobody."""
+_REST_S = 2.0
+"""So long the others still have once one has answered to a health check."""
+_LISTEN_S = 2.0
+"""How often it is asked, about a stream that is silent, whether its pipeline is still there."""
+_LET_GO_S = 10.0
+"""So long is a pipeline told to let go of a stream that is read elsewhere."""
+_MAX_MOVES = 3
+"""So often a stream is handed on without a token in between; then it waits like a broken one."""
+
+
+@dataclass(slots=True)
+class _Journey:
+    """What a stream has been told about where to go on."""
+
+    moved: Moved | None = None
+    """The last such word, until a pipeline has taken the stream."""
+    refused: set[str] = field(default_factory=set)
+    """Who has sent it on since its last token."""
+    num_attempts: int = 0
+
+    def heard(self, item: StreamItem) -> None:
+        self.moved = item if isinstance(item, Moved) else None
+        if self.moved is not None:
+            self.refused.add(self.moved.by)
+        elif not isinstance(item, EesdError):
+            self.refused.clear()
+
+
+class ServiceClient:
+    """An `EngineClient` (serve_app.openai.client) over a handle to the pipelines."""
+
+    def __init__(
+        self, pipelines: Any, *, recovery: RecoveryConfig, tracing: Tracing, steering: Steering
+    ) -> None:
+        self._pipelines = pipelines
+        self._steering = steering
+        self._tracing = tracing
+        self._streams = pipelines.options(stream=True)
+        self._recovery = recovery
+        self._open: dict[RequestId, Any] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+        """What nobody waits for."""
+
+    async def stream(self, request: Request) -> AsyncIterator[Emission]:
+        self._steering.start()
+        async with aclosing(
+            resumed(
+                request,
+                source=partial(self._from_pipeline, journey=_Journey()),
+                until_whole=self._until_whole,
+                max_interruptions=self._recovery.max_interruptions,
+                room_wait_s=self._recovery.stream_pause_s,
+                max_moves=_MAX_MOVES,
+            )
+        ) as parts:
+            async for emissions in parts:
+                for emission in emissions:
+                    yield emission
+
+    async def abort(self, request_id: RequestId) -> None:
+        responses = self._open.get(request_id)
+        if responses is not None:
+            responses.cancel()
+
+    async def health(self, *, timeout_s: float) -> tuple[Health, ...]:
+        """Every pipeline's own word; raises EngineError when none can be asked."""
+        return await self._of_all("health", timeout_s=timeout_s, rest_s=_REST_S)
+
+    async def states(self, *, timeout_s: float) -> tuple[PipelineState, ...]:
+        return await self._of_all("state", timeout_s=timeout_s)
+
+    async def metrics(self, *, timeout_s: float) -> tuple[MetricsPage, ...]:
+        """Every pipeline's metrics in Prometheus' text form."""
+        return await self._of_all("metrics", timeout_s=timeout_s)
+
+    async def control(self, *, timeout_s: float) -> tuple[PipelineControl, ...]:
+        """What every pipeline's controllers go by."""
+        return await self._of_all("control", timeout_s=timeout_s)
+
+    async def rounds(self, *, timeout_s: float) -> tuple[RoundStats, ...]:
+        """Every pipeline's latest rounds."""
+        parts = await self._of_all("rounds", timeout_s=timeout_s)
+        return tuple(stats for part in parts for stats in part)
+
+    async def _of_all(
+        self, method: str, *, timeout_s: float, rest_s: float | None = None
+    ) -> tuple[Any, ...]:
+        """The answers of those that answer in time; the others have `rest_s` after the first."""
+        deadline_s = time.monotonic() + timeout_s
+        broadcast = self._pipelines.broadcast(method)
+        try:
+            # Ray's own way to the answers has one deadline for all of them.
+            async with asyncio.timeout(timeout_s):
+                calls = await broadcast._fetch_replica_results_async()
+            answers = await answered(
+                [call.get_async() for call in calls],
+                timeout_s=deadline_s - time.monotonic(),
+                rest_s=rest_s,
+            )
+        except TimeoutError as error:
+            raise EngineError(f"no pipeline has answered within {timeout_s:g} s") from error
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise _ours(error) from error
+        good = tuple(answer for answer in answers if not isinstance(answer, Exception))
+        if not good:
+            raise EngineError(
+                f"no pipeline answers: {answers[0]}" if answers else "no pipeline is running"
+            )
+        return good
+
+    async def _from_pipeline(
+        self, request: Request, *, journey: _Journey
+    ) -> AsyncGenerator[StreamItem, None]:
+        tokens = [*request.prompt, *request.generated]
+        choice = self._steering.choose(tokens, moved=journey.moved, refused=journey.refused)
+        target = None if choice is None else choice.address
+        pipeline: str | None = None if choice is None else choice.pipeline
+        journey.num_attempts += 1
+        attempt = journey.num_attempts
+        # Serve gives all calls of one HTTP request the same id and routes only one of them: a
+        # request's choices (n) would wait for ever. Outside of its context each has its own id.
+        responses = Context().run(
+            self._streams.stream.remote,
+            request,
+            target=target,
+            attempt=attempt,
+            sender=self._steering.sender,
+            must_take=choice is None and bool(journey.refused),
+        )
+        self._open[request.request_id] = responses
+        is_over = False
+        try:
+            with open_route_span(
+                self._tracing, traceparent=request.traceparent, request_id=request.request_id
+            ) as route:
+                taken = await self._taken(responses, pipeline)
+                route.set({names.PIPELINE: taken.pipeline})
+            self._steering.taken(choice, by=taken.pipeline)
+            pipeline, target = taken.pipeline, taken.address
+            while True:
+                try:
+                    item = await self._next(responses, pipeline)
+                except StopAsyncIteration:
+                    break
+                journey.heard(item)
+                is_over = isinstance(item, EesdError) or item[-1].finish_reason is not None
+                if not isinstance(item, EesdError):
+                    tokens += [token for emission in item for token in emission.tokens]
+                yield item
+        except (ray.exceptions.RayError, RayServeException) as error:
+            # Over a link that fails for a moment, it may go on there: it is cancelled all the same.
+            is_over = False
+            if isinstance(error, PROCESS_LOST) and pipeline is not None:
+                self._steering.lost(pipeline)
+            if isinstance(error, ray.exceptions.ActorUnavailableError):
+                self._let_go(request.request_id, attempt, at=target)
+            yield _ours(error)
+        except EesdError as error:
+            if isinstance(error, PeerLost) and pipeline is not None:
+                self._steering.lost(pipeline)
+            yield error
+        finally:
+            if pipeline is not None:
+                self._steering.ended(pipeline, tokens)
+            if self._open.get(request.request_id) is responses:
+                del self._open[request.request_id]
+            if not is_over:
+                responses.cancel()
+
+    def _let_go(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
+        """Ray cancels no call that has failed, and behind a link that failed it may go on."""
+        if at is not None:
+            self._errands.add(task := asyncio.ensure_future(self._told(request_id, attempt, at)))
+            task.add_done_callback(self._errands.discard)
+
+    async def _told(self, request_id: RequestId, attempt: int, address: str) -> None:
+        sender, call = self._steering.sender, self._pipelines.let_go_of.remote
+        deadline_s = time.monotonic() + _LET_GO_S
+        while time.monotonic() < deadline_s:
+            try:
+                async with asyncio.timeout(_STATE_S):
+                    told = await Context().run(call, request_id, attempt, sender, target=address)
+                if told == address:
+                    return
+            except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+                logger.debug("not told to let go: request=%s error=%r", request_id, error)
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _next(self, responses: Any, pipeline: str | None) -> Any:
+        """The next item. Raises PeerLost when its pipeline is not there any more."""
+        return await next_of(
+            responses, is_gone=lambda: pipeline is not None and self._steering.is_gone(pipeline)
+        )
+
+    async def _taken(self, responses: Any, pipeline: str | None) -> Taken:
+        """Waits for the first item: a pipeline has the request in its ledger."""
+        pause_s = self._recovery.stream_pause_s
+        try:
+            async with asyncio.timeout(pause_s):
+                taken: Taken = await self._next(responses, pipeline)
+        except TimeoutError as error:
+            raise PeerLost(
+                peer="pipeline", operation="stream", reason=f"no word within {pause_s:g} s"
+            ) from error
+        except StopAsyncIteration as error:
+            raise PeerLost(
+                peer="pipeline", operation="stream", reason="it ended before it began"
+            ) from error
+        return taken
+
+    async def _until_whole(self, lost: EesdError) -> None:
+        """Until some pipeline takes requests, or at least goes on with those that it is made to
+        take; Serve replaces the one that was lost."""
+        pause_s = self._recovery.stream_pause_s
+        try:
+            async with asyncio.timeout(pause_s):
+                while not await self._is_any_there():  # noqa: ASYNC110  # they are elsewhere
+                    await asyncio.sleep(_ASK_AGAIN_S)
+        except TimeoutError as error:
+            raise EngineError(f"no pipeline within {pause_s:g} s to go on with: {lost}") from error
+
+    async def _is_any_there(self) -> bool:
+        if self._steering.num_usable:
+            return True
+        try:  # the router may be silent, and one that drains is better than none
+            states = await self._of_all("state", timeout_s=_STATE_S)
+        except EngineError:  # none is there yet
+            return False
+        return any(state.is_whole for state in states)
+
+
+async def answered(
+    calls: Sequence[Awaitable[Any]], *, timeout_s: float, rest_s: float | None = None
+) -> tuple[Any, ...]:
+    """What the calls answer, exceptions included, without those that are silent.
+
+    Once one has answered the others have `rest_s`, or all that is left. Raises TimeoutError when
+    none has.
+    """
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    silent = set(tasks)
+    deadline_s = loop.time() + timeout_s
+    try:
+        while silent and (left_s := deadline_s - loop.time()) > 0:
+            done, silent = await asyncio.wait(
+                silent, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if rest_s is not None and any(task.exception() is None for task in done):
+                deadline_s = min(deadline_s, loop.time() + rest_s)
+    finally:
+        for task in silent:
+            task.cancel()
+    if tasks and len(silent) == len(tasks):
+        raise TimeoutError
+    return tuple(task.exception() or task.result() for task in tasks if task not in silent)
+
+
+async def next_of(items: AsyncIterator[Any], *, is_gone: Callable[[], bool]) -> Any:
+    """The next item, however long it takes, unless who sends them `is_gone`: then PeerLost."""
+    loop = asyncio.get_running_loop()
+    wait = asyncio.timeout(None)
+    timer: asyncio.TimerHandle
+
+    def listen() -> None:
+        nonlocal timer
+        if is_gone():
+            wait.reschedule(loop.time())
+        else:
+            timer = loop.call_later(_LISTEN_S, listen)
+
+    timer = loop.call_later(_LISTEN_S, listen)
+    try:
+        async with wait:
+            return await anext(items)
+    except TimeoutError as error:
+        if not wait.expired():
+            raise
+        raise PeerLost(
+            peer="pipeline", operation="stream", reason="the router does not hear of it any more"
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def _ours(error: Exception) -> EesdError:
+    if isinstance(error, BackPressureError):
+        return CapacityError(str(error))
+    if isinstance(error, PROCESS_LOST):
+        return PeerLost(peer="pipeline replica", operation="stream", reason=PROCESS_DIED)
+    cause = getattr(error, "cause", None)
+    return (
+        cause if isinstance(cause, EesdError) else EngineError(f"{type(error).__name__}: {error}")
+    )

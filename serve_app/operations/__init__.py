@@ -1,0 +1,1 @@
+"""Brings a service up and down, and operates one that runs: connecting, promoting a head."""

@@ -1,0 +1,148 @@
+"""A service that runs somewhere, entered by its operator: its router and its pipelines over Ray.
+
+Whoever can join a cluster's Ray can do anything there; so these are the service's admin rights, and
+nothing over HTTP changes anything. Ray's exceptions become ours here.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from eesd_dist.errors import ConfigError, EesdError, EngineError
+from eesd_dist.workers.messages import HeadReport
+from serve_app.config import RouterConfig
+from serve_app.pipeline.drain import Drained
+from serve_app.router import find_router
+from serve_app.session.local_ray import joined_ray
+
+_ANSWER_TIMEOUT_S = 15.0
+_LOAD_TIMEOUT_S = 900.0
+_DRAIN_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedService:
+    """A service within reach."""
+
+    router: Any
+    app_name: str
+
+    def pin(self) -> None:
+        self._ask("pin")
+
+    def unpin(self) -> None:
+        self._ask("unpin")
+
+    def priors(self) -> Mapping[str, object]:
+        """All pools, in the form that `set_priors` takes."""
+        found: Mapping[str, object] = self._ask("priors")
+        return found
+
+    def set_priors(self, snapshot: Mapping[str, object]) -> int:
+        """How many classes it has; raises ConfigError for a snapshot that is none."""
+        return int(self._ask("set_priors", snapshot))
+
+    def load_head(self, folder: str, *, instead_of: Collection[str] = ()) -> list[HeadReport]:
+        """Every pipeline drafts with this head from its next round on.
+
+        Raises CheckpointError or ConfigError when it does not fit, or when a pipeline drafts with
+        none of the heads that it was to take the place of (sha256; empty: any): nothing has
+        changed then.
+        """
+        if instead_of:
+            self._require_drafts_with(instead_of, new=folder)
+        answers = self._ask_pipelines("load_head", folder, timeout_s=_LOAD_TIMEOUT_S)
+        reports = [answer for answer in answers if isinstance(answer, HeadReport)]
+        refusals = [_ours(answer) for answer in answers if isinstance(answer, Exception)]
+        if refusals and reports:
+            raise EngineError(
+                f"{len(reports)} of {len(answers)} pipelines took {folder}, the others did not: "
+                f"{refusals[0]}; promote it again, or the head from before"
+            )
+        if refusals:
+            raise refusals[0]
+        if not reports:
+            raise EngineError(f"no pipeline of {self.app_name!r} is running")
+        return reports
+
+    def drain(self, pipeline: str) -> Drained:
+        """Its live streams go on elsewhere, and it takes no more requests.
+
+        Raises ConfigError where no pipeline has this name, or no other one takes requests.
+        """
+        drained: Drained = self._ask_pipeline("drain", pipeline)
+        return drained
+
+    def undrain(self, pipeline: str) -> None:
+        self._ask_pipeline("undrain", pipeline)
+
+    def _ask_pipeline(self, method: str, name: str) -> Any:
+        """The answer of the one that is meant; the others have none."""
+        answers = self._ask_pipelines(method, name, timeout_s=_DRAIN_TIMEOUT_S)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise _ours(answer)
+            if answer is not None:
+                return answer
+        raise ConfigError(
+            f"no pipeline {name!r} in {self.app_name!r}, which has {len(answers)}: `eesd "
+            "pipelines` lists them"
+        )
+
+    def _require_drafts_with(self, expected: Collection[str], *, new: str) -> None:
+        for answer in self._ask_pipelines("control", timeout_s=_ANSWER_TIMEOUT_S):
+            if isinstance(answer, Exception):
+                raise _ours(answer)
+            head = answer.control.head
+            if head is not None and head.sha256 not in expected:
+                raise ConfigError(
+                    f"not promoted: {answer.pipeline} drafts with {head.folder} "
+                    f"({head.sha256[:12]}), expected the head that {new} was compared with: "
+                    "refresh the serving head, or promote this one with `eesd controllers promote`"
+                )
+
+    def _ask_pipelines(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
+        """An answer, or an exception, of each."""
+        try:
+            pipelines = serve.get_deployment_handle("Pipeline", self.app_name)
+            answers: list[Any] = pipelines.broadcast(method, *arguments).results(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+        except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
+            raise EngineError(f"no pipeline of {self.app_name!r} answers: {error}") from error
+        return answers
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        try:
+            return ray.get(
+                getattr(self.router, method).remote(*arguments), timeout=_ANSWER_TIMEOUT_S
+            )
+        except ray.exceptions.RayError as error:
+            raise _ours(error) from error
+
+
+@contextmanager
+def joined(address: str, *, router: RouterConfig, app_name: str) -> Iterator[JoinedService]:
+    """A Ray that this process has joined already is used as it is, and not left.
+
+    Raises ConfigError where there is no such cluster, EngineError where no router is in it.
+    """
+    with ExitStack() as entered:
+        if not ray.is_initialized():
+            entered.enter_context(joined_ray(address, shows_logs=False))
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        yield JoinedService(router=find_router(router), app_name=app_name)
+
+
+def _ours(error: Exception) -> EesdError:
+    cause = getattr(error, "cause", None)
+    for candidate in (cause, error):
+        if isinstance(candidate, EesdError):
+            return candidate
+    return EngineError(f"{type(error).__name__}: {error}")

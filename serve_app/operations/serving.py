@@ -1,0 +1,384 @@
+"""`eesd serve`: brings the service up, says when it is ready, and takes it down without a trace.
+
+It owns the order of things on the way up and down, and the signals that start the way down. What
+is served, and by whom, is `serve_app.app`.
+"""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import ray
+from pydantic import SecretStr
+from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
+from serve_app.app import application_of
+from serve_app.config import ServiceConfig, TelemetryConfig
+from serve_app.session.connection_file import pass_for
+from serve_app.session.local_ray import joined_ray, local_ray
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+_QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+_POLL_S = 0.25
+_FLUSH_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 3.0
+_MAX_MISSED_LOOKS = 20
+_OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
+
+
+class Stopping:
+    """Set by the first Ctrl-C or SIGTERM; the second one is the system's own again."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._before: dict[int, object] = {}
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+    def listen(self) -> None:
+        """Again after Ray has started: it puts its own handler in place."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool, say: Say) -> None:
+    """Until told to stop; `shows_logs` lets the actors' logs through.
+
+    Raises ConfigError when the service cannot be started as it is.
+    """
+    _check_early(config, is_ours=address is None)
+    stopping = Stopping()
+    stopping.listen()
+    began_s = time.monotonic()
+    where = (
+        local_ray(config, shows_logs=shows_logs)
+        if address is None
+        else joined_ray(address, shows_logs=shows_logs)
+    )
+    say(f"starting {config.served_model_name} ...")
+    try:
+        with where, _findable(config, is_ours=address is None):
+            stopping.listen()
+            _serve_until_stopped(
+                config, stopping, began_s=began_s, is_ours=address is None, say=say
+            )
+    except SystemExit:  # a signal while Ray was starting is answered by Ray's own handler
+        logger.info("stopped while starting")
+    say("stopped: no process is left" if address is None else "stopped")
+
+
+@contextmanager
+def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
+    """The whole service for as long as the block runs: for what measures it from outside."""
+    where = (
+        local_ray(config, shows_logs=False)
+        if address is None
+        else joined_ray(address, shows_logs=False)
+    )
+    with where:
+        _start_serve(config)
+        try:
+            _bring_up(config, Stopping())
+            yield
+        finally:
+            _take_down(config, is_ours=address is None)
+
+
+def _serve_until_stopped(
+    config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
+) -> None:
+    url = _start_serve(config)
+    try:
+        _bring_up(config, stopping)
+        if not stopping.is_set:
+            took_s = time.monotonic() - began_s
+            say(_welcome(config, url=url, took_s=took_s, is_ours=is_ours))
+            _stay(config, stopping, say=say)
+    finally:
+        say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
+        _take_down(config, is_ours=is_ours)
+
+
+def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
+    """What a person got wrong most likely, said at once rather than after Ray has started."""
+    folder = config.engine.model.path
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            file=folder,
+            found="no config.json",
+            expected="a Hugging Face model folder",
+            advice="name one with --model",
+        )
+    if is_ours:  # a cluster's head may be elsewhere, and its Serve may listen there already
+        _require_free(config)
+
+
+def _require_free(config: ServiceConfig) -> None:
+    # As Serve does it, for which every name is one of IPv4.
+    family = socket.AF_INET6 if _is_ipv6(config.host) else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {_at(config.host, config.port)}: {error.strerror}; choose another "
+            "with --host or --port"
+        ) from error
+
+
+@contextmanager
+def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
+    """This user's other commands can join a Ray of our own; a cluster's address is known."""
+    with ExitStack() as found:
+        if is_ours:
+            address = ray.get_runtime_context().gcs_address
+            found.enter_context(pass_for(config.port, address=address))
+        yield
+
+
+def _start_serve(config: ServiceConfig) -> str:
+    """Unless it runs; the answer is the URL of the service to come.
+
+    Raises ConfigError when Serve cannot listen there, or listens elsewhere, or has an application
+    already; what others run stays as it is.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        _start_new_serve(config)
+    client = _get_global_client()
+    details = client.get_serve_details()
+    require_place(
+        config,
+        listens=client.http_config,
+        location=details["proxy_location"],
+        others={name: app["route_prefix"] for name, app in details["applications"].items()},
+    )
+    return _url(config, has_tls=client.http_config.ssl_certfile is not None)
+
+
+def _start_new_serve(config: ServiceConfig) -> None:
+    try:
+        serve.start(
+            http_options={"host": config.host, "port": config.port},
+            proxy_location="HeadOnly",
+            logging_config=_QUIET,
+        )
+    except RayTaskError as error:
+        serve.shutdown()  # it would keep to this address
+        raise ConfigError(
+            f"cannot listen on {_at(config.host, config.port)} of the cluster's head "
+            f"({error.cause}): choose another with --host or --port"
+        ) from error
+
+
+def require_place(
+    config: ServiceConfig,
+    *,
+    listens: HTTPOptions,
+    location: ProxyLocation,
+    others: Mapping[str, str | None],
+) -> None:
+    """Raises ConfigError where a Serve like this one cannot serve this configuration.
+
+    Serve keeps to what it was first started with, whatever it is told later. `others` are the
+    routes of the applications it has: one of the same name would be replaced.
+    """
+    if location == ProxyLocation.Disabled:
+        raise ConfigError(
+            "Serve runs in this cluster without HTTP (proxy_location Disabled): end it with `serve "
+            "shutdown`, and a new one will listen"
+        )
+    if (listens.host, listens.port) != (config.host, config.port):
+        raise ConfigError(
+            f"Serve runs in this cluster and listens on {_at(listens.host, listens.port)}, "
+            f"expected {_at(config.host, config.port)}: give --host {listens.host} --port "
+            f"{listens.port}, or end it and all that it serves with `serve shutdown`"
+        )
+    for name, route in others.items():
+        if name == config.app_name or route == "/":
+            raise ConfigError(
+                f"Serve runs in this cluster and has application {name!r} at {route}, expected "
+                f"none at / and none named {config.app_name!r}: stop it first, where it was "
+                "started or with `serve shutdown`"
+            )
+
+
+def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+    application = application_of(config, api_key=_api_key(config))
+    deploy(application, name=config.app_name, route_prefix="/", wait=stopping.wait)
+
+
+def _api_key(config: ServiceConfig) -> SecretStr | None:
+    """It goes along as an argument that shows itself to nobody: Ray prints and logs a runtime
+    environment, and passes it on a command line."""
+    key = os.environ.get(config.api_key_env)
+    return SecretStr(key) if key else None
+
+
+def deploy(
+    application: serve.Application,
+    *,
+    name: str,
+    route_prefix: str | None,
+    wait: Callable[[float], bool],
+) -> None:
+    """Until it runs, or `wait` (seconds) says that nobody wants it any more.
+
+    Raises the error of ours that kept it from running, as ConfigError or EngineError.
+    """
+    serve.run_many(
+        [
+            serve.RunTarget(
+                target=application, name=name, route_prefix=route_prefix, logging_config=_QUIET
+            )
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    while not wait(_POLL_S):
+        status = serve.status().applications.get(name)
+        if status is None or status.status == ApplicationStatus.DEPLOYING:
+            continue
+        if status.status == ApplicationStatus.RUNNING:
+            return
+        raise _why([status.message, *(d.message for d in status.deployments.values())])
+
+
+def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
+    """Until a signal, or until there is no Ray left that could serve."""
+    pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
+    seen: dict[str, int] = {}
+    mending: set[str] = set()
+    missed = 0
+    while not stopping.wait(_LOOK_EVERY_S):
+        try:
+            states = pipelines.broadcast("state").results(timeout_s=_LOOK_EVERY_S)
+        except Exception as error:  # whatever Ray raises when it is going under
+            logger.info("no answer from the pipelines: error=%r", error)
+            if _is_kept_up(config.app_name):
+                continue
+            missed += 1
+            if missed == _MAX_MISSED_LOOKS:
+                raise EngineError(
+                    f"no pipeline has answered {missed} times, and Serve brings none back: the "
+                    "service has ended by itself"
+                ) from error
+            continue
+        missed = 0
+        for state in states:
+            if state.num_interruptions > seen.get(state.pipeline, 0):
+                seen[state.pipeline] = state.num_interruptions
+                mending.add(state.pipeline)
+                say(state.last_trouble)
+            if state.is_whole and state.pipeline in mending:
+                mending.remove(state.pipeline)
+                say(f"pipeline {state.pipeline} is whole again")
+
+
+def _is_kept_up(name: str) -> bool:
+    """Serve is there and goes on replacing what it has lost: a large model takes its time."""
+    try:
+        status = serve.status().applications.get(name)
+    except Exception as error:  # as above: Serve's controller, or Ray, is gone
+        logger.info("no answer from Serve: error=%r", error)
+        return False
+    return status is not None and status.status != ApplicationStatus.DEPLOY_FAILED
+
+
+def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
+    if not ray.is_initialized():
+        return
+    if config.telemetry != TelemetryConfig() or config.spool.folder is not None:
+        _flush(config)
+    if is_ours:
+        serve.shutdown()
+        return
+    serve.delete(config.app_name)
+    try:
+        ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+    except ValueError:  # no pipeline got as far as starting one
+        return
+
+
+def _flush(config: ServiceConfig) -> None:
+    """Spans of the last requests are on their way for half a second, and the spool's last texts
+    wait for more; then their processes end."""
+    for deployment in ("Ingress", "Pipeline"):
+        try:
+            handle = serve.get_deployment_handle(deployment, config.app_name)
+            handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
+        except Exception as error:  # neither is a reason to stay
+            logger.warning("not flushed: deployment=%s error=%r", deployment, error)
+
+
+def _why(messages: Sequence[str]) -> EesdError:
+    """Serve hands over its replica's traceback; the last error of ours in it is the reason."""
+    message = "\n".join(messages)
+    found = _OURS.findall(message)
+    if found:
+        kind, text = found[-1]
+        return (
+            ConfigError(text) if kind in ("ConfigError", "CheckpointError") else EngineError(text)
+        )
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    return EngineError(f"the service could not be started: {lines[-1] if lines else 'no reason'}")
+
+
+def _several(count: int, stage: str) -> list[str]:
+    return [f"{count} {stage} rank{'s' if count > 1 else ''}"] if count else []
+
+
+def _is_ipv6(host: str) -> bool:
+    return ":" in host
+
+
+def _at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
+
+
+def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
+    return f"http{'s' if has_tls else ''}://{_at(config.host, config.port)}"
+
+
+def _welcome(config: ServiceConfig, *, url: str, took_s: float, is_ours: bool) -> str:
+    where = url if is_ours else f"{url} of the cluster's head"
+    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if _api_key(config) else ""
+    parallel = config.engine.parallel
+    drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
+    crew = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
+    return f"""\
+ready after {took_s:.0f} s: {config.served_model_name} on {where}
+({crew}; Ctrl-C stops them)
+
+Try it:
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{{
+    "model": "{config.served_model_name}", "max_tokens": 64,
+    "messages": [{{"role": "user", "content": "How many minutes are in three hours?"}}]}}'
+"""

@@ -1,0 +1,1 @@
+"""The pipeline deployment: its workers, their placement and recovery, its live streams."""

@@ -1,0 +1,432 @@
+"""A pipeline: one draft stage and one verify stage, kept whole, and the streams they feed.
+
+The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and people. Its
+`Keeper` owns the actors and mends what breaks; its `Streams` are the ledger from which a live
+request can be resumed. It computes nothing and never sees text.
+"""
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+
+from eesd_dist.errors import EesdError, EngineError, PeerLost
+from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.types import (
+    PROBE,
+    Request,
+    RequestId,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+from eesd_dist.workers.messages import (
+    ControlReport,
+    DraftStats,
+    HeadReport,
+    LoadReport,
+    StagesFactory,
+    StreamItem,
+    Whereabouts,
+)
+from eesd_dist.workers.process import prepare_process, whereabouts
+from serve_app.config import ServiceConfig
+from serve_app.pipeline.drain import AskServe, Drained, Draining
+from serve_app.pipeline.fallback import degraded_page
+from serve_app.pipeline.kv_migration import Contacts, HandingOver
+from serve_app.pipeline.relative_speed import SpeedOf
+from serve_app.pipeline.streams import lost
+from serve_app.pipeline.supervisor import DEGRADED, Keeper
+from serve_app.pipeline.workers import Member
+from serve_app.router import another_pipeline, beat, found_again, router_handle
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """From here on this pipeline answers for the request."""
+
+    pipeline: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether tokens come out of a pipeline, and if not, why."""
+
+    pipeline: str
+    is_healthy: bool
+    reason: str
+    degraded: str = ""
+    """What is less than usual in a healthy one; empty when nothing is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsPage:
+    pipeline: str
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineControl:
+    """What a pipeline's controllers go by."""
+
+    pipeline: str
+    num_live: int
+    control: ControlReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberReport:
+    name: str
+    pid: int
+    host: str
+    node_id: str
+    loaded_bytes: int | None
+    """Of its share of the checkpoint; None before it has begun to load."""
+    load_s: float | None
+    peak_memory_bytes: int | None
+    """Of its process until its weights were loaded, mapped files included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineState:
+    """What a pipeline says of itself to people and to the router."""
+
+    pipeline: str
+    pid: int
+    """Of the Serve replica itself."""
+    generation: int
+    is_whole: bool
+    num_live: int
+    num_interruptions: int
+    last_trouble: str
+    """What interrupted it last; empty when nothing ever has."""
+    recovery_s: float | None
+    """From that to the next token; None before the first."""
+    address: str
+    """Its Serve replica's id."""
+    weight: float | None
+    """Its speed, as measured at the start of its generation; None where nothing was measured."""
+    draining: str
+    """Why it takes no more requests; empty: it does."""
+    members: tuple[MemberReport, ...]
+    is_degraded: bool = False
+    """Stand-ins in the verify ranks' processes take the draft stage's part."""
+    degraded_s: float = 0.0
+    """Seconds so far in which that was so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Whose streams would be broken off with this pipeline, and where its replica runs."""
+
+    pipeline: str
+    whereabouts: Whereabouts
+    live: tuple[RequestId, ...]
+
+
+class Pipeline:
+    """Deployed by `serve_app.app`; Serve builds it inside a running event loop."""
+
+    def __init__(self, config: ServiceConfig, stages: StagesFactory) -> None:
+        prepare_process()
+        self._config = config
+        self._router = router_handle(config)
+        self._name = f"{config.app_name}-{uuid.uuid4().hex[:8]}"
+        self._keeper = Keeper(
+            config,
+            stages,
+            pipeline=self._name,
+            router=self._router,
+            elsewhere=self._elsewhere,
+            say=self._say_hello,
+        )
+        self._streams = self._keeper.streams
+        self._address: str = serve.get_replica_context().replica_id.unique_id
+        self._speed = SpeedOf(self._of_drafter)
+        self._draining = Draining(
+            pipeline=self._name,
+            address=self._address,
+            who_answers=AskServe(
+                app=config.app_name,
+                deployment=serve.get_replica_context().deployment,
+                address=self._address,
+            ),
+            elsewhere=self._elsewhere,
+            say=self._say_hello,
+            hand_over=HandingOver(
+                app=config.app_name,
+                deployment=serve.get_replica_context().deployment,
+                contacts=self.contacts,
+                how=config.recovery.handover,
+                timeout_s=config.engine.parallel.timeout_s,
+            ),
+        )
+        self._drain_watch = asyncio.ensure_future(self._draining.watch())
+        self._heart = asyncio.ensure_future(self._beat())
+
+    # -- what ingresses call --------------------------------------------------------------------
+
+    async def stream(
+        self,
+        request: Request,
+        target: str | None = None,
+        attempt: int = 0,
+        must_take: bool = False,
+        sender: str = "",
+    ) -> AsyncGenerator[Taken | StreamItem, None]:
+        """`Taken` at once; the tokens to the last; or, as the last item, what ended them.
+
+        `target` is for Serve, which has seen to it by now: this replica, if it was there. A higher
+        `attempt` of the same sender displaces a lower one; `must_take` keeps a draining pipeline
+        from sending the stream on at once. The stream ends when the router misses the `sender`.
+        """
+        del target
+        try:
+            yield Taken(pipeline=self._name, address=self._address)
+            stream = self._streams.stream(request, attempt=attempt, sender=sender)
+            watched = self._draining.watched(stream, request.request_id, must_take=must_take)
+            async with aclosing(watched) as parts:
+                async for emissions in parts:
+                    yield emissions
+        except EesdError as error:
+            yield error
+        # At the end of a call Ray stops this whole process for as long as the caller is frozen.
+        await self._streams.heard_again(sender)
+
+    async def let_go_of(
+        self, request_id: RequestId, attempt: int, sender: str, target: str | None = None
+    ) -> str:
+        """Ends a stream that its sender cannot read any more, up to this attempt; who answers."""
+        del target
+        self._streams.let_go_of(request_id, attempt=attempt, sender=sender)
+        return self._address
+
+    async def whoami(self, target: str | None = None) -> str:
+        """The address of whoever answers to a call for `target`."""
+        del target
+        return self._address
+
+    async def contacts(self, target: str | None = None) -> Contacts:
+        """Its actors, for another pipeline that hands its streams over to this one.
+
+        Raises PeerLost while the drafting actor is being replaced.
+        """
+        del target
+        crew = await self._keeper.crew()
+        leader = crew.drafter
+        if crew.is_degraded:  # stand-ins have no like elsewhere: streams are computed again there
+            posts = {f"{leader.post.name} of {self._name}": leader.handle}
+            return Contacts(pipeline=self._name, posts=posts)
+        return Contacts(pipeline=self._name, posts={m.post.name: m.handle for m in crew.members})
+
+    async def drain(self, name: str) -> Drained | None:
+        """Sends its live requests elsewhere and takes no more; None when another one is meant.
+
+        Raises ConfigError when there is no other pipeline.
+        """
+        return await self._draining.drain() if name == self._name else None
+
+    async def undrain(self, name: str) -> str | None:
+        """Takes requests again, and says its name; None when another one is meant."""
+        if name != self._name:
+            return None
+        await self._draining.undrain()
+        return name
+
+    async def health(self) -> Health:
+        """Healthy when a round went through lately, or when one does now."""
+        reason = await self._why_unhealthy()
+        degraded = f"degraded: {DEGRADED}" if self._keeper.is_degraded and not reason else ""
+        return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
+
+    async def metrics(self) -> MetricsPage:
+        """The drafting actor's metrics; an empty page while there is none."""
+        try:
+            text = await self._of_drafter("metrics")
+        except EesdError as error:
+            logger.warning("no metrics: pipeline=%s error=%s", self._name, error)
+            text = b""
+        if self._config.engine.parallel.stand_in:
+            text += degraded_page(
+                is_degraded=self._keeper.is_degraded, seconds=self._keeper.degraded_s
+            )
+        return MetricsPage(pipeline=self._name, text=text)
+
+    async def rounds(self) -> tuple[RoundStats, ...]:
+        """The latest rounds' statistics, oldest first."""
+        rounds: tuple[RoundStats, ...] = await self._of_drafter("rounds")
+        return rounds
+
+    async def control(self) -> PipelineControl:
+        """What the controllers of this pipeline go by."""
+        control: ControlReport = await self._of_drafter("control")
+        if control.head is not None:
+            control = replace(control, head=replace(control.head, pipeline=self._name))
+        return PipelineControl(
+            pipeline=self._name, num_live=self._streams.num_live, control=control
+        )
+
+    async def load_head(self, folder: str) -> HeadReport:
+        """Drafts with another exit head from the next round on, and in generations to come.
+
+        Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
+        """
+        report = await self._keeper.load_head(folder)
+        await self._say_hello()
+        logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
+        return report
+
+    async def flush(self) -> None:
+        """Sends and writes what every member still holds, before they are taken down."""
+        for member in (await self._keeper.crew()).members:
+            try:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    await member.handle.flush.remote()
+            except (TimeoutError, RayError) as error:
+                logger.warning("spans not sent: %s error=%r", member.label, error)
+
+    async def state(self) -> PipelineState:
+        crew = await self._keeper.crew()
+        members, loads = tuple(crew.members), await crew.members.loads()
+        return PipelineState(
+            pipeline=self._name,
+            pid=os.getpid(),
+            generation=crew.generation,
+            is_whole=self._keeper.is_whole,
+            num_live=self._streams.num_live,
+            num_interruptions=self._keeper.num_interruptions,
+            last_trouble=str(self._keeper.trouble) if self._keeper.num_interruptions else "",
+            recovery_s=self._keeper.recovery_s,
+            address=self._address,
+            weight=self._speed.value,
+            draining=self._draining.reason,
+            members=tuple(
+                _member_report(member, loads.get(member.post.name)) for member in members
+            ),
+            is_degraded=self._keeper.is_degraded,
+            degraded_s=self._keeper.degraded_s,
+        )
+
+    async def ledger(self) -> Ledger:
+        return Ledger(pipeline=self._name, whereabouts=whereabouts(), live=self._streams.live)
+
+    async def stats(self) -> DraftStats:
+        stats: DraftStats = await self._of_drafter("stats")
+        return stats
+
+    async def _of_drafter(self, method: str) -> Any:
+        drafter = (await self._keeper.crew()).drafter
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await getattr(drafter.handle, method).remote()
+        except TimeoutError as error:
+            raise PeerLost(
+                peer=drafter.label,
+                operation=method,
+                reason=f"no answer within {_ANSWER_TIMEOUT_S:g} s",
+            ) from error
+        except RayError as error:
+            raise lost(drafter, error, operation=method) from error
+
+    # -- what Serve calls -----------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises when this pipeline cannot heal itself: Serve then makes another."""
+        await self._keeper.check()
+
+    # -- what it says of itself -----------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Says to the router that this pipeline is there, for as long as it is."""
+        while True:
+            if self._keeper.is_whole and not self._keeper.is_degraded:
+                await self._speed.ask((await self._keeper.crew()).generation)
+            await self._say_hello()
+            await asyncio.sleep(self._config.router.heartbeat_s)
+
+    async def _say_hello(self) -> None:
+        report = PipelineReport(
+            pipeline_id=PipelineId(self._name),
+            address=self._address,
+            app=self._config.app_name,
+            num_running=self._streams.num_live,
+            is_whole=self._keeper.is_whole,
+            draining=bool(self._draining.reason),
+            weight=self._speed.value,
+            promotion=self._keeper.promotion,
+        )
+        try:
+            self._streams.let_go(await beat(self._router, report))
+        except PeerLost:
+            self._router = await found_again(self._router, self._config)
+        except EngineError as error:  # a silent router is not a pipeline's concern
+            logger.debug("heartbeat not heard: error=%s", error)
+
+    async def _elsewhere(self) -> PipelineReport | None:
+        return await another_pipeline(
+            self._router, app=self._config.app_name, excluded=[PipelineId(self._name)]
+        )
+
+    # -- health ---------------------------------------------------------------------------------
+
+    async def _why_unhealthy(self) -> str:
+        if not self._keeper.is_whole:
+            loading = await self._keeper.loading()
+            why = self._keeper.why_not_whole()
+            return f"{why}; loading: {loading}" if loading else why
+        try:
+            stats = await self.stats()
+        except EesdError as error:
+            return str(error)
+        if time.time() - stats.last_round_unix_s < self._config.health.fresh_s:
+            return ""
+        if self._streams.num_suspects:
+            return f"tests {self._streams.num_suspects} requests alone: one may break the engine"
+        return await self._probe()
+
+    async def _probe(self) -> str:
+        """Generates one token to see whether rounds go through."""
+        timeout_s = self._config.health.probe_timeout_s
+        request = Request(
+            request_id=RequestId(f"probe-{uuid.uuid4().hex}"),
+            prompt=(TokenId(0),),
+            sampling=SamplingParams(temperature=0.0, max_tokens=1),
+            speculation=SpeculationParams(mode="off"),
+            workload=PROBE,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for item in self._streams.probe(request):
+                    if isinstance(item, EesdError):
+                        return f"a probe failed: {item}"
+        except TimeoutError:
+            return f"no round went through within {timeout_s:g} s"
+        except EesdError as error:
+            return f"a probe failed: {error}"
+        return ""
+
+
+def _member_report(member: Member, load: LoadReport | None) -> MemberReport:
+    return MemberReport(
+        name=member.post.name,
+        pid=member.whereabouts.pid,
+        host=member.whereabouts.host,
+        node_id=member.whereabouts.node_id,
+        loaded_bytes=None if load is None else load.bytes_done,
+        load_s=None if load is None else load.seconds,
+        peak_memory_bytes=None if load is None else load.peak_memory_bytes,
+    )

@@ -1,0 +1,273 @@
+"""A pipeline that is to go: how it learns of it, and how its live streams get away.
+
+Serve takes a replica that it will stop out of the set of those it sends requests to, waits for its
+requests to end, and tells it nothing. So the replica asks: once a second it calls itself, through
+Serve, by its own name. When somebody else answers, it is not in that set any more. An operator
+says it outright.
+
+Either way the pipeline takes no more requests and tells its live streams to go on elsewhere, which
+they do from their tokens. Where there is no other pipeline it serves them to their ends. Nothing
+here knows what a stream carries.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from eesd_dist.errors import ConfigError, EesdError, Moved
+from eesd_dist.routing.directory import PipelineReport
+from eesd_dist.types import RequestId
+from serve_app.pipeline.kv_migration import HandoverReport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ANSWER_TIMEOUT_S = 3.0
+_BY_HAND = "drained by hand"
+_BY_SERVE = "Serve takes it down"
+
+Elsewhere = Callable[[], Awaitable[PipelineReport | None]]
+"""Another pipeline that takes requests, when there is one."""
+HandOver = Callable[[PipelineReport, Collection[RequestId]], Awaitable[HandoverReport]]
+"""Brings live requests there with all they have, and ends their streams with `Moved`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What an operator's word has brought about."""
+
+    pipeline: str
+    num_moved: int
+    """Live streams that were told to go on elsewhere."""
+    handover: HandoverReport | None = None
+    """What they took along; None where nobody was there, or the other one could not be asked."""
+
+
+class Draining:
+    """One pipeline's leave-taking."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        address: str,
+        who_answers: Callable[[], Awaitable[str | None]],
+        elsewhere: Elsewhere,
+        say: Callable[[], Awaitable[None]],
+        hand_over: HandOver | None = None,
+        period_s: float = 1.0,
+        doubt_s: float = 0.2,
+        keep_s: float = 10.0,
+    ) -> None:
+        """`who_answers` to a call to `address`: it does, while Serve counts on it; None when that
+        cannot be told. `say` tells the router; `hand_over` is tried before streams are told to go.
+        """
+        self._pipeline = pipeline
+        self._address = address
+        self._who_answers = who_answers
+        self._elsewhere = elsewhere
+        self._say = say
+        self._hand_over = hand_over
+        self._period_s = period_s
+        self._doubt_s = doubt_s
+        self._keep_s = keep_s
+        """So long is a stream kept whose sender found nobody else: more than a dead pipeline stays
+        in the router's directory."""
+        self._by_hand = False
+        self._by_serve = False
+        self._was_counted_on = False
+        """Whether Serve has ever sent a call here: a replica that starts is not in the set yet."""
+        self._is_other_known = False
+        """Whether there was another pipeline when it was last asked for one."""
+        self._last_handover: HandoverReport | None = None
+        """None before the first, and after one that failed."""
+        self._exits: set[_Exit] = set()
+        self._one_by_one = asyncio.Lock()
+
+    @property
+    def reason(self) -> str:
+        """Why no more requests are taken; empty: they are."""
+        return _BY_HAND if self._by_hand else _BY_SERVE if self._by_serve else ""
+
+    async def watch(self) -> None:
+        """For as long as the pipeline lives."""
+        while True:
+            try:
+                await self._look()
+            except Exception:  # whatever it was: without this watch no stream would ever leave
+                logger.exception("drain watch goes on: pipeline=%s", self._pipeline)
+            await asyncio.sleep(self._period_s)
+
+    async def drain(self) -> Drained:
+        """Takes no more requests and sends away those it has.
+
+        Raises ConfigError when there is no other pipeline: somebody has to serve.
+        """
+        if await self._elsewhere() is None:
+            raise ConfigError(
+                f"{self._pipeline} goes on: no other pipeline takes requests; start another one "
+                "first (pipelines.min_count), or wait until it is whole"
+            )
+        async with self._one_by_one:
+            self._by_hand = True
+            await self._say()
+            num_moved = await self._move_all()
+            return Drained(
+                pipeline=self._pipeline, num_moved=num_moved, handover=self._last_handover
+            )
+
+    async def undrain(self) -> None:
+        """Takes requests again, unless Serve wants it to go as well."""
+        self._by_hand = False
+        await self._say()
+
+    async def watched(
+        self, parts: AsyncGenerator[T, None], request_id: RequestId, *, must_take: bool = False
+    ) -> AsyncGenerator[T, None]:
+        """The same parts; raises Moved when the stream is to go on elsewhere, in mid-wait too.
+
+        With `must_take` not at once: its sender has been everywhere, and another pipeline that is
+        known here may be a dead one.
+        """
+        async with aclosing(parts):
+            if self.reason and self._is_other_known and not must_take:
+                raise self._moved()
+            now_s = asyncio.get_running_loop().time()
+            opens_s = now_s + self._keep_s if must_take else now_s
+            way_out = _Exit(request_id, opens_s=opens_s)
+            self._exits.add(way_out)
+            try:
+                while True:
+                    try:
+                        part = await way_out.or_next(parts)
+                    except StopAsyncIteration:
+                        return
+                    yield part
+            finally:
+                self._exits.discard(way_out)
+
+    async def _look(self) -> None:
+        was, self._by_serve = self._by_serve, await self._is_left_out()
+        if was != self._by_serve:
+            logger.info("draining=%s: pipeline=%s", self._by_serve, self._pipeline)
+            await self._say()
+        async with self._one_by_one:
+            if self.reason:
+                await self._move_all()
+
+    async def _is_left_out(self) -> bool:
+        """Whether Serve does not send requests here any more; as before when it cannot be told."""
+        answered = await self._who_answers()
+        if answered not in (None, self._address):
+            await asyncio.sleep(self._doubt_s)
+            answered = await self._who_answers()
+        self._was_counted_on = self._was_counted_on or answered == self._address
+        if answered is None:
+            return self._by_serve
+        return self._was_counted_on and answered != self._address
+
+    async def _move_all(self) -> int:
+        """How many streams were told to go."""
+        self._last_handover = None
+        other = await self._elsewhere()
+        self._is_other_known = other is not None
+        exits = self._open_exits()
+        if other is None or not exits:
+            return 0
+        to = None  # whoever sent the request sees how busy each of them is
+        if self._hand_over is not None:
+            try:
+                leaving = [way_out.request_id for way_out in exits]
+                self._last_handover = await self._hand_over(other, leaving)
+                to = other.pipeline_id if self._last_handover.how == "pages" else None
+            except EesdError as error:
+                logger.warning("recomputed elsewhere: pipeline=%s error=%s", self._pipeline, error)
+            except Exception:  # a bug of ours costs the pages, never the streams their way out
+                logger.exception("recomputed elsewhere: pipeline=%s", self._pipeline)
+        for way_out in self._open_exits():
+            way_out.take(self._moved(to=to))
+        logger.info("streams told to go: pipeline=%s streams=%d", self._pipeline, len(exits))
+        return len(exits)
+
+    def _open_exits(self) -> "tuple[_Exit, ...]":
+        now_s = asyncio.get_running_loop().time()
+        return tuple(way_out for way_out in self._exits if way_out.opens_s <= now_s)
+
+    def _moved(self, *, to: str | None = None) -> Moved:
+        return Moved(by=self._pipeline, to=to, reason=self.reason)
+
+
+class _Exit:
+    """Ends one stream's wait for its next part, from outside.
+
+    A timeout without a time costs a part some microseconds; a task for each would cost more.
+    """
+
+    def __init__(self, request_id: RequestId, *, opens_s: float) -> None:
+        """Nobody is to take it before `opens_s`, on the event loop's clock."""
+        self.request_id = request_id
+        self.opens_s = opens_s
+        self._order: Moved | None = None
+        self._wait: asyncio.Timeout | None = None
+        """None between two waits."""
+
+    def take(self, order: Moved) -> None:
+        self._order = order
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    async def or_next(self, parts: AsyncGenerator[T, None]) -> T:
+        if self._order is not None:
+            raise self._order
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._wait = wait
+                try:
+                    return await anext(parts)
+                finally:
+                    self._wait = None
+        except TimeoutError:
+            if self._order is None:
+                raise
+            raise self._order from None
+
+
+class AskServe:
+    """A replica's call to itself, through Serve: answered by another one when it is left out."""
+
+    def __init__(self, *, app: str, deployment: str, address: str) -> None:
+        self._app = app
+        self._deployment = deployment
+        self._address = address
+        self._handle: Any = None
+        """None before the first call: making it asks Serve's controller."""
+
+    async def __call__(self) -> str | None:
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(
+                    serve.get_deployment_handle, self._deployment, self._app
+                )
+            response = self._handle.whoami.remote(target=self._address)
+            return await self._answer(response)
+        except (TimeoutError, RayError, RayServeException) as error:
+            logger.debug("Serve does not say who answers: error=%r", error)
+            return None
+
+    async def _answer(self, response: Any) -> str:
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                answer: str = await response
+        except TimeoutError:
+            response.cancel()
+            raise
+        return answer

@@ -1,0 +1,329 @@
+"""Live requests go over to another pipeline, and their KV pages with them where that helps.
+
+Pages are copied while the streams go on; only then are the streams told to move, with what little
+was not copied left to compute again. Copying happens rank by rank, from each of the one pipeline's
+actors to its like in the other; this module only tells them when. Whatever goes wrong on the way
+costs the copy and never the streams: they move all the same, and are computed again from their
+tokens. What may be handed over at all, and where to, is decided elsewhere.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost
+from eesd_dist.routing.directory import PipelineReport
+from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.types import RequestId
+from eesd_dist.workers.messages import Landing, PageLink
+from eesd_dist.workers.process import PROCESS_LOST
+
+logger = logging.getLogger(__name__)
+
+How = Literal["pages", "recompute"]
+
+_MAX_PASSES = 3
+"""Streams grow while their pages are copied: what is new goes in another pass, if it is much."""
+_MARGIN_S = 2.0
+"""A rank's own deadline comes first, since it knows what it was waiting for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contacts:
+    """The actors of one pipeline, by post, the drafting actor first."""
+
+    pipeline: str
+    posts: Mapping[str, Any]
+
+    @property
+    def drafter(self) -> tuple[str, Any]:
+        return next(iter(self.posts.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverReport:
+    """What became of a hand-over."""
+
+    by: str
+    to: str
+    num_requests: int
+    """Streams that were told to go on there."""
+    num_pages: int
+    """Copied; every rank has its part of each."""
+    num_found: int
+    """Pages of theirs that were there already."""
+    num_bytes: int
+    """Over all ranks."""
+    copy_s: float
+    """While the streams went on here."""
+    seconds: float
+    how: Literal["pages", "recomputed"]
+    reason: str = ""
+    """Why nothing was copied, or not all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copied:
+    num_pages: int
+    num_found: int
+    num_refused: int
+    num_bytes: int
+
+
+async def hand_over(
+    source: Contacts,
+    target: Contacts,
+    *,
+    request_ids: Collection[RequestId] | None = None,
+    how: How = "pages",
+    timeout_s: float = 20.0,
+    reason: str = "it is being drained",
+) -> HandoverReport:
+    """Moves these live requests (None: all) to the target, with their pages if that can be.
+
+    Raises PeerLost only when the source's drafting actor cannot be told, and with it all streams
+    are lost already.
+    """
+    began_s = time.monotonic()
+    copies: list[_Copied] = []
+    trouble = "" if how == "pages" else "recovery.handover is recompute"
+    if how == "pages":
+        try:
+            await _copy_all(source, target, request_ids, copies, timeout_s=timeout_s)
+        except EesdError as error:
+            trouble = str(error)
+    copy_s = time.monotonic() - began_s
+    to = target.pipeline if copies else None  # without pages, whoever is the least busy will do
+    moved = Moved(by=source.pipeline, to=to, reason=reason)
+    num_requests = await _ask(source.drafter, "move_out", request_ids, moved, timeout_s=timeout_s)
+    num_refused = copies[-1].num_refused if copies else 0
+    if not trouble and num_refused:
+        trouble = f"no room there for {num_refused} pages"
+    num_pages = sum(copy.num_pages for copy in copies)
+    num_found = max((copy.num_found for copy in copies), default=0)
+    report = HandoverReport(
+        by=source.pipeline,
+        to=target.pipeline,
+        num_requests=num_requests,
+        num_pages=num_pages,
+        num_found=num_found,
+        num_bytes=sum(copy.num_bytes for copy in copies),
+        copy_s=copy_s,
+        seconds=time.monotonic() - began_s,
+        how="pages" if num_pages or num_found else "recomputed",
+        reason=trouble,
+    )
+    logger.info(
+        "handed over: by=%s to=%s requests=%d how=%s pages=%d bytes=%d seconds=%.3f reason=%s",
+        report.by, report.to, report.num_requests, report.how, report.num_pages,
+        report.num_bytes, report.seconds, report.reason,
+    )  # fmt: skip
+    return report
+
+
+async def _copy_all(
+    source: Contacts,
+    target: Contacts,
+    request_ids: Collection[RequestId] | None,
+    copies: list[_Copied],
+    *,
+    timeout_s: float,
+) -> None:
+    """Copies until little is left; what was copied is in `copies`, whatever happens then."""
+    why_not = await _why_not(source, target, timeout_s=timeout_s)
+    if why_not is not None:
+        raise EngineError(f"{target.pipeline} cannot go on from pages of this pipeline: {why_not}")
+    began_s = time.monotonic()
+    for _ in range(_MAX_PASSES):
+        num_requests, copied = await _copy(source, target, request_ids, timeout_s=timeout_s)
+        copies.append(copied)
+        if copied.num_pages <= num_requests or time.monotonic() - began_s > timeout_s:
+            return
+
+
+async def _why_not(source: Contacts, target: Contacts, *, timeout_s: float) -> str | None:
+    """Every rank has pages of its own, computed on a machine of its own: post by post they have to
+    agree."""
+    if list(source.posts) != list(target.posts):
+        return f"its posts are {list(source.posts)} here and {list(target.posts)} there"
+    layouts: list[KvLayout] = await asyncio.gather(
+        *(
+            _ask(actor, "kv_layout", timeout_s=timeout_s)
+            for actor in (*source.posts.items(), *target.posts.items())
+        )
+    )
+    count = len(source.posts)
+    for post, mine, theirs in zip(source.posts, layouts[:count], layouts[count:], strict=True):
+        difference = mine.why_not(theirs)
+        if difference is not None:
+            return f"{post}: {difference}"
+    return None
+
+
+async def _copy(
+    source: Contacts,
+    target: Contacts,
+    request_ids: Collection[RequestId] | None,
+    *,
+    timeout_s: float,
+) -> tuple[int, _Copied]:
+    """One pass: borrows, writes, and has it registered only if all of it was right to the end."""
+    loan: PageLoan = await _ask(
+        source.drafter, "lend_pages", request_ids, timeout_s, timeout_s=timeout_s
+    )
+    landing: Landing | None = None
+    try:
+        landing = await _ask(target.drafter, "reserve_pages", loan, timeout_s, timeout_s=timeout_s)
+        traffic = await _travel(source, target, landing, timeout_s=timeout_s)
+        number = landing.pages.number
+        if not await _ask(source.drafter, "return_pages", loan.number, timeout_s=timeout_s):
+            raise EngineError(f"{source.pipeline} lost its pages while they were copied")
+        if not await _ask(target.drafter, "adopt_pages", number, timeout_s=timeout_s):
+            raise EngineError(f"{target.pipeline} was interrupted while pages were copied to it")
+    except (_Unanswered, asyncio.CancelledError):
+        # A rank may still be writing: the room is left to its lease.
+        await _give_up(source, target, loan, None, timeout_s=timeout_s)
+        raise
+    except EesdError:
+        await _give_up(source, target, loan, landing, timeout_s=timeout_s)
+        raise
+    return len(loan.requests), _Copied(
+        num_pages=len(landing.pages.moves),
+        num_found=landing.pages.num_found,
+        num_refused=landing.pages.num_refused,
+        num_bytes=sum(each.num_bytes for each in traffic),
+    )
+
+
+async def _travel(
+    source: Contacts, target: Contacts, landing: Landing, *, timeout_s: float
+) -> list[PageTraffic]:
+    """Every post sends to its like. Returns, or raises, when no rank is at it any more."""
+    if not landing.pages.moves:
+        return []
+    lent, here = zip(*landing.pages.moves, strict=True)
+    calls: list[Awaitable[PageTraffic]] = []
+    for post in source.posts:
+        ends = (f"{post} of {source.pipeline}", f"{post} of {target.pipeline}")
+        for contacts, method, pages in (
+            (source, "send_pages", lent),
+            (target, "receive_pages", here),
+        ):
+            link = PageLink(
+                number=landing.pages.number,
+                generation=landing.pages.generation,
+                store=landing.store,
+                post=post,
+                ends=ends,
+                pages=tuple(pages),
+                timeout_s=timeout_s,
+            )
+            whole_s = 2 * timeout_s + _MARGIN_S
+            calls.append(_ask((post, contacts.posts[post]), method, link, timeout_s=whole_s))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if isinstance(error, _Unanswered):  # it may still be writing
+            raise error
+    if errors:
+        raise errors[0]
+    return [result for result in results[::2] if isinstance(result, PageTraffic)]
+
+
+class _Unanswered(PeerLost):
+    """An actor that may still be at what it was asked to do."""
+
+
+async def _give_up(
+    source: Contacts,
+    target: Contacts,
+    loan: PageLoan,
+    landing: Landing | None,
+    *,
+    timeout_s: float,
+) -> None:
+    calls = [_ask(source.drafter, "return_pages", loan.number, timeout_s=timeout_s)]
+    if landing is not None:
+        number = landing.pages.number
+        calls.append(_ask(target.drafter, "abandon_pages", number, timeout_s=timeout_s))
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, EesdError):
+            logger.info("not told that a hand-over failed: %s", result)
+
+
+async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: float) -> Any:
+    """Calls an actor; whatever goes wrong comes back as an error of ours that names it."""
+    post, handle = actor
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await getattr(handle, method).remote(*args)
+    except TimeoutError as error:
+        raise _Unanswered(
+            peer=post, operation=method, reason=f"no answer within {timeout_s:g} s"
+        ) from error
+    except ray.exceptions.ActorUnavailableError as error:  # a link: who was called may be at it
+        raise _Unanswered(peer=post, operation=method, reason=str(error)) from error
+    except PROCESS_LOST as error:
+        raise PeerLost(peer=post, operation=method, reason=PROCESS_DIED) from error
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, EesdError):
+            raise cause from error
+        raise EngineError(f"{post} failed during {method}: {cause or error!r}") from error
+    except EesdError:
+        raise
+    except Exception as error:  # one that has no such method, or that the call cannot be sent to
+        raise EngineError(f"{post} cannot be asked for {method}: {error!r}") from error
+
+
+class HandingOver:
+    """One pipeline's means to hand its live requests over, as its draining wants it."""
+
+    def __init__(
+        self,
+        *,
+        app: str,
+        deployment: str,
+        contacts: Callable[[], Awaitable[Contacts]],
+        how: How,
+        timeout_s: float,
+    ) -> None:
+        """`contacts`: of the pipeline itself."""
+        self._app = app
+        self._deployment = deployment
+        self._contacts = contacts
+        self._how: How = how
+        self._timeout_s = timeout_s
+        self._handle: Any = None
+        """None before the first call: making it asks Serve's controller."""
+
+    async def __call__(
+        self, other: PipelineReport, request_ids: Collection[RequestId]
+    ) -> HandoverReport:
+        """Raises EngineError when the other pipeline or this one's drafter cannot be asked."""
+        mine = await self._contacts()
+        theirs = await self._of(other)
+        return await hand_over(
+            mine, theirs, request_ids=request_ids, how=self._how, timeout_s=self._timeout_s
+        )
+
+    async def _of(self, other: PipelineReport) -> Contacts:
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(
+                    serve.get_deployment_handle, self._deployment, self._app
+                )
+            async with asyncio.timeout(self._timeout_s):
+                found: Contacts = await self._handle.contacts.remote(target=other.address)
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            raise EngineError(f"{other.pipeline_id} does not say who it is: {error!r}") from error
+        if found.pipeline != other.pipeline_id:
+            raise EngineError(f"{other.pipeline_id} is not where it was: {found.pipeline} answers")
+        return found

@@ -1,0 +1,337 @@
+"""What a pipeline asks of the cluster, and why the cluster cannot give it.
+
+It decides which bundles stand in one placement group and which in two, which nodes the second is
+kept to or from, and what to say of bundles that found no place. Pure: it is handed the nodes and
+asks Ray nothing.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from eesd_dist.errors import ConfigError
+from eesd_dist.workers.messages import StageName
+from serve_app.config import BundleConfig, PlacementConfig, Strategy
+
+Resources = Mapping[str, float]
+
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray gives it to every node."""
+
+_SHOWN_NODES = 4
+_SHOWN_BUNDLES = 4
+_SET = re.compile(r"(!?)in\((.*)\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """A place in a pipeline that an actor fills."""
+
+    name: str
+    rank: int | None
+    """Rank in its stage's group; None for the drafting actor, which leads the draft stage."""
+    resources: dict[str, float]
+    stage: StageName = "verify"
+    labels: dict[str, str] = field(default_factory=dict)
+    """Label selectors its node must satisfy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node of the cluster, as Ray sees it now."""
+
+    node_id: str
+    name: str
+    resources: Resources
+    free: Resources
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundles:
+    """One placement group: its posts, and how they stand to each other."""
+
+    posts: tuple[Post, ...]
+    strategy: Strategy
+    beside: frozenset[str] | None = None
+    """Ids of the nodes it is kept to; None: any."""
+    apart_from: frozenset[str] = frozenset()
+    """Ids of the nodes it is kept from."""
+
+    @property
+    def stages(self) -> str:
+        return " and ".join(dict.fromkeys(post.stage for post in self.posts))
+
+    def selectors(self) -> list[dict[str, str]]:
+        """Ray's label selectors, one for each bundle."""
+        wanted: dict[str, str] = {}
+        if self.beside is not None:
+            wanted[NODE_ID_LABEL] = f"in({','.join(sorted(self.beside))})"
+        elif self.apart_from:
+            wanted[NODE_ID_LABEL] = f"!in({','.join(sorted(self.apart_from))})"
+        return [{**post.labels, **wanted} for post in self.posts]
+
+    def admits(self, node: Node, post: Post) -> bool:
+        """Whether the node may hold the post, resources aside."""
+        if self.beside is not None and node.node_id not in self.beside:
+            return False
+        return node.node_id not in self.apart_from and not _labels_missed(post, node)
+
+
+def posts_of(
+    placement: PlacementConfig,
+    *,
+    num_verify_ranks: int,
+    gpus_per_rank: float,
+    num_draft_ranks: int = 1,
+) -> tuple[Post, ...]:
+    """The drafting actor first, then the other draft ranks, then the verify ranks in order."""
+    ranks: list[tuple[str, int | None, StageName, BundleConfig]] = [
+        ("drafting actor", None, "draft", placement.draft)
+    ]
+    ranks += [(f"draft rank {r}", r, "draft", placement.draft) for r in range(1, num_draft_ranks)]
+    ranks += [(f"verify rank {r}", r, "verify", placement.verify) for r in range(num_verify_ranks)]
+    return tuple(
+        Post(
+            name=name,
+            rank=rank,
+            stage=stage,
+            resources=_resources(bundle, gpus_per_rank),
+            labels=bundle.labels,
+        )
+        for name, rank, stage, bundle in ranks
+    )
+
+
+def gpus_per_rank(
+    *, num_gpus: float, num_verify_ranks: int, must_have_one: bool, num_draft_ranks: int = 1
+) -> float:
+    """One each; on a machine with a single GPU the two stages of the smallest pipeline share it."""
+    if num_gpus == 0:
+        return 1.0 if must_have_one else 0.0
+    return 0.5 if num_gpus == 1 and num_verify_ranks == num_draft_ranks == 1 else 1.0
+
+
+def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
+    num_gpus = gpus_per_rank if bundle.num_gpus is None else bundle.num_gpus
+    wanted = {"CPU": bundle.num_cpus, "GPU": num_gpus, **bundle.resources}
+    return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+# -- which groups ---------------------------------------------------------------------------------
+
+
+def groups_of(posts: Sequence[Post], placement: PlacementConfig) -> tuple[Bundles, ...]:
+    """One group where one strategy says it all; else one per stage, the verify stage first.
+
+    Raises ConfigError for strategies that contradict each other.
+    """
+    if placement.strategy is not None:
+        return (Bundles(posts=tuple(posts), strategy=placement.strategy),)
+    relation = relation_of(placement)
+    of_draft: Strategy = placement.draft.strategy or "PACK"
+    of_verify: Strategy = placement.verify.strategy or "PACK"
+    draft = Bundles(posts=tuple(p for p in posts if p.stage == "draft"), strategy=of_draft)
+    verify = Bundles(posts=tuple(p for p in posts if p.stage == "verify"), strategy=of_verify)
+    # A rank that is alone in its stage stands by any strategy.
+    several = [group for group in (draft, verify) if len(group.posts) > 1]
+    if relation == "STRICT_PACK":
+        for group in several:
+            if group.strategy == "STRICT_SPREAD":
+                raise ConfigError(
+                    "placement.stages is STRICT_PACK, all on one node, and placement."
+                    f"{group.stages}.strategy is STRICT_SPREAD, a node each: change one of them"
+                )
+        return (Bundles(posts=tuple(posts), strategy="STRICT_PACK"),)
+    if all(group.strategy == relation for group in several):
+        return (Bundles(posts=tuple(posts), strategy=relation),)
+    return verify, draft
+
+
+def relation_of(placement: PlacementConfig) -> Strategy:
+    """How the stages stand to each other."""
+    return placement.stages or "PACK"
+
+
+def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) -> Bundles:
+    """The second group, kept to or from the nodes that the first one stands on."""
+    near = frozenset(to_nodes)
+    if relation in ("SPREAD", "STRICT_SPREAD"):
+        return Bundles(posts=group.posts, strategy=group.strategy, apart_from=near)
+    return Bundles(posts=group.posts, strategy=group.strategy, beside=near)
+
+
+def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
+    """Whether these nodes are large enough, were nothing else on them."""
+    empty = [_emptied(node) for node in nodes]
+    return not _left_over(group, empty).unplaced
+
+
+def _emptied(node: Node) -> Node:
+    return Node(
+        node_id=node.node_id,
+        name=node.name,
+        resources=node.resources,
+        free=node.resources,
+        labels=node.labels,
+    )
+
+
+# -- why not --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """How far the bundles of a group go, tried one after the other."""
+
+    unplaced: tuple[Post, ...]
+    held: Mapping[str, tuple[Post, ...]]
+    """By node id: what was put there."""
+
+
+def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
+    """What a person can act on: which bundle lacks what, on which node, and who has it."""
+    if not nodes:
+        return "the cluster has no node that is alive"
+    if group.strategy == "STRICT_PACK":
+        whole = _together(group)
+        if _left_over(whole, nodes).unplaced:
+            return _explained(whole, whole.posts, nodes, held={})
+    fit = _left_over(group, nodes)
+    if not fit.unplaced:
+        return (
+            f"each bundle of the {group.stages} stage fits some node, but Ray did not place all "
+            f"of them by the strategy {group.strategy}"
+        )
+    return _explained(group, fit.unplaced, nodes, held=fit.held)
+
+
+def _together(group: Bundles) -> Bundles:
+    """All bundles as one, which is what STRICT_PACK asks a node for."""
+    labels = {name: value for post in group.posts for name, value in post.labels.items()}
+    post = Post(
+        name=f"all {len(group.posts)} bundles together (strategy STRICT_PACK)",
+        rank=None,
+        resources=_summed([p.resources for p in group.posts]),
+        labels=labels,
+    )
+    return Bundles(posts=(post,), strategy="PACK", beside=group.beside, apart_from=group.apart_from)
+
+
+def _left_over(group: Bundles, nodes: Sequence[Node]) -> _Fit:
+    """First fit, the most demanding posts first: exact for bundles that are alike."""
+    free = {node.node_id: dict(node.free) for node in nodes}
+    held: dict[str, tuple[Post, ...]] = {}
+    unplaced = []
+    choice = {
+        post.name: [node for node in nodes if group.admits(node, post)] for post in group.posts
+    }
+    for post in sorted(
+        group.posts, key=lambda p: (len(choice[p.name]), -sum(p.resources.values()))
+    ):
+        for node in choice[post.name]:
+            if group.strategy == "STRICT_SPREAD" and node.node_id in held:
+                continue
+            if group.strategy == "STRICT_PACK" and held and node.node_id not in held:
+                continue
+            if not _fits(post.resources, free[node.node_id]):
+                continue
+            for name, amount in post.resources.items():
+                free[node.node_id][name] -= amount
+            held[node.node_id] = (*held.get(node.node_id, ()), post)
+            break
+        else:
+            unplaced.append(post)
+    return _Fit(unplaced=tuple(unplaced), held=held)
+
+
+def _explained(
+    group: Bundles,
+    unplaced: Sequence[Post],
+    nodes: Sequence[Node],
+    *,
+    held: Mapping[str, tuple[Post, ...]],
+) -> str:
+    """Bundles that lack the same are told of together."""
+    same: dict[str, list[str]] = {}
+    for post in unplaced:
+        lacks = [
+            f"node {node.name} {_what_lacks(group, post, node, held.get(node.node_id, ()))}"
+            for node in nodes
+        ]
+        told = _some(lacks, shown=_SHOWN_NODES, rest="nodes")
+        same.setdefault(f"{_wish(post)}: {told}", []).append(post.name)
+    parts = [
+        f"{_some(names, shown=_SHOWN_BUNDLES, rest='bundles', between=', ')} "
+        f"{'needs' if len(names) == 1 else 'need'} {lack}"
+        for lack, names in same.items()
+    ]
+    return ". ".join(parts)
+
+
+def _what_lacks(group: Bundles, post: Post, node: Node, held: Sequence[Post]) -> str:
+    if group.beside is not None and node.node_id not in group.beside:
+        return "is not one of those that the other stage stands on"
+    if node.node_id in group.apart_from:
+        return "holds the other stage (placement.stages keeps the two apart)"
+    missed = _labels_missed(post, node)
+    if missed:
+        return f"has no label {missed[0]}"
+    small = [name for name in post.resources if _has(node.resources, name) < post.resources[name]]
+    if small:
+        return " and ".join(f"has {name} {_has(node.resources, name):g}" for name in small)
+    taken = [name for name in post.resources if _has(node.free, name) < post.resources[name]]
+    if taken:
+        return " and ".join(
+            f"has {name} {node.resources[name] - _has(node.free, name):g} of "
+            f"{node.resources[name]:g} in use"
+            for name in taken
+        )
+    names = ", ".join(p.name for p in held)
+    if group.strategy == "STRICT_SPREAD" and held:
+        return f"is for {names} (strategy STRICT_SPREAD: a node each)"
+    if held:
+        return f"is filled by {names}"
+    return "has room, but not beside the others (strategy STRICT_PACK: all on one node)"
+
+
+def _labels_missed(post: Post, node: Node) -> list[str]:
+    return [
+        f"{name}={wanted}"
+        for name, wanted in post.labels.items()
+        if not matches(wanted, node.labels.get(name))
+    ]
+
+
+def matches(selector: str, value: str | None) -> bool:
+    """Ray's label operators: `x`, `!x`, `in(x,y)`, `!in(x,y)`; a missing label is not any x."""
+    found = _SET.fullmatch(selector)
+    if found is not None:
+        return (value in found[2].split(",")) != bool(found[1])
+    if selector.startswith("!"):
+        return value != selector[1:]
+    return value == selector
+
+
+def _wish(post: Post) -> str:
+    labels = [f"label {name}={value}" for name, value in post.labels.items()]
+    return ", ".join([f"{name} {amount:g}" for name, amount in post.resources.items()] + labels)
+
+
+def _some(parts: Sequence[str], *, shown: int, rest: str, between: str = "; ") -> str:
+    more = len(parts) - shown
+    told = between.join(parts[:shown])
+    return f"{told}{between}and {more} {rest} more" if more > 0 else told
+
+
+def _has(resources: Resources, name: str) -> float:
+    return resources.get(name, 0.0)
+
+
+def _fits(wanted: Resources, free: Resources) -> bool:
+    return all(_has(free, name) >= amount for name, amount in wanted.items())
+
+
+def _summed(parts: Sequence[Resources]) -> dict[str, float]:
+    names = {name: None for part in parts for name in part}
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

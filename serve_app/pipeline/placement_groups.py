@@ -1,0 +1,257 @@
+"""Places for a pipeline's actors: placement groups asked of Ray, waited for, mended and given back.
+
+One group, or one per stage where a single strategy cannot say it; then the second is kept to or
+from the nodes of the first by a label selector on node ids, since Ray knows no relation between
+groups. All are placed within the bounded wait, or none is left behind. What stands where is decided
+in `_placement`; who fills a place is none of its business.
+
+When a node dies Ray moves the bundles that were on it. A group that is kept to a dead node would
+wait for ever: it is placed again, kept to nothing.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from eesd_dist.errors import ConfigError
+from serve_app.config import PlacementConfig, Strategy
+from serve_app.pipeline.placement import (
+    Bundles,
+    Node,
+    Post,
+    could_hold,
+    groups_of,
+    related,
+    relation_of,
+    why_unplaced,
+)
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_WISH_WAIT_S = 5.0
+"""How long a place is waited for that is only wished for."""
+_LOOK_S = 1.0
+_TELL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """Bundles, and Ray's group of them."""
+
+    bundles: Bundles
+    group: PlacementGroup
+
+
+class Places:
+    """Where each post of one pipeline stands."""
+
+    def __init__(self, groups: Sequence[_Placed], *, name: str) -> None:
+        self._groups = list(groups)
+        self._name = name
+        self._missing: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Which bundles have no place now, and why; empty when every one has."""
+        return self._missing
+
+    def strategy_for(self, post: Post) -> PlacementGroupSchedulingStrategy:
+        for placed in self._groups:
+            if post in placed.bundles.posts:
+                return PlacementGroupSchedulingStrategy(
+                    placed.group, placement_group_bundle_index=placed.bundles.posts.index(post)
+                )
+        raise ConfigError(f"{post.name} has no bundle in the placement of {self._name}")
+
+    def remove(self) -> None:
+        """Gives everything back; actors that still stand there end."""
+        for placed in self._groups:
+            remove_placement_group(placed.group)
+
+    async def keep(self) -> None:
+        """While bundles are being moved: mends what cannot move, and says what is awaited.
+
+        Runs until it is cancelled.
+        """
+        told_s = -_TELL_S
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await asyncio.to_thread(self._look)
+            except Exception:  # what Ray says while its head is away; it is asked again
+                logger.exception("places not looked after: pipeline=%s", self._name)
+            if self._missing and loop.time() - told_s > _TELL_S:
+                told_s = loop.time()
+                logger.warning(
+                    "waiting for a place: pipeline=%s %s", self._name, ". ".join(self._missing)
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        missing = []
+        for at, placed in enumerate(self._groups):
+            if _is_placed(placed.group):
+                continue
+            nodes = nodes_now()
+            alive = {node.node_id for node in nodes}
+            beside = placed.bundles.beside
+            if beside is not None and not beside <= alive:
+                self._groups[at] = placed = self._anew(placed)
+            missing.append(why_unplaced(placed.bundles, nodes))
+        self._missing = tuple(missing)
+
+    def _anew(self, placed: _Placed) -> _Placed:
+        logger.warning(
+            "the %s stage was kept to a node that is gone, and may stand anywhere: pipeline=%s",
+            placed.bundles.stages,
+            self._name,
+        )
+        remove_placement_group(placed.group)
+        return _asked(replace(placed.bundles, beside=None), name=self._name)
+
+
+async def places_for(posts: Sequence[Post], *, placement: PlacementConfig, name: str) -> Places:
+    """A place for each post. Raises ConfigError that says which bundle lacks what, and where."""
+    groups = groups_of(posts, placement)
+    placing = _Placing(placement, name=name)
+    try:
+        async with asyncio.timeout(placement.timeout_s):
+            return Places(await placing.all_of(groups), name=name)
+    except TimeoutError as error:
+        nodes = await asyncio.to_thread(nodes_now)
+        raise ConfigError(
+            f"no room for pipeline {name} within {placement.timeout_s:g} s: "
+            f"{placing.why(nodes)}. Change placement in the configuration, or add nodes"
+        ) from error
+    finally:
+        placing.give_back_unless_whole()
+
+
+class _Placing:
+    """One attempt to place one group or two; everything asked for is given back if it fails."""
+
+    def __init__(self, placement: PlacementConfig, *, name: str) -> None:
+        self._relation: Strategy = relation_of(placement)
+        self._name = name
+        self._asked: list[_Placed] = []
+        self._is_whole = False
+
+    async def all_of(self, groups: Sequence[Bundles]) -> list[_Placed]:
+        first, *rest = groups
+        await self._place(first)
+        for second in rest:
+            if await self._blocks(first, second):
+                # The first took the only nodes that the second could have: the other way round.
+                self._drop_last()
+                first, second = second, first
+                await self._place(first)
+            await self._place_beside(second)
+        self._is_whole = True
+        return self._asked
+
+    def why(self, nodes: Sequence[Node]) -> str:
+        """Of the group that is being waited for."""
+        return why_unplaced(self._asked[-1].bundles, nodes)
+
+    def give_back_unless_whole(self) -> None:
+        while self._asked and not self._is_whole:
+            self._drop_last()
+
+    async def _blocks(self, first: Bundles, second: Bundles) -> bool:
+        """Whether the second has no node left that it may stand on, and could have had one."""
+        if self._relation != "STRICT_SPREAD":
+            return False
+        nodes = await asyncio.to_thread(nodes_now)
+        kept = self._related(second)
+        return could_hold(second, nodes) and not could_hold(kept, nodes)
+
+    async def _place_beside(self, second: Bundles) -> None:
+        """Places the second group by its relation to the first; a mere wish may go unfulfilled."""
+        kept = self._related(second)
+        if self._relation == "STRICT_SPREAD":
+            await self._place(kept)
+            return
+        nodes = await asyncio.to_thread(nodes_now)
+        try:
+            async with asyncio.timeout(_WISH_WAIT_S if could_hold(kept, nodes) else _POLL_S):
+                await self._place(kept)
+        except TimeoutError:
+            logger.info("the stages cannot have %s: pipeline=%s", self._relation, self._name)
+            self._drop_last()
+            await self._place(second)
+
+    def _related(self, second: Bundles) -> Bundles:
+        (first,) = self._asked
+        return related(second, self._relation, to_nodes=_nodes_of(first.group))
+
+    async def _place(self, bundles: Bundles) -> None:
+        self._asked.append(_asked(bundles, name=self._name))
+        group = self._asked[-1].group
+        while not await asyncio.to_thread(group.wait, _POLL_S):
+            pass
+
+    def _drop_last(self) -> None:
+        remove_placement_group(self._asked.pop().group)
+
+
+def _asked(bundles: Bundles, *, name: str) -> _Placed:
+    selectors = bundles.selectors()
+    try:
+        group = placement_group(
+            [post.resources for post in bundles.posts],
+            strategy=bundles.strategy,
+            name=f"{name}: {bundles.stages}",
+            bundle_label_selector=selectors if any(selectors) else None,
+        )
+    except ValueError as error:  # a selector that Ray does not understand
+        raise ConfigError(f"placement of the {bundles.stages} stage: {error}") from error
+    return _Placed(bundles=bundles, group=group)
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return bool(_table(group)["state"] == "CREATED")
+
+
+def _nodes_of(group: PlacementGroup) -> set[str]:
+    return set(_table(group)["bundles_to_node_id"].values())
+
+
+def _table(group: PlacementGroup) -> dict[str, Any]:
+    table: dict[str, Any] = placement_group_table(group)
+    return table
+
+
+def nodes_now() -> tuple[Node, ...]:
+    """The nodes that are alive, with what is free on them."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    count = Counter(node["NodeName"] for node in alive)
+    return tuple(
+        Node(
+            node_id=node["NodeID"],
+            name=_told_apart(node["NodeName"], node["NodeID"], count[node["NodeName"]]),
+            resources=node["Resources"],
+            free=free.get(node["NodeID"], {}),
+            labels=node["Labels"],
+        )
+        for node in alive
+    )
+
+
+def _told_apart(name: str, node_id: str, count: int) -> str:
+    """Several raylets of one host have one name."""
+    return name if count == 1 else f"{name} [{node_id[:8]}]"

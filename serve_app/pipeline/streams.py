@@ -1,0 +1,453 @@
+"""The live streams of one pipeline: the ledger, and the door to its engine.
+
+A stream goes in when the pipeline is whole and `_suspicion` lets it, comes out with its tokens, and
+goes in again, from its tokens so far, when the engine broke under it. Whoever keeps the pipeline
+whole says when it broke and when it is whole again; how that is done is nothing to a stream.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Set
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from eesd_dist.errors import (
+    PROCESS_DIED,
+    CapacityError,
+    EesdError,
+    EngineError,
+    Moved,
+    PeerLost,
+    Poisonous,
+    RequestError,
+)
+from eesd_dist.types import Emission, Request, RequestId
+from eesd_dist.workers.messages import StreamItem
+from serve_app.config import RecoveryConfig
+from serve_app.pipeline.quarantine import Suspicion
+from serve_app.pipeline.resume import Again, resumed
+from serve_app.pipeline.workers import Member
+
+logger = logging.getLogger(__name__)
+
+_NOTICE_S = 2.0
+"""Longest that a stream may know of a broken engine before those who mend it."""
+_EMPTY_S = 2.0
+"""Longest wait for a word of the drafting actor, and for it to let go of its streams."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Whoever waits for a live request's tokens."""
+
+    attempt: int
+    """Its sender's how many-th."""
+    sender: str
+    """Empty: unknown, and never taken for dead."""
+    task: asyncio.Task[Any] | None
+
+
+async def _nowhere() -> None:
+    """There is no other pipeline."""
+
+
+class Streams:
+    """Built inside a running event loop; at first the pipeline is not whole."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        drafter: Callable[[], Awaitable[Member]],
+        recovery: RecoveryConfig,
+        delivered: Callable[[], None],
+        elsewhere: Callable[[], Awaitable[object | None]] = _nowhere,
+        round_timeout_s: float = 20.0,
+    ) -> None:
+        """`drafter` raises PeerLost where there is none; `delivered` hears of every item;
+        `elsewhere` is another pipeline that takes streams. A round that takes longer than
+        `round_timeout_s` breaks the engine."""
+        self._pipeline = pipeline
+        self._drafter = drafter
+        self._recovery = recovery
+        self._on_delivery = delivered
+        self._elsewhere = elsewhere
+        self._round_timeout_s = round_timeout_s
+        self._suspicion = Suspicion(
+            suspect_after=recovery.suspect_after,
+            refuse_after=recovery.suspect_after + recovery.max_interruptions,
+        )
+        self._live: dict[RequestId, _Reader] = {}
+        """Live requests and who reads them."""
+        self._submissions = count(1)
+        self._silent: Set[str] = frozenset()
+        """Senders that were last said to be silent."""
+        self._is_whole = False
+        self._broken_s = time.monotonic()
+        """Since when it is not whole, while it is not."""
+        self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
+        self._refused: dict[RequestId, Poisonous] = {}
+        self._leaving = ""
+        """Why streams are to go on in another pipeline; empty: they are to wait."""
+        self._given_up: EesdError | None = None
+        """What ends every stream, when nothing can be mended any more."""
+        self._changed = asyncio.Event()
+        """Set once, whenever one of the above has changed, and then replaced."""
+
+    @property
+    def live(self) -> tuple[RequestId, ...]:
+        return tuple(self._live)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def is_calm(self) -> bool:
+        """Nobody is tested, or waits for it."""
+        return self._suspicion.is_calm
+
+    @property
+    def num_suspects(self) -> int:
+        """How many are tested alone before all go on together."""
+        return self._suspicion.num_suspects
+
+    # -- what happens to the pipeline -----------------------------------------------------------
+
+    def paused(self, trouble: EesdError) -> None:
+        """It is not whole: who is outside waits."""
+        self._trouble = trouble
+        if self._is_whole:
+            self._broken_s = time.monotonic()
+        self._is_whole = False
+        self._tell()
+
+    async def broke(
+        self,
+        trouble: EesdError,
+        *,
+        drafter: Member | None,
+        keeps_streams: bool = True,
+        is_telling: bool = True,
+    ) -> int:
+        """Its engine broke under those inside, whose number is returned. `drafter` has survived
+        and keeps them, if they may go on together and it is to go on itself. `is_telling`: a
+        request can have done it."""
+        verdict = self._suspicion.broke(
+            keeps_streams=keeps_streams and drafter is not None, is_telling=is_telling
+        )
+        if verdict.refused is not None:
+            self._refuse(verdict.refused, trouble)
+        elif self._suspicion.num_suspects:
+            logger.warning(
+                "streams go on one at a time: pipeline=%s suspects=%d",
+                self._pipeline,
+                self._suspicion.num_suspects,
+            )
+        if verdict.all_come_out and drafter is not None:
+            await self._recall(drafter, self._lost(trouble))
+        self._tell()
+        return len(verdict.struck)
+
+    async def leave(self, reason: str, *, drafter: Member | None) -> None:
+        """While it is not whole, streams go on in another pipeline; suspects wait here."""
+        if self._is_whole:
+            return
+        self._leaving = reason
+        self._suspicion.all_came_out()
+        if drafter is not None:
+            await self._recall(drafter, self._lost(EngineError(reason)))
+        self._tell()
+
+    async def come_out(self, *, drafter: Member | None) -> None:
+        """It is to get another engine in good order, and is paused: everyone waits outside, and
+        nothing is held against anyone."""
+        self._suspicion.all_came_out()
+        if drafter is not None:
+            await self._recall(drafter, Again())
+        self._tell()
+
+    def resume(self) -> None:
+        """It is whole."""
+        self._is_whole = True
+        self._leaving = ""
+        self._tell()
+
+    def give_up(self, error: EesdError) -> None:
+        """It will not be whole again: every stream ends as lost, and may go on elsewhere."""
+        self._is_whole = False
+        self._given_up = EngineError(str(error))  # a lost peer would be waited for
+        self._tell()
+
+    # -- what a stream does ---------------------------------------------------------------------
+
+    async def stream(
+        self, request: Request, *, attempt: int = 0, sender: str = ""
+    ) -> AsyncGenerator[tuple[Emission, ...], None]:
+        """The request's emissions to the last; raises what ended them.
+
+        A sender that lost sight of its stream sends it again with a higher `attempt`, and the
+        earlier one ends, though it has not noticed that nobody reads it any more. Serve sends a
+        call again by itself, with the same one.
+        """
+        request_id = request.request_id
+        await self._displace(request_id, attempt=attempt, sender=sender)
+        reader = _Reader(attempt=attempt, sender=sender, task=asyncio.current_task())
+        self._live[request_id] = reader
+        self._suspicion.came(request_id, strikes=request.strikes, telling=request.telling_strikes)
+        parts = resumed(
+            request,
+            source=self._submitted,
+            until_whole=self._at_the_door,
+            max_interruptions=None,
+            room_wait_s=self._recovery.stream_pause_s,
+        )
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+        except EngineError as error:
+            if error is self._given_up:
+                raise self._lost(error) from error
+            raise
+        except asyncio.CancelledError:
+            if reader.task is None or sender not in self._silent:
+                raise
+            reader.task.uncancel()  # if the sender lives after all, it goes on from its tokens
+            raise self._lost(EngineError("its sender was taken for dead")) from None
+        finally:
+            self._live.pop(request_id, None)
+            self._refused.pop(request_id, None)
+            self._suspicion.left(request_id)
+            self._tell()
+
+    async def _displace(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
+        """Until nobody else serves this id. Raises RequestError where it is not the sender's own,
+        CapacityError, to be sent again, where its earlier attempt takes long to go."""
+        deadline_s = time.monotonic() + _EMPTY_S
+        while (reader := self._live.get(request_id)) is not None:
+            is_repeat = reader.attempt == attempt and reader.sender == sender != ""
+            if reader.attempt >= attempt and not is_repeat:
+                raise RequestError(
+                    f"request id {request_id} is already being served: choose another",
+                    param="request_id",
+                )
+            if time.monotonic() > deadline_s:
+                raise CapacityError(
+                    f"request {request_id} has not yet left pipeline {self._pipeline}"
+                )
+            if reader.task is not None:
+                reader.task.cancel()
+            await _set_within(self._changed, _POLL_S)
+
+    def let_go(self, silent: Set[str]) -> None:
+        """Ends the streams of senders that are said to be `silent` and were not before. Whatever
+        such a sender sends here later shows that it lives, and is served."""
+        fallen, self._silent = silent - self._silent, silent
+        self._tell()
+        unread = [r.task for r in self._live.values() if r.task and r.sender in fallen]
+        for task in unread:
+            task.cancel()
+        if unread:
+            count = len(unread)
+            logger.warning("unread streams ended: pipeline=%s streams=%d", self._pipeline, count)
+
+    def let_go_of(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
+        """Ends a stream whose sender has lost sight of it and reads on elsewhere."""
+        reader = self._live.get(request_id)
+        if reader is None or reader.sender != sender or reader.attempt > attempt:
+            return
+        if reader.task is not None:
+            reader.task.cancel()
+            logger.info("unread stream ended: pipeline=%s request=%s", self._pipeline, request_id)
+
+    async def heard_again(self, sender: str) -> None:
+        """Until the sender is not said to be silent, or not any more."""
+        while sender in self._silent:
+            await self._changed.wait()
+
+    async def probe(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """One submission beside all others, when nobody is on test; what is wrong ends it."""
+        async with aclosing(self._submission(request)) as items:
+            async for item in items:
+                yield item
+
+    async def _submitted(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """One stay in the engine, and the wait at its door."""
+        request_id = request.request_id
+        await self._enter(request_id)
+        has_broken = False
+        try:
+            async with aclosing(self._submission(request)) as items:
+                async for item in items:
+                    has_broken = isinstance(item, PeerLost)
+                    comes_out = not isinstance(item, EesdError) and self._delivered(request_id)
+                    yield item
+                    if isinstance(item, EesdError) or item[-1].finish_reason is not None:
+                        return
+                    if comes_out:
+                        break
+            await self._until_empty()
+            yield Again()
+        finally:
+            if has_broken:
+                self._suspicion.broken_off(request_id)
+            else:
+                self._suspicion.came_out(request_id)
+            self._tell()
+
+    async def _submission(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """What the drafting actor says to the request."""
+        try:
+            drafter = await self._drafter()
+        except PeerLost as error:
+            yield error
+            return
+        request = replace(request, submission=next(self._submissions))
+        items = drafter.handle.submit.options(num_returns="streaming").remote(request)
+        is_over = False
+        try:
+            async for reference in items:
+                item: StreamItem = await reference
+                is_over = isinstance(item, EesdError) or item[-1].finish_reason is not None
+                yield item
+        except RayError as error:
+            is_over = True
+            yield lost(drafter, error, operation="stream")
+        finally:
+            if not is_over:
+                drafter.handle.cancel.remote(request.request_id, request.submission)
+
+    # -- the door -------------------------------------------------------------------------------
+
+    async def _enter(self, request_id: RequestId) -> None:
+        """Waits until the stream may go in; raises why it will not."""
+        since_s = time.monotonic()
+        while not (self._is_whole and self._suspicion.may_enter(request_id)):
+            self._raise_word_for(request_id)
+            wait_s = self._patience_left_s(request_id, since_s)
+            if wait_s > 0:
+                await _set_within(self._changed, wait_s)
+            elif self._is_whole:
+                self._stumbled(request_id)
+            else:
+                pause_s = self._recovery.stream_pause_s
+                if not self._suspicion.is_suspect(request_id) and await self._elsewhere():
+                    raise self._moved(request_id, f"it is not whole after {pause_s:g} s")
+                raise EngineError(
+                    f"pipeline {self._pipeline} is not whole again after {pause_s:g} s: "
+                    f"{self._trouble}"
+                )
+        self._raise_word_for(request_id)
+        self._suspicion.enter(request_id)
+
+    def _raise_word_for(self, request_id: RequestId) -> None:
+        if request_id in self._refused:  # not to go on elsewhere
+            raise self._refused[request_id]
+        if self._given_up is not None:
+            raise self._given_up
+        if self._leaving and not self._suspicion.is_suspect(request_id):
+            raise self._moved(request_id, self._leaving)
+
+    def _moved(self, request_id: RequestId, reason: str) -> Moved:
+        return Moved(
+            by=self._pipeline,
+            to=None,
+            reason=reason,
+            strikes=self._suspicion.strikes(request_id),
+            telling_strikes=self._suspicion.telling(request_id),
+        )
+
+    def _patience_left_s(self, request_id: RequestId, since_s: float) -> float:
+        """How long the present state of things is borne with."""
+        now_s = time.monotonic()
+        if not self._is_whole:
+            return max(since_s, self._broken_s) + self._recovery.stream_pause_s - now_s
+        if self._suspicion.is_broken_off(request_id):
+            return since_s + _NOTICE_S - now_s
+        return self._recovery.stream_pause_s  # others are tested, one after the other
+
+    def _delivered(self, request_id: RequestId) -> bool:
+        """An item came; True: the stream is to make room for the next one on test."""
+        self._on_delivery()
+        was_calm = self._suspicion.is_calm
+        comes_out = self._suspicion.delivered(request_id)
+        if not was_calm:
+            self._tell()
+        return comes_out
+
+    def _stumbled(self, request_id: RequestId) -> None:
+        """The engine dropped this stream and did not break."""
+        strikes = self._suspicion.stumbled(request_id)
+        if strikes > self._recovery.max_interruptions:
+            raise EngineError(
+                f"request {request_id} is given up: dropped {strikes} times since its last token"
+            )
+
+    async def _until_empty(self) -> None:
+        """A round with who has come out may still be under way: the next one is to be alone."""
+        deadline_s = time.monotonic() + self._round_timeout_s
+        while self._is_whole and time.monotonic() < deadline_s:
+            try:
+                drafter = await self._drafter()
+                async with asyncio.timeout(_EMPTY_S):
+                    stats = await drafter.handle.stats.remote()
+            except (TimeoutError, PeerLost, RayError):  # the submission will say so
+                return
+            if stats.num_running + stats.num_waiting == 0:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _at_the_door(self, error: EesdError) -> None:
+        """Every wait is at the door itself."""
+
+    # -- telling --------------------------------------------------------------------------------
+
+    def _refuse(self, request_id: RequestId, trouble: EesdError) -> None:
+        error = Poisonous(
+            request_id=request_id,
+            strikes=self._suspicion.strikes(request_id),
+            reason=str(trouble),
+        )
+        self._refused[request_id] = error
+        logger.error("refused: pipeline=%s error=%s", self._pipeline, error)
+
+    def _lost(self, trouble: EesdError) -> PeerLost:
+        return PeerLost(peer=self._pipeline, operation="rounds", reason=str(trouble))
+
+    async def _recall(self, drafter: Member, word: EesdError) -> None:
+        """The drafting actor lets go of all that it keeps; their streams come back to the door."""
+        try:
+            async with asyncio.timeout(_EMPTY_S):
+                await drafter.handle.move_out.remote(None, word)
+        except (TimeoutError, RayError) as error:  # dead: its streams come back by that
+            logger.warning("streams not recalled: pipeline=%s error=%r", self._pipeline, error)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def lost(member: Member, error: RayError, *, operation: str) -> PeerLost:
+    """Ray's word about an actor in our terms."""
+    has_died = isinstance(error, ray.exceptions.RayActorError)
+    return PeerLost(
+        peer=member.label,
+        operation=operation,
+        reason=PROCESS_DIED if has_died else str(error),
+    )
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+    try:  # `wait_for` would swallow a cancellation that comes together with the event
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

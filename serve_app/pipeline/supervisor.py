@@ -1,0 +1,484 @@
+"""Keeps one pipeline whole: forms it, hears what breaks it, mends it, and knows when to give up.
+
+It brings a crew together into generation after generation, and tells the streams when to wait, when
+to go on and, while a process has to be replaced and another pipeline is whole, when to go there.
+Who is to blame for an interruption is `_suspicion`'s to find out.
+
+Where stand-ins are kept, a pipeline that has lost its draft stage is whole again at once, degraded
+to plain decoding. It changes over to a full generation when the draft stage is back, weights
+loaded: nothing was interrupted by that, and nothing is held against anyone.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
+from eesd_dist.routing.directory import PipelineReport, Promotion
+from eesd_dist.workers.messages import HeadReport, StagesFactory
+from serve_app.config import ServiceConfig
+from serve_app.pipeline.placement import Post, gpus_per_rank, posts_of
+from serve_app.pipeline.placement_groups import Places, places_for
+from serve_app.pipeline.quarantine import Patience
+from serve_app.pipeline.streams import Streams
+from serve_app.pipeline.worker_group import Crew
+from serve_app.pipeline.workers import Member, Members, Recruiting
+from serve_app.router import AskRouter, promotion_of
+
+logger = logging.getLogger(__name__)
+
+DEGRADED = "plain decoding on the verify ranks while the drafting actor is replaced"
+
+_RETRY_S = 0.25
+_MAX_RETRY_S = 4.0
+_ASK_EVERY_S = 1.0
+"""How often another pipeline is looked for; without a process to replace, it is back before."""
+_CALM_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recovery:
+    """The time line of one interruption, by the clock of `time.monotonic`."""
+
+    trouble: EesdError
+    noticed_s: float
+    left_s: float = 0.0
+    num_waiting: int = 0
+    """Streams that were in the engine."""
+
+
+class Keeper:
+    """One pipeline's; built inside a running event loop."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        stages: StagesFactory,
+        *,
+        pipeline: str,
+        router: Any,
+        elsewhere: Callable[[], Awaitable[PipelineReport | None]],
+        say: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`elsewhere`: another pipeline that takes requests; `say`: tells the router how it is."""
+        self._config = config
+        self._stages = stages
+        self._pipeline = pipeline
+        self._router = router
+        self._elsewhere = elsewhere
+        self._say = say
+        self._whole = asyncio.Event()
+        self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
+        self._since_s = time.monotonic()
+        """Since when it is whole, or is not."""
+        self._num_interruptions = 0
+        recovery = config.recovery
+        self._patience = Patience(max_failures=recovery.suspect_after + recovery.max_interruptions)
+        self._recovery: _Recovery | None = None
+        """Under way, until the first token after it."""
+        self._recovery_s: float | None = None
+        self._degraded_since_s: float | None = None
+        """None while it is not."""
+        self._degraded_s = 0.0
+        """Earlier times together."""
+        self._is_changing_over = False
+        self._promotion: Promotion | None = None
+        self._errands: set[asyncio.Future[None]] = set()
+        """What nobody waits for."""
+        self._crew: asyncio.Future[Crew] = asyncio.get_running_loop().create_future()
+        self.streams = Streams(
+            pipeline=pipeline,
+            drafter=self._drafter,
+            recovery=recovery,
+            delivered=self._delivered,
+            elsewhere=elsewhere,
+            round_timeout_s=config.engine.parallel.timeout_s,
+        )
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    async def crew(self) -> Crew:
+        """Waits for the first; raises why there will be none."""
+        return await asyncio.shield(self._crew)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._whole.is_set()
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether it is whole, with stand-ins for the draft stage."""
+        return self.is_whole and self._degraded_since_s is not None
+
+    @property
+    def degraded_s(self) -> float:
+        """Seconds so far in which it was."""
+        if self._degraded_since_s is None:
+            return self._degraded_s
+        return self._degraded_s + time.monotonic() - self._degraded_since_s
+
+    @property
+    def num_interruptions(self) -> int:
+        return self._num_interruptions
+
+    @property
+    def trouble(self) -> EesdError:
+        """What broke it last, or that it starts."""
+        return self._trouble
+
+    @property
+    def recovery_s(self) -> float | None:
+        """From the last interruption's notice to the next token, or to a whole pipeline when nobody
+        waited for one; None before the first."""
+        return self._recovery_s
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """The exit head it was told to take; None: that of the configuration."""
+        return self._promotion
+
+    def why_not_whole(self) -> str:
+        """Empty when it is."""
+        if self.is_whole:
+            return ""
+        waited_s = time.monotonic() - self._since_s
+        if self._is_changing_over:
+            return f"changing over for {waited_s:.1f} s: the draft stage is back"
+        if self._num_interruptions == 0:
+            return f"loading for {waited_s:.1f} s: {self._trouble}"
+        number = self._crew.result().generation
+        return f"re-forming for {waited_s:.1f} s (generation {number}): {self._trouble}"
+
+    async def loading(self) -> str:
+        """Who still reads weights, and how far; empty when nobody does."""
+        if not self._crew.done() or self._crew.exception() is not None:
+            return ""
+        loads = await self._crew.result().members.loads()
+        return ", ".join(f"{name} {load.told}" for name, load in loads.items() if not load.is_over)
+
+    async def check(self) -> None:
+        """Waits for the first start; raises when this pipeline will not be whole again."""
+        if not self._supervisor.done() and self._num_interruptions == 0:
+            first_start = asyncio.ensure_future(self._whole.wait())
+            await asyncio.wait({first_start, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
+            first_start.cancel()
+        if self._supervisor.done():
+            raise self._trouble
+
+    async def load_head(self, folder: str) -> HeadReport:
+        """Raises CheckpointError or ConfigError for one that does not fit; the old one goes on."""
+        crew = await self.crew()
+        recovery = self._config.recovery
+        try:
+            async with asyncio.timeout(recovery.stream_pause_s):
+                await self._whole.wait()
+        except TimeoutError as error:
+            raise EngineError(
+                f"cannot take {folder}: pipeline {self._pipeline} is not whole after "
+                f"{recovery.stream_pause_s:g} s: {self._trouble}"
+            ) from error
+        if self.is_degraded:
+            raise EngineError(f"cannot take {folder} now: degraded: {DEGRADED}; try again")
+        async with asyncio.timeout(recovery.load_timeout_s):
+            report = await crew.load_head(folder)
+        self._promotion = Promotion(
+            in_place_of=_head_key(self._config), head=folder, taken_unix_s=time.time()
+        )
+        return report
+
+    # -- generation after generation ------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Until forming fails for good; whatever ends it, nobody waits for it any longer."""
+        try:
+            self._crew.set_result(await self._recruit())
+            await self._keep_whole(self._crew.result())
+        except EesdError as error:
+            logger.error("given up: pipeline=%s: %s", self._pipeline, error)
+            await self._give_up(error)
+        except Exception as error:
+            logger.exception("a bug: pipeline=%s", self._pipeline)
+            await self._give_up(
+                EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
+            )
+
+    async def _keep_whole(self, crew: Crew) -> None:
+        while True:
+            await self._form(crew)
+            self._is_whole_again(crew)
+            trouble = await self._end_of_generation(crew)
+            if trouble is None:
+                await self._change_over(crew)
+            else:
+                await self._interrupted(crew, trouble)
+
+    async def _give_up(self, error: EesdError) -> None:
+        self._trouble = error
+        self._whole.clear()
+        self.streams.give_up(error)
+        if not self._crew.done():
+            self._crew.set_exception(error)
+        elif self._crew.exception() is None:
+            await self._crew.result().stop()
+
+    async def _recruit(self) -> Crew:
+        engine = self._config.engine
+        posts, places = await self._placed()
+        recruiting = Recruiting(
+            pipeline=self._pipeline,
+            engine=engine,
+            stages=self._stages,
+            telemetry=self._config.telemetry_options,
+            ask_router=AskRouter(self._router),
+        )
+        crew = Crew(Members(places, posts, recruiting=recruiting))
+        self._promotion = await promotion_of(self._router, in_place_of=_head_key(self._config))
+        if self._promotion is not None:
+            crew.recruit_with_head(self._promotion.head)
+        return crew
+
+    async def _placed(self) -> tuple[Sequence[Post], Places]:
+        """Nodes may join while room is waited for: with other GPUs than were counted on, all is
+        asked for anew."""
+        engine, placement = self._config.engine, self._config.placement
+        gpus = _gpus_per_rank(engine)
+        while True:
+            posts = posts_of(
+                placement,
+                num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
+                num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
+                gpus_per_rank=gpus,
+            )
+            places = await places_for(posts, placement=placement, name=self._pipeline)
+            counted, gpus = gpus, _gpus_per_rank(engine)
+            if counted == gpus:
+                return posts, places
+            logger.info(
+                "placed anew: pipeline=%s gpus_per_rank=%g, was %g", self._pipeline, gpus, counted
+            )
+            places.remove()
+
+    async def _form(self, crew: Crew) -> None:
+        """Tries until it succeeds, while it is not the configuration that is to blame."""
+        deadline = time.monotonic() + self._config.recovery.load_timeout_s
+        retry_s = _RETRY_S
+        while True:
+            try:
+                await self._form_once(crew, timeout_s=max(1.0, deadline - time.monotonic()))
+            except ConfigError as error:
+                if not crew.has_other_head:
+                    raise
+                # The promoted head's folder has gone or changed since; there was one before it.
+                logger.error(
+                    "back to the configured head: pipeline=%s error=%s", self._pipeline, error
+                )
+                await crew.recruit_as_configured()
+                self._promotion = None
+            except EngineError as error:
+                logger.warning("not formed: pipeline=%s error=%s", self._pipeline, error)
+                self._trouble = error
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"pipeline {self._pipeline} is given up: it was not formed within "
+                        f"{self._config.recovery.load_timeout_s:g} s, the last time: {error}"
+                    ) from error
+                await crew.disband()
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+            else:
+                return
+
+    async def _form_once(self, crew: Crew, *, timeout_s: float) -> None:
+        """With stand-ins where they can help at once; where they fail, as if there were none."""
+        if crew.may_stand_in:
+            if (leader := _drafter_of(crew)) is not None:
+                # It kept its streams when a verify rank was lost; it will not lead them now.
+                await self.streams.come_out(drafter=leader)
+            try:
+                return await crew.form_degraded(timeout_s=timeout_s / 2)
+            except EesdError as error:
+                logger.warning("no stand-in: pipeline=%s error=%s", self._pipeline, error)
+                await crew.disband()
+        await crew.form(timeout_s=timeout_s)
+
+    async def _end_of_generation(self, crew: Crew) -> EesdError | None:
+        """What broke it; None: it is degraded and need not be any longer."""
+        trouble = asyncio.ensure_future(crew.trouble())
+        waiting: set[asyncio.Future[Any]] = {trouble}
+        if crew.is_degraded:
+            waiting.add(asyncio.ensure_future(self._replace_drafters(crew)))
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {trouble}:
+                ended.result()
+            return trouble.result() if trouble in done else None
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _replace_drafters(self, crew: Crew) -> None:
+        """Returns when a full generation can take over; tried as long as it takes."""
+        retry_s = _RETRY_S
+        while crew.may_stand_in or not self.streams.is_calm:
+            try:
+                await crew.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
+            except EesdError as error:
+                if isinstance(error, ConfigError) and crew.has_other_head:
+                    return  # forming a full generation goes back to the configured one
+                logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+            else:
+                await asyncio.sleep(_CALM_S)
+
+    async def _change_over(self, crew: Crew) -> None:
+        """In good order, up to where the full generation may be formed."""
+        logger.info("changing over: pipeline=%s generation=%d", self._pipeline, crew.generation)
+        self._is_changing_over = True
+        self._not_whole(EngineError("it is changing over to the draft stage that is back"))
+        await self.streams.come_out(drafter=_drafter_of(crew))
+        await crew.halt()
+        await crew.disband()
+        # Who was still on the way in when the others came out; from now on nobody gets in.
+        await self.streams.come_out(drafter=_drafter_of(crew))
+        self._run(self._send_elsewhere(crew))
+
+    def _not_whole(self, trouble: EesdError) -> None:
+        self._whole.clear()
+        self._since_s = time.monotonic()
+        self._degraded_s, self._degraded_since_s = self.degraded_s, None
+        self.streams.paused(trouble)
+
+    def _is_whole_again(self, crew: Crew) -> None:
+        self._whole.set()
+        self._since_s = time.monotonic()
+        self._is_changing_over = False
+        if crew.is_degraded:
+            self._degraded_since_s = self._since_s
+            logger.warning("degraded: pipeline=%s: %s", self._pipeline, DEGRADED)
+        logger.info("whole: pipeline=%s generation=%d", self._pipeline, crew.generation)
+        recovery = self._recovery
+        if recovery is not None and (recovery.num_waiting == 0 or self.streams.num_live == 0):
+            self._recovered()
+        self.streams.resume()
+
+    async def _interrupted(self, crew: Crew, trouble: EesdError) -> None:
+        """Up to where a new generation may be formed."""
+        logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
+        self._trouble = trouble
+        self._not_whole(trouble)
+        recovery = self._recovery = _Recovery(trouble=trouble, noticed_s=self._since_s)
+        self._num_interruptions += 1
+        self._run(self._say())
+        await crew.disband()
+        recovery.left_s = time.monotonic()
+        recovery.num_waiting = await self.streams.broke(
+            trouble,
+            drafter=_drafter_of(crew),
+            keeps_streams=not (crew.is_degraded or crew.may_stand_in),
+            is_telling=_may_be_a_request(trouble),
+        )
+        if recovery.num_waiting > 0:
+            self._patience.failed()
+        self._raise_if_hopeless()
+        self._run(self._send_elsewhere(crew))
+
+    def _run(self, errand: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._ran)
+
+    def _ran(self, task: "asyncio.Future[None]") -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
+
+    async def _send_elsewhere(self, crew: Crew) -> None:
+        """Streams need not wait for this pipeline where another is whole: not while a process is
+        replaced, which takes its time, nor where forming fails or hangs."""
+        since_s = self._since_s
+
+        def is_over() -> bool:
+            return self.is_whole or self._since_s != since_s or self._supervisor.done()
+
+        if crew.members.are_complete or crew.may_stand_in:
+            await asyncio.sleep(_ASK_EVERY_S)
+        while not is_over():
+            there = await self._elsewhere()
+            if there is not None and not is_over():
+                reason = f"it is re-forming: {self._trouble}"
+                return await self.streams.leave(reason, drafter=_drafter_of(crew))
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    def _raise_if_hopeless(self) -> None:
+        if self._patience.is_exhausted:
+            raise EngineError(
+                f"pipeline {self._pipeline} is given up: it broke {self._patience.num_failures} "
+                f"times in a row without a token in between, the last time: {self._trouble}"
+            )
+
+    # -- what it hears --------------------------------------------------------------------------
+
+    async def _drafter(self) -> Member:
+        return (await self.crew()).drafter
+
+    def _delivered(self) -> None:
+        self._patience.works()
+        if self._recovery is not None and self.is_whole:
+            self._recovered()
+
+    def _recovered(self) -> None:
+        """The time line, now that it is at its end."""
+        recovery, self._recovery = self._recovery, None
+        assert recovery is not None
+        start_s, now_s = recovery.noticed_s, time.monotonic()
+        self._recovery_s = now_s - start_s
+        crew = self._crew.result()
+        logger.info(
+            "recovered: pipeline=%s generation=%d left_s=%.2f recruited_s=%.2f whole_s=%.2f "
+            "token_s=%.2f streams=%d after=%s",
+            self._pipeline,
+            crew.generation,
+            recovery.left_s - start_s,
+            crew.recruited_s - start_s,
+            self._since_s - start_s,
+            self._recovery_s,
+            recovery.num_waiting,
+            recovery.trouble,
+        )
+
+
+def _may_be_a_request(trouble: EesdError) -> bool:
+    """Whether what a request asks for can have done it: a death can, or a bug; a lost link or node,
+    or a member that does not answer, says more of machines."""
+    return not isinstance(trouble, PeerLost) or trouble.reason == PROCESS_DIED
+
+
+def _drafter_of(crew: Crew) -> Member | None:
+    try:
+        return crew.drafter
+    except PeerLost:
+        return None
+
+
+def _head_key(config: ServiceConfig) -> str:
+    """Names what a promoted head takes the place of: redeployed with another one, that one wins."""
+    model = config.engine.model
+    return f"{config.app_name}:{model.path}:{model.head or ''}"
+
+
+def _gpus_per_rank(engine: EngineConfig) -> float:
+    if engine.model.device == "cpu":
+        return 0.0
+    return gpus_per_rank(
+        num_gpus=ray.cluster_resources().get("GPU", 0.0),
+        num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
+        num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
+        must_have_one=engine.model.device == "cuda",
+    )

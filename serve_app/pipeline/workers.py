@@ -1,0 +1,320 @@
+"""Who is at the posts of a pipeline: actors, recruited into their places, called, and sent away.
+
+What they do together, and who is to blame when it ends, is the business of their crew.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import (
+    PROCESS_DIED,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EesdError,
+    EngineError,
+    PeerLost,
+)
+from eesd_dist.workers.drafting_actor import DraftActor
+from eesd_dist.workers.messages import (
+    LoadReport,
+    RouterAdvice,
+    RouterNews,
+    StagesFactory,
+    TelemetryOptions,
+    Whereabouts,
+)
+from eesd_dist.workers.process import PROCESS_LOST, thread_environment
+from eesd_dist.workers.rank_actor import RankActor
+from serve_app.pipeline.fallback import StandInHandle
+from serve_app.pipeline.placement import Post
+from serve_app.pipeline.placement_groups import Places
+
+logger = logging.getLogger(__name__)
+
+_NODE_DIED = "its node has died"
+"""Reason of a death that is its node's, and Ray's own words for it."""
+
+LEAVE_TIMEOUT_S = 8.0
+"""A little longer than an actor waits for its own loop to end."""
+_PING_S = 2.0
+"""An actor's event loop answers at once, whatever its loop of rounds is doing: one that does not is
+frozen, or cut off, and is not waited for."""
+_LOAD_ANSWER_S = 1.0
+_RECRUIT_S = 15.0
+"""First wait for a new process. It may have been sent to a node that is cut off, which Ray has yet
+to find out: it is tried again, and waited for twice as long each time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recruiting:
+    """How an actor of this pipeline is made."""
+
+    pipeline: str
+    engine: EngineConfig
+    stages: StagesFactory
+    telemetry: TelemetryOptions
+    ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
+
+    def with_head(self, folder: str) -> "Recruiting":
+        """The same with another exit head."""
+        model = self.engine.model.model_copy(update={"head": Path(folder)})
+        return replace(self, engine=self.engine.model_copy(update={"model": model}))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One actor at its post."""
+
+    post: Post
+    handle: Any
+    whereabouts: Whereabouts
+    death: asyncio.Future[str]
+    """Done when the process behind the actor is gone; why."""
+
+    load: LoadReport | None = None
+    """How far it was with its weights when it was asked last."""
+    host: "Member | None" = None
+    """Of a stand-in: whose process it lives in."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.post.name} (pid {self.whereabouts.pid} on {self.whereabouts.host})"
+
+    @property
+    def is_dead(self) -> bool:
+        return self.death.done()
+
+    def stand_in(self) -> "Member":
+        """The one in a verify rank's process; it dies with it."""
+        name = f"stand-in in {self.post.name}"
+        return Member(
+            post=replace(self.post, name=name, stage="draft", rank=self.post.rank or None),
+            handle=StandInHandle(self.handle),
+            whereabouts=self.whereabouts,
+            death=self.death,
+            host=self,
+        )
+
+    async def ask(self, method: str, operation: str, *args: object) -> Any:
+        """Calls the actor; whatever goes wrong comes back as an error of ours that names it."""
+        try:
+            return await getattr(self.handle, method).remote(*args)
+        except Exception as error:
+            raise _ours(error, peer=self.label, operation=operation) from error
+
+    async def ask_load(self) -> None:
+        """Sets `load`, where it may have changed and is told in time."""
+        if self.is_dead or (self.load is not None and self.load.is_over):
+            return
+        try:
+            async with asyncio.timeout(_LOAD_ANSWER_S):
+                self.load = await self.ask("loading", "loading")
+        except (EngineError, TimeoutError) as error:
+            logger.info("does not say how far it is: %s error=%r", self.label, error)
+
+    async def leaves(self) -> bool:
+        """Asks it to leave its generation; whether it did."""
+        if self.is_dead:
+            return False
+        try:
+            async with asyncio.timeout(_PING_S):
+                await self.ask("whereabouts", "leave")
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                return bool(await self.ask("leave", "leave"))
+        except (EngineError, TimeoutError) as error:
+            logger.warning("does not leave: %s error=%r", self.label, error)
+            return False
+
+
+class Members:
+    """Who is at each post, and who is on the way to one."""
+
+    def __init__(self, places: Places, posts: Sequence[Post], *, recruiting: Recruiting) -> None:
+        self.places = places
+        self.posts = tuple(posts)
+        self.recruiting = recruiting
+        """How those are made who come from now on."""
+        self._at_post: dict[str, Member] = {}
+        self._coming: dict[str, asyncio.Task[Member]] = {}
+        """Recruits on their way, by post: they start while the survivors still leave."""
+
+    def __iter__(self) -> Iterator[Member]:
+        """Who is there now, in the order of the posts."""
+        return iter([self._at_post[p.name] for p in self.posts if p.name in self._at_post])
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether everyone is at a post: then a new generation needs no new process."""
+        return not any(self.is_empty(post) for post in self.posts)
+
+    def is_empty(self, post: Post) -> bool:
+        member = self._at_post.get(post.name)
+        return member is None or member.is_dead
+
+    def at(self, post: Post) -> Member:
+        """Raises PeerLost when nobody is."""
+        member = self._at_post.get(post.name)
+        if member is None or member.is_dead:
+            raise PeerLost(peer=post.name, operation="call", reason="its process is gone")
+        return member
+
+    async def loads(self) -> dict[str, LoadReport]:
+        """How far each is with its weights, by its post; the silent said it before."""
+        await asyncio.gather(*[member.ask_load() for member in self])
+        return {m.post.name: m.load for m in self if m.load is not None}
+
+    async def fill(self, post: Post, operation: str) -> None:
+        """Waits for someone at an empty post; raises what their start raised."""
+        coming = self._coming.pop(post.name, None)
+        if coming is None:
+            coming = asyncio.ensure_future(self._recruited(post, operation))
+        try:
+            member = await coming
+        except asyncio.CancelledError:  # and it may have come in the same moment
+            _send_back(coming)
+            raise
+        self._arrived(member)
+
+    async def fill_beside(self, post: Post, operation: str, *, timeout_s: float) -> None:
+        """As `fill`, and a recruit that is still coming when this is ended goes on coming."""
+        coming = self._coming.get(post.name) or self.send_for(post, operation)
+        await asyncio.wait({coming}, timeout=timeout_s)
+        if not coming.done():
+            raise PeerLost(
+                peer=post.name,
+                operation=operation,
+                reason=". ".join([f"nobody there after {timeout_s:g} s", *self.places.missing]),
+            )
+        self._coming.pop(post.name, None)
+        self._arrived(coming.result())
+
+    def send_for(self, post: Post, operation: str) -> asyncio.Task[Member]:
+        """From now on someone is on the way to the post."""
+        coming = asyncio.ensure_future(self._recruited(post, operation))
+        self._coming[post.name] = coming
+        return coming
+
+    def dismiss(self, member: Member) -> None:
+        ray.kill(member.handle)
+        self._at_post.pop(member.post.name, None)
+        if not member.is_dead:
+            member.death.cancel()
+
+    async def send_all_away(self) -> None:
+        """And those who are still coming."""
+        await asyncio.gather(*[member.leaves() for member in self])
+        for member in self:
+            self.dismiss(member)
+        coming = tuple(self._coming.values())
+        self._coming.clear()
+        for task in coming:
+            _send_back(task)
+        await asyncio.gather(*coming, return_exceptions=True)
+
+    def _arrived(self, member: Member) -> None:
+        self._at_post[member.post.name] = member
+        logger.info("recruited: %s", member.label)
+
+    async def _recruited(self, post: Post, operation: str) -> Member:
+        """A new process at the post, as often as it takes; raises what its start raised."""
+        timeout_s = _RECRUIT_S
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._recruit(post, operation)
+            except TimeoutError:
+                logger.warning("%s does not start within %g s: tried again", post.name, timeout_s)
+                timeout_s *= 2
+
+    async def _recruit(self, post: Post, operation: str) -> Member:
+        handle = self._spawn(post)
+        try:
+            whereabouts = await handle.whereabouts.remote()
+        except BaseException as error:
+            ray.kill(handle)  # else it keeps the bundle that the next attempt needs
+            if isinstance(error, Exception):
+                raise _ours(error, peer=post.name, operation=operation) from error
+            raise
+        return Member(
+            post=post,
+            handle=handle,
+            whereabouts=whereabouts,
+            death=asyncio.ensure_future(_death_of(handle)),
+        )
+
+    def _spawn(self, post: Post) -> Any:
+        how = self.recruiting
+        resources = dict(post.resources)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            # Replaced by the pipeline: Ray would take a second longer to say that one has died.
+            "max_restarts": 0,
+            "max_concurrency": 10_000,
+            "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
+            "scheduling_strategy": self.places.strategy_for(post),
+        }
+        name = f"{post.name} of {how.pipeline}"
+        common = {"name": name, "stages": how.stages, "telemetry": how.telemetry}
+        if post.rank is None:
+            drafter = ray.remote(DraftActor).options(**options)
+            return drafter.remote(how.engine, **common, ask_router=how.ask_router)
+        rank = ray.remote(RankActor).options(**options)
+        return rank.remote(how.engine, **common, stage=post.stage, rank=post.rank)
+
+
+def _send_back(coming: asyncio.Task[Member]) -> None:
+    """Who comes to nobody's post: alive, they would keep the bundle that the next one needs."""
+    if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
+        member = coming.result()
+        ray.kill(member.handle)
+        member.death.cancel()
+
+
+async def _death_of(handle: Any) -> str:
+    try:
+        await handle.forever.remote()
+    except ray.exceptions.RayError as error:
+        return _why_gone(error)
+    return PROCESS_DIED
+
+
+def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
+    """Ray's exceptions in our terms."""
+    cause = getattr(error, "cause", None)
+    for candidate in (error, cause):
+        if isinstance(candidate, EesdError) and not isinstance(candidate, CapacityError):
+            ours = _plain(candidate)
+            # A folder may be whole on one node and damaged on another.
+            return ConfigError(f"{peer}: {ours}") if isinstance(ours, CheckpointError) else ours
+    if isinstance(error, PROCESS_LOST):
+        return PeerLost(peer=peer, operation=operation, reason=_why_gone(error))
+    return EngineError(f"{peer} failed during {operation}: {cause or error!r}")
+
+
+def _why_gone(error: ray.exceptions.RayError) -> str:
+    """A process that could not be built says so in its last line; one that was killed cannot."""
+    if _NODE_DIED in str(error):
+        return _NODE_DIED
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return f"{PROCESS_DIED}: ended by Ray, since its node ran out of memory"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):  # all that Ray can say of a cut
+        return f"{PROCESS_DIED}, or the link to it"
+    if not getattr(error, "actor_init_failed", False):
+        return PROCESS_DIED
+    return f"it could not be started: {str(error).strip().splitlines()[-1]}"
+
+
+def _plain(error: EesdError) -> EesdError:
+    """Without the class that Ray derives on the fly from ours and its own."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, EesdError) else error

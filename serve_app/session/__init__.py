@@ -1,0 +1,1 @@
+"""The Ray instance of a service on this machine: environment, start and end, address."""

@@ -1,0 +1,206 @@
+"""A drained pipeline's streams go on in the other one, from the pages that were copied to it."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.app import build_app
+from serve_app.config import ServiceConfig, service_config
+from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.operations.connect import JoinedService
+from serve_app.operations.serving import deploy
+from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.drain import Drained
+from serve_app.pipeline.kv_migration import Contacts, HandoverReport, hand_over
+
+NAME = "handed"
+PAGE = 16
+PROMPT = 300
+MAX_TOKENS = 2000
+"""More than a stream has by the time it is handed over; three of them have room in one pipeline."""
+
+
+@pytest.fixture(scope="module")
+def config(ray_port: int, tiny_service: Path) -> Iterator[ServiceConfig]:
+    config = service_config(
+        {
+            "engine": {
+                "model": {"path": str(tiny_service), "dtype": "float32", "device": "cpu"},
+                "cache": {"num_pages": 512, "page_size": PAGE},
+                "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": 20.0},
+            },
+            "app_name": NAME,
+            "router": {"name": f"{NAME}-router"},
+            "pipelines": {"min_count": 2, "max_count": 2},
+            "placement": {"draft": {"num_cpus": 0.2}, "verify": {"num_cpus": 0.2}},
+            # A busy machine takes its time to start a process.
+            "recovery": {"stream_pause_s": 120.0},
+        }
+    )
+    deploy(build_app(config), name=NAME, route_prefix=f"/{NAME}", wait=Event().wait)
+    yield config
+    serve.delete(NAME)
+    ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+
+
+class Sending:
+    """An ingress's own way to the pipelines, in the test's process."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.handle = serve.get_deployment_handle("Pipeline", config.app_name)
+        self.steering = Steering(config)
+        self._client = ServiceClient(
+            self.handle,
+            recovery=config.recovery,
+            tracing=make_tracing(process="test", service="test", endpoint=None, folder=None),
+            steering=self.steering,
+        )
+        self.num_tokens: dict[RequestId, int] = {}
+        self._enough = MAX_TOKENS
+
+    async def tokens(self, request: Request) -> list[int]:
+        """Its first ones, until there are enough."""
+        tokens: list[int] = []
+        stream = self._client.stream(request)
+        assert isinstance(stream, AsyncGenerator)
+        async with aclosing(stream) as emissions:
+            async for emission in emissions:
+                tokens += emission.tokens
+                self.num_tokens[request.request_id] = len(tokens)
+                if len(tokens) >= self._enough:
+                    break
+        return tokens[: self._enough]
+
+    async def states(self) -> tuple[PipelineState, ...]:
+        return await self._client.states(timeout_s=60.0)
+
+    async def contacts(self) -> dict[str, Contacts]:
+        found: list[Contacts] = await self.handle.broadcast("contacts").results_async()
+        return {each.pipeline: each for each in found}
+
+    async def under_way(self, requests: list[Request], *, num_tokens: int) -> None:
+        """Until each of them has so many tokens."""
+        await _until(
+            lambda: all(self.num_tokens.get(r.request_id, 0) >= num_tokens for r in requests)
+        )
+
+    async def gone_on(self, num_requests: int) -> None:
+        """Until so many streams were sent elsewhere; some tokens more are enough for all then."""
+        await _until(lambda: self._num_moves() >= num_requests)
+        self._enough = min(MAX_TOKENS, max(self.num_tokens.values()) + 200)
+
+    def _num_moves(self) -> int:
+        found = re.search(
+            rb"^eesd_router_moves_total\S* (\S+)$", self.steering.page(), re.MULTILINE
+        )
+        assert found is not None
+        return int(float(found[1]))
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120.0):
+        while not holds():  # noqa: ASYNC110  # what is waited for is elsewhere
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
+    sending = Sending(config)
+    sending.steering.start()
+    await _until(lambda: sending.steering.num_usable == 2)
+    yield sending
+
+
+def _requests(tag: str, count: int, *, topic: int) -> list[Request]:
+    """`topic`: no page of one is a page of another."""
+    return [
+        Request(
+            request_id=RequestId(f"{tag}-{i}"),
+            prompt=tuple(TokenId(3 + (topic + 7 * i + j * j) % 300) for j in range(PROMPT)),
+            sampling=SamplingParams(temperature=0.8, seed=i, max_tokens=MAX_TOKENS),
+        )
+        for i in range(count)
+    ]
+
+
+async def _begun(
+    sending: Sending, requests: list[Request]
+) -> tuple[list[asyncio.Future[list[int]]], list[PipelineState]]:
+    """Their streams under way, and the two pipelines, the busier one first."""
+    streams = [asyncio.ensure_future(sending.tokens(request)) for request in requests]
+    await sending.under_way(requests, num_tokens=5)
+    return streams, sorted(await sending.states(), key=lambda state: -state.num_live)
+
+
+def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_text(
+    config: ServiceConfig,
+) -> None:
+    async def story() -> None:
+        async with _sending(config) as sending:
+            streams, (one, two) = await _begun(sending, _requests("moved", 3, topic=0))
+            operator = JoinedService(router=None, app_name=NAME)
+            drained: Drained = await asyncio.to_thread(operator.drain, one.pipeline)
+            report = drained.handover
+            assert report is not None
+            assert (report.by, report.to, report.how) == (one.pipeline, two.pipeline, "pages")
+            assert report.reason == ""
+            assert drained.num_moved == report.num_requests > 0
+            # Each stream took at least its prompt, and each of the three ranks its part of it.
+            assert report.num_pages >= report.num_requests * (PROMPT // PAGE)
+            assert report.num_bytes > report.num_pages * 1000
+            await sending.gone_on(report.num_requests)
+            moved = await asyncio.gather(*streams)
+            assert {s.pipeline: s.num_live for s in await sending.states()}[one.pipeline] == 0
+            await asyncio.to_thread(operator.undrain, one.pipeline)
+            again = _requests("undisturbed", 3, topic=0)
+            assert moved == await asyncio.gather(*[sending.tokens(each) for each in again])
+
+    asyncio.run(story())
+
+
+class _Doomed:
+    """An actor that dies when it is called for something."""
+
+    def __init__(self, handle: Any, *, by: str) -> None:
+        self._handle = handle
+        self._by = by
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._by:
+            ray.kill(self._handle)
+        return getattr(self._handle, name)
+
+
+def test_a_rank_that_dies_while_pages_are_copied_costs_the_copy_and_no_stream(
+    config: ServiceConfig,
+) -> None:
+    async def story() -> None:
+        async with _sending(config) as sending:
+            streams, (one, two) = await _begun(sending, _requests("recomputed", 3, topic=100))
+            contacts = await sending.contacts()
+            source, target = contacts[one.pipeline], contacts[two.pipeline]
+            posts = dict(target.posts)
+            posts["verify rank 1"] = _Doomed(posts["verify rank 1"], by="receive_pages")
+            report: HandoverReport = await hand_over(
+                source, Contacts(pipeline=target.pipeline, posts=posts), timeout_s=5.0
+            )
+            assert report.how == "recomputed"
+            assert report.num_pages == 0
+            assert "verify rank 1" in report.reason
+            await sending.gone_on(report.num_requests)
+            moved = await asyncio.gather(*streams)
+            again = _requests("also undisturbed", 3, topic=100)
+            assert moved == await asyncio.gather(*[sending.tokens(each) for each in again])
+
+    asyncio.run(story())

@@ -1,0 +1,107 @@
+"""What a server says, as errors by whose fault it is. Nothing of ours answers here."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.batch.http_client import HttpClient, ModelCard
+from tests.support.live_server import serving
+
+REQUEST = Request(
+    request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams(max_tokens=4)
+)
+ERROR = '{"error": {"message": "its own words", "code": "poisonous"}}'
+
+
+def _saying(content: str, status: int = 200) -> ASGIApp:
+    return Response(content, status_code=status)
+
+
+async def _card(url: str) -> ModelCard:
+    async with aclosing(HttpClient(url, model="", api_key=None)) as client:
+        return await client.model_card()
+
+
+async def _answer(url: str) -> None:
+    async with aclosing(HttpClient(url, model="toy", api_key=None)) as client:
+        async for _ in client.stream(REQUEST):
+            pass
+
+
+def _refused(app: ASGIApp) -> EesdError:
+    with serving(app) as url, pytest.raises(EesdError) as raised:
+        asyncio.run(_answer(url))
+    return raised.value
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_what_is_wrong_with_the_request_is_the_requests_fault(status: int) -> None:
+    error = _refused(_saying(ERROR, status))
+    assert isinstance(error, RequestError)
+    assert str(error) == "its own words"
+
+
+def test_a_full_service_is_nobodys_fault() -> None:
+    assert isinstance(_refused(_saying(ERROR, 429)), CapacityError)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (401, "check the API key"),
+        (403, "check the API key"),
+        (404, "check --url, and that the model is still served there"),
+        (405, "check --url"),
+        (408, "check what stands between"),
+        (307, "log"),
+        (418, "log"),
+        (502, "log"),
+    ],
+)
+def test_a_service_that_is_away_is_no_fault_of_the_request(status: int, advice: str) -> None:
+    error = _refused(_saying("Path '/v1/completions' not found.", status))
+    assert isinstance(error, EngineError)
+    assert f"HTTP {status} (" in str(error)
+    assert advice in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["<html>hello</html>", "[]", "7", '{"data": []}', '{"data": [{"id": "gpt"}]}'],
+)
+def test_another_server_is_named_and_called_no_service_of_ours(content: str) -> None:
+    with (
+        serving(_saying(content)) as url,
+        pytest.raises(ConfigError, match=rf"^{url} is no eesd service: /v1/models was answered"),
+    ):
+        asyncio.run(_card(url.replace("//", "//me:secret@")))
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_refused_model_card_is_one_line_with_what_to_check(status: int) -> None:
+    with serving(_saying("no", status)) as url, pytest.raises(EngineError) as raised:
+        asyncio.run(_card(url))
+    assert f"{url}: HTTP {status} (" in str(raised.value)
+    assert "check" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<html>hello</html>",
+        '{"choices": []}',
+        '{"choices": [{"text": "x", "finish_reason": "stop"}]}',
+        '{"choices": [{"token_ids": [1], "finish_reason": "bored"}]}',
+        '{"choices": [{"token_ids": [1], "finish_reason": "stop"}], "metrics": null}',
+    ],
+)
+def test_an_answer_of_another_form_is_no_service_of_ours_either(content: str) -> None:
+    error = _refused(_saying(content))
+    assert isinstance(error, EngineError)
+    assert "is no eesd service: /v1/completions was answered" in str(error)

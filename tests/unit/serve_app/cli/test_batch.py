@@ -1,0 +1,171 @@
+"""`eesd batch --url` over the whole API in front of a toy, and what makes two runs the same."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import ConfigError, EngineError, Poisonous
+from eesd_dist.text import Tokenizer
+from serve_app.batch.runner import BatchOptions, BatchReport
+from serve_app.cli import main as cli
+from serve_app.cli.batch import _identity, run_there
+from serve_app.config import service_config
+from serve_app.openai.api import build_api
+from tests.support.live_server import serving
+from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.toy_engine import ToyEngine
+
+
+class _Proxy:
+    """Serve's: a route that was deleted is 404, at once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.has_route = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.has_route or scope["path"] == "/v1/models":
+            await self._app(scope, receive, send)
+        else:
+            gone = PlainTextResponse(f"Path '{scope['path']}' not found.", status_code=404)
+            await gone(scope, receive, send)
+
+
+@dataclass
+class Job:
+    """Files of one job, and the service it asks."""
+
+    folder: Path
+    model: Path
+    engine: ToyEngine
+    proxy: _Proxy
+    url: str = ""
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "in.jsonl"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out.jsonl"
+
+    def write(self, *bodies: object) -> None:
+        lines = [json.dumps({"id": f"r{i}", **body}) for i, body in enumerate(bodies)]  # type: ignore[dict-item]
+        self.rows.write_text("\n".join(lines) + "\n")
+
+    def run(self) -> BatchReport:
+        config = service_config({"engine": {"model": {"path": str(self.model)}}})
+        options = BatchOptions(concurrency=4, show_progress=False)
+        files = (self.rows, self.out)
+        return run_there(*files, url=self.url, api_key=None, config=config, options=options)
+
+    def typed(self, *words: str) -> int:
+        """The exit status of `eesd batch`."""
+        files = (str(self.rows), str(self.out))
+        there = ("--url", self.url, "--model", str(self.model), "--quiet")
+        return cli.main(["batch", *files, *there, *words])
+
+
+async def _well() -> None:
+    return None
+
+
+async def _no_metrics() -> bytes:
+    return b""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    model = write_byte_level(tmp_path / "model")
+    engine = ToyEngine(vocab_size=320)
+    api = build_api(
+        engine,
+        tokenizer=Tokenizer.load(model),
+        model_name="toy",
+        max_model_len=200,
+        health=_well,
+        metrics=_no_metrics,
+    )
+    proxy = _Proxy(api)
+    with serving(proxy) as url:
+        yield Job(folder=tmp_path, model=model, engine=engine, proxy=proxy, url=url)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+
+
+def test_a_route_that_is_away_ends_the_job_and_costs_no_row(job: Job) -> None:
+    job.write(*({"prompt": f"row {i}"} for i in range(40)))
+    job.proxy.has_route = False
+    with pytest.raises(EngineError, match=r"20 rows in a row .* HTTP 404 .*check --url"):
+        job.run()
+    job.proxy.has_route = True
+    report = job.run()
+    assert (report.num_skipped, report.num_completed) == (0, 40)
+
+
+def test_a_row_that_the_service_calls_poisonous_is_sent_once(job: Job) -> None:
+    job.write({"prompt": "x"})
+    job.engine.refusal = Poisonous(request_id="r", strikes=2, reason="a bug")
+    assert job.run().num_failed == 1
+    assert job.run().num_failed_before == 1
+    assert len(job.engine.requests) == 1
+    record = json.loads(job.out.read_text())
+    assert "do not send this one again" in record["error"]["message"]
+
+
+def test_a_job_with_failed_rows_does_not_end_well_however_often_it_is_run(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write({"prompt": "x"}, {"prompt": 3.5})
+    assert job.typed() == 1
+    assert "1 answered, 1 failed" in capsys.readouterr().out
+    assert job.typed() == 1
+    said = capsys.readouterr().out
+    assert "2 done before, 0 answered, 0 failed" in said
+    assert "1 of those done before had failed" in said
+    job.write({"prompt": "x"}, {"prompt": "y"})
+    assert job.typed() == 0
+    assert "1 done before, 1 answered, 0 failed" in capsys.readouterr().out
+
+
+def test_no_row_at_a_time_is_no_job(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write({"prompt": "x"})
+    assert job.typed("--concurrency", "0") == 2
+    assert capsys.readouterr().err.startswith("eesd: concurrency is 0, expected 1 or more")
+
+
+def test_another_template_here_is_another_job_there(job: Job) -> None:
+    job.write({"messages": [{"role": "user", "content": "hello"}]})
+    job.run()
+    (job.model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match=r"model_identity 'served as toy.* name another output"):
+        job.run()
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
+)
+def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, name: str) -> None:
+    model = write_byte_level(tmp_path)
+    config = EngineConfig.model_validate({"model": {"path": model, "dtype": "bfloat16"}})
+    before = _identity(config)
+    assert _identity(config) == before
+    file = model / name
+    file.write_text((file.read_text() if file.exists() else "{}") + " ")
+    assert _identity(config) != before
+
+
+def test_texts_of_rejection_sampling_are_other_texts(tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path)
+    tree: dict[str, object] = {"model": {"path": model, "dtype": "bfloat16"}}
+    rejection = EngineConfig.model_validate({**tree, "speculation": {"acceptance": "rejection"}})
+    assert _identity(rejection) != _identity(EngineConfig.model_validate(tree))

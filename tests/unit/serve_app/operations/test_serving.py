@@ -1,0 +1,100 @@
+"""What `eesd serve` looks at before it starts a service, and what it says when one is there."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from ray.serve import Application
+from ray.serve.config import HTTPOptions, ProxyLocation
+
+from eesd_dist.errors import ConfigError
+from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
+from serve_app.operations import serving
+from serve_app.operations.serving import require_place
+
+
+def _config(host: str = "127.0.0.1", port: int = 8000) -> ServiceConfig:
+    return service_config(
+        {"engine": {"model": {"path": str(BUNDLED_MODEL)}}, "host": host, "port": port}
+    )
+
+
+@contextmanager
+def _listener(host: str) -> Iterator[int]:
+    """A port that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        try:
+            taken.bind((host, 0))
+        except OSError as error:
+            pytest.skip(f"no {host} here: {error}")
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_port_is_tried_here_only_where_serve_will_listen_here(host: str, shown: str) -> None:
+    with _listener(host) as port:
+        config = _config(host, port)
+        # The head of a cluster may be elsewhere, or its Serve be what listens.
+        serving._check_early(config, is_ours=False)
+        with pytest.raises(ConfigError) as refusal:
+            serving._check_early(config, is_ours=True)
+        assert f"cannot listen on {shown}:{port}: Address already in use" in str(refusal.value)
+    serving._check_early(config, is_ours=True)
+
+
+def test_a_serve_that_listens_elsewhere_is_not_asked_to_serve() -> None:
+    where = {"listens": HTTPOptions(host="0.0.0.0", port=8000), "location": ProxyLocation.HeadOnly}
+    require_place(_config("0.0.0.0", 8000), others={}, **where)
+    expected = r"listens on 0\.0\.0\.0:8000, expected \[::1\]:8001: give --host 0\.0\.0\.0 --port"
+    with pytest.raises(ConfigError, match=expected):
+        require_place(_config("::1", 8001), others={}, **where)
+
+
+def test_a_serve_without_http_is_not_asked_to_serve() -> None:
+    listens = HTTPOptions(host="127.0.0.1", port=8000)
+    with pytest.raises(ConfigError, match=r"runs in this cluster without HTTP"):
+        require_place(_config(), listens=listens, location=ProxyLocation.Disabled, others={})
+
+
+def test_no_application_that_is_there_is_replaced() -> None:
+    where = {"listens": HTTPOptions(), "location": ProxyLocation.EveryNode}
+    require_place(_config(), others={"mine": "/mine", "inner": None}, **where)
+    for others in ({"eesd": "/elsewhere"}, {"another": "/"}):
+        with pytest.raises(ConfigError, match=rf"has application '{next(iter(others))}' at /"):
+            require_place(_config(), others=others, **where)
+
+
+def test_the_key_of_who_starts_the_service_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed: list[Application] = []
+    monkeypatch.setattr(serving, "deploy", lambda application, **_: deployed.append(application))
+    monkeypatch.setenv("EESD_API_KEY", "s3cret")
+    serving._bring_up(_config(), serving.Stopping())
+    monkeypatch.setenv("EESD_API_KEY", "")
+    serving._bring_up(_config(), serving.Stopping())
+    with_key, without = [each._bound_deployment.init_args[-1] for each in deployed]
+    assert with_key.get_secret_value() == "s3cret"
+    assert without is None
+
+
+def test_the_welcome_has_an_address_and_a_request_that_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EESD_API_KEY", raising=False)
+    welcome = _welcome(_config("::1"), is_ours=True)
+    assert "on http://[::1]:8000\n" in welcome
+    assert "curl http://[::1]:8000/v1/chat/completions -H 'Content-Type: application/json' -d" in (
+        welcome
+    )
+    assert "on http://127.0.0.1:8000 of the cluster's head\n" in _welcome(_config(), is_ours=False)
+    monkeypatch.setenv("EESD_API_KEY", "s3cret")
+    welcome = _welcome(_config(), is_ours=True)
+    assert '-H "Authorization: Bearer $EESD_API_KEY"' in welcome
+    assert "s3cret" not in welcome
+
+
+def _welcome(config: ServiceConfig, *, is_ours: bool) -> str:
+    url = serving._url(config)
+    return serving._welcome(config, url=url, took_s=1.0, is_ours=is_ours)

@@ -1,0 +1,460 @@
+"""A crew of actors in this process: its draft stage goes, is stood in for, and comes back."""
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
+from ray.exceptions import RayActorError
+
+from eesd_dist.config import EngineConfig, ParallelConfig
+from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from eesd_dist.workers import drafting_actor, rank_actor
+from eesd_dist.workers.drafting_actor import DraftActor
+from eesd_dist.workers.messages import TelemetryOptions, Whereabouts
+from eesd_dist.workers.rank_actor import RankActor
+from serve_app.config import RecoveryConfig
+from serve_app.pipeline import worker_group, workers
+from serve_app.pipeline.fallback import StandInHandle, degraded_page
+from serve_app.pipeline.placement import Post
+from serve_app.pipeline.placement_groups import Places
+from serve_app.pipeline.streams import Streams
+from serve_app.pipeline.worker_group import Crew
+from serve_app.pipeline.workers import Member, Members, Recruiting
+from tests.support.toy_stages import toy_stages, toy_token
+
+
+class _Call:
+    """A method of an actor in this process, called as Ray's are."""
+
+    def __init__(self, handle: "_Handle", method: Callable[..., Any]) -> None:
+        self._handle = handle
+        self._method = method
+
+    def options(self, *, num_returns: str) -> "_Call":
+        assert num_returns == "streaming"
+        return self
+
+    def remote(self, *arguments: object) -> Any:
+        answer = self._method(*arguments)
+        if hasattr(answer, "__aiter__"):
+            return self._references(answer)
+        begun = asyncio.ensure_future(answer)  # whatever becomes of who waits for it
+        return asyncio.ensure_future(self._handle.while_alive(begun))
+
+    async def _references(self, items: AsyncIterator[object]) -> AsyncIterator[Any]:
+        while True:
+            try:
+                item = await self._handle.while_alive(anext(items))
+            except StopAsyncIteration:
+                return
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(item)
+            yield done
+
+
+class _Handle:
+    """An actor that can be killed, or frozen."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.killed = asyncio.Event()
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> _Call:
+        self.asked.append(method)
+        return _Call(self, getattr(self.actor, method))
+
+    async def while_alive(self, answer: Any) -> Any:
+        death = asyncio.ensure_future(self.killed.wait())
+        call = asyncio.ensure_future(self._answered(answer))
+        try:
+            await asyncio.wait({death, call}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done() or self.killed.is_set():
+                raise RayActorError
+            return call.result()
+        finally:
+            death.cancel()
+            call.cancel()
+
+    async def _answered(self, answer: Any) -> Any:
+        result = await answer
+        await self.thawed.wait()
+        return result
+
+
+class _MembersHere(Members):
+    """Real but for the processes."""
+
+    def _spawn(self, post: Post) -> Any:
+        how = self.recruiting
+        common: dict[str, Any] = {
+            "name": post.name,
+            "stages": how.stages,
+            "telemetry": how.telemetry,
+        }
+        if post.rank is None:
+            return _Handle(DraftActor(how.engine, **common))
+        return _Handle(RankActor(how.engine, **common, stage=post.stage, rank=post.rank))
+
+
+class _Here(Crew):
+    """Of members in this process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_draft_ranks: int,
+        stand_in: bool = True,
+        timeout_s: float = 20.0,
+    ) -> None:
+        posts = [Post(name="drafting actor", rank=None, resources={}, stage="draft")]
+        posts += [
+            Post(name=f"draft rank {r}", rank=r, resources={}, stage="draft")
+            for r in range(1, num_draft_ranks)
+        ]
+        posts += [Post(name=f"verify rank {r}", rank=r, resources={}) for r in range(2)]
+        self.engine = EngineConfig.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "parallel": {
+                    "draft_tensor_parallel_size": num_draft_ranks,
+                    "verify_tensor_parallel_size": 2,
+                    "stand_in": stand_in,
+                    "timeout_s": timeout_s,
+                },
+            }
+        )
+        recruiting = Recruiting(
+            pipeline="p",
+            engine=self.engine,
+            stages=toy_stages,
+            telemetry=TelemetryOptions(model_name="toy"),
+            ask_router=None,
+        )
+        super().__init__(_MembersHere(Places([], name="p"), posts, recruiting=recruiting))
+
+    def handle(self, name: str) -> _Handle:
+        (found,) = [m.handle for m in self.members if m.post.name == name]
+        assert isinstance(found, _Handle)
+        return found
+
+    async def lose(self, name: str) -> None:
+        """Up to where the next generation may be formed."""
+        trouble = asyncio.ensure_future(self.trouble())
+        await asyncio.sleep(0)
+        self.handle(name).killed.set()
+        assert name in str(await trouble)
+        await self.disband()
+
+
+@pytest.fixture(autouse=True)
+def _kills_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.ray, "kill", lambda handle: handle.killed.set())
+    monkeypatch.setattr(worker_group, "_GRACE_S", 0.01)
+    for module in (drafting_actor, rank_actor):  # Ray would be started to be asked
+        here = Whereabouts(pid=1, host="here", node_id="n")
+        monkeypatch.setattr(module, "whereabouts", lambda here=here: here)
+
+
+def _request(name: str, *, max_tokens: int) -> Request:
+    sampling = SamplingParams(seed=3, max_tokens=max_tokens)
+    return Request(request_id=RequestId(name), prompt=(TokenId(1),), sampling=sampling)
+
+
+def _expected(request: Request) -> list[int]:
+    return [toy_token(request, 1 + i) for i in range(request.sampling.max_tokens)]
+
+
+async def _answer(drafter: Member, request: Request) -> list[int]:
+    items = drafter.handle.submit.options(num_returns="streaming").remote(request)
+    return [token async for item in items for emission in await item for token in emission.tokens]
+
+
+@pytest.mark.parametrize("num_draft_ranks", [1, 2])
+def test_stand_ins_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
+    num_draft_ranks: int, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=num_draft_ranks)
+        assert not crew.may_stand_in
+        await crew.form(timeout_s=10.0)
+        assert not crew.may_stand_in
+        victim = "drafting actor" if num_draft_ranks == 1 else "draft rank 1"
+        await crew.lose(victim)
+
+        assert crew.may_stand_in
+        await crew.form_degraded(timeout_s=10.0)
+        assert crew.is_degraded
+        assert crew.drafter.post.name == "stand-in in verify rank 0"
+        request = _request("plain", max_tokens=7)
+        assert await _answer(crew.drafter, request) == _expected(request)
+
+        await crew.replace_drafters(timeout_s=10.0)
+        assert crew.handle(victim).asked.count("prepare") == 1
+        assert "join" not in crew.handle(victim).asked
+        assert not crew.may_stand_in
+        assert crew.is_degraded, "until the next generation is formed"
+        await crew.disband()
+        await crew.form(timeout_s=10.0)
+        assert not crew.is_degraded
+        assert crew.drafter.post.name == "drafting actor"
+        assert crew.generation == 3
+        request = _request("full", max_tokens=7)
+        assert await _answer(crew.drafter, request) == _expected(request)
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_a_verify_rank_that_dies_meanwhile_takes_its_stand_in_along(tmp_path: Path) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        await crew.form(timeout_s=10.0)
+        await crew.lose("drafting actor")
+        await crew.form_degraded(timeout_s=10.0)
+        await crew.lose("verify rank 0")
+        with pytest.raises(PeerLost, match="verify rank 0"):
+            _ = crew.drafter
+        assert not crew.may_stand_in, "a verify rank without weights has no head start"
+        await crew.form(timeout_s=10.0)
+        assert [member.post.name for member in crew.members] == [
+            "drafting actor",
+            "verify rank 0",
+            "verify rank 1",
+        ]
+        assert not crew.is_degraded
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "_GRACE_S", 60.0)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        await crew.form(timeout_s=10.0)
+        trouble = asyncio.ensure_future(crew.trouble())
+        await asyncio.sleep(0.01)
+        await crew.handle("drafting actor").actor.leave()  # its loop ends first
+        await asyncio.sleep(0.01)
+        crew.handle("verify rank 1").killed.set()
+        said = str(await asyncio.wait_for(trouble, 5.0))
+        assert "verify rank 1" in said
+        assert "its process has died" in said
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_who_freezes_while_a_generation_forms_is_named_and_replaced(
+    stand_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (worker_group, "_BUSY_S"),
+        (worker_group, "_CALL_EVERY_S"),
+        (workers, "_PING_S"),
+    ):
+        monkeypatch.setattr(module, name, 0.1)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=stand_in, timeout_s=0.1)
+        await crew.form(timeout_s=10.0)
+        await crew.lose("drafting actor")
+        frozen = crew.handle("verify rank 1")
+        frozen.thawed.clear()
+        forming = crew.form_degraded if crew.may_stand_in else crew.form
+        assert crew.may_stand_in is stand_in
+        with pytest.raises(PeerLost, match=r"verify rank 1.*no answer within"):
+            await asyncio.wait_for(forming(timeout_s=60.0), 5.0)
+        await crew.disband()
+        assert frozen.killed.is_set()
+        await crew.form(timeout_s=10.0)
+        assert crew.members.are_complete
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_recruit_that_never_has_its_weights_is_dismissed_for_another(
+    is_frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_BUSY_S", "_CALL_EVERY_S"):
+        monkeypatch.setattr(worker_group, name, 0.1)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, timeout_s=0.1)
+        await crew.form(timeout_s=10.0)
+        await crew.lose("drafting actor")
+        await crew.form_degraded(timeout_s=10.0)
+        spawn = crew.members._spawn
+
+        def bad_at_first(post: Post) -> Any:
+            monkeypatch.setattr(crew.members, "_spawn", spawn)
+            handle = spawn(post)
+            handle.actor.prepare = lambda *_: asyncio.Event().wait()
+            if is_frozen:
+                asyncio.get_running_loop().call_later(0.05, handle.thawed.clear)
+            return handle
+
+        for coming in crew.members._coming.values():  # else one is on its way already
+            coming.cancel()
+        crew.members._coming.clear()
+        monkeypatch.setattr(crew.members, "_spawn", bad_at_first)
+        why = "no answer within" if is_frozen else r"not loaded after 0\.5 s"
+        with pytest.raises(PeerLost, match=why):
+            await crew.replace_drafters(timeout_s=5.0 if is_frozen else 0.5)
+        assert crew.may_stand_in
+        await crew.replace_drafters(timeout_s=5.0)
+        assert not crew.may_stand_in
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_without_stand_ins_a_dead_drafting_actor_is_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        await crew.form(timeout_s=10.0)
+        await crew.lose("drafting actor")
+        assert not crew.may_stand_in
+        handle = crew.handle("verify rank 0")
+        assert not {"stand_in", "prepare"} & set(handle.asked)
+        with pytest.raises(EngineError, match=r"no stand-in: set engine\.parallel\.stand_in"):
+            await handle.actor.stand_in("stats")
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_a_recruit_that_is_still_coming_when_the_degraded_generation_breaks_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        await crew.form(timeout_s=10.0)
+        may_come, num_spawned = asyncio.Event(), 0
+
+        async def comes(post: Post, operation: str) -> Member:
+            nonlocal num_spawned
+            num_spawned += 1
+            await may_come.wait()
+            return await Members._recruit(crew.members, post, operation)
+
+        monkeypatch.setattr(crew.members, "_recruit", comes)
+        await crew.lose("drafting actor")
+        await crew.form_degraded(timeout_s=10.0)
+        replacing = asyncio.ensure_future(crew.replace_drafters(timeout_s=10.0))
+        await asyncio.sleep(0.01)
+        replacing.cancel()
+        await asyncio.gather(replacing, return_exceptions=True)
+        await crew.disband()
+        may_come.set()
+        await crew.form(timeout_s=10.0)
+        assert num_spawned == 1
+        assert not crew.is_degraded
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: Path) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        await crew.form(timeout_s=10.0)
+
+        async def drafter() -> Member:
+            return crew.drafter
+
+        streams = Streams(
+            pipeline="p",
+            drafter=drafter,
+            recovery=RecoveryConfig(),
+            delivered=lambda: None,
+        )
+        streams.resume()
+        request = _request("moving", max_tokens=60)
+        parts = streams.stream(request)
+        tokens: list[int] = []
+
+        async def some() -> None:
+            tokens.extend(t for emission in await anext(parts) for t in emission.tokens)
+
+        await some()
+        trouble = PeerLost(peer="drafting actor", operation="round", reason="killed")
+        await crew.lose("drafting actor")
+        streams.paused(trouble)
+        await streams.broke(trouble, drafter=None)
+        await crew.form_degraded(timeout_s=10.0)
+        streams.resume()
+        await some()
+        await crew.replace_drafters(timeout_s=10.0)
+        streams.paused(EngineError("changing over"))
+        await streams.come_out(drafter=crew.drafter)
+        await crew.halt()
+        await crew.disband()
+        assert streams._suspicion.strikes(request.request_id) == 0, "a token came since the death"
+        await crew.form(timeout_s=10.0)
+        streams.resume()
+        async for part in parts:
+            tokens += [t for emission in part for t in emission.tokens]
+        assert tokens == _expected(request)
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_a_handle_calls_the_stand_in_through_its_host_wherever_it_is_sent() -> None:
+    handle = pickle.loads(pickle.dumps(StandInHandle(_Echo("host"))))
+    assert handle.stats.remote() == ("host", "stand_in", ("stats",))
+    assert handle.move_out.remote(None, 7) == ("host", "stand_in", ("move_out", None, 7))
+    told = handle.submit.options(num_returns="streaming").remote("a request")
+    assert told == ("host", "stand_in_submit", ("a request",))
+
+
+class _Echo:
+    """Says what it is asked."""
+
+    def __init__(self, name: str, method: str = "") -> None:
+        self.name = name
+        self.method = method
+
+    @property
+    def stand_in(self) -> "_Echo":
+        return _Echo(self.name, "stand_in")
+
+    @property
+    def stand_in_submit(self) -> "_Echo":
+        return _Echo(self.name, "stand_in_submit")
+
+    def options(self, **options: object) -> "_Echo":
+        return self
+
+    def remote(self, *arguments: object) -> object:
+        return self.name, self.method, arguments
+
+
+def test_the_degraded_page_is_prometheus_text() -> None:
+    page = degraded_page(is_degraded=True, seconds=1.25).decode()
+    samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
+    assert samples == {"eesd_degraded": 1.0, "eesd_degraded_seconds_total": 1.25}
+
+
+def test_a_stand_in_wants_a_verify_rank_for_each_draft_rank() -> None:
+    with pytest.raises(ValidationError, match="raise verify_tensor_parallel_size to 2"):
+        ParallelConfig(stand_in=True, draft_tensor_parallel_size=2)
+    assert ParallelConfig(stand_in=True).stand_in
+    assert not ParallelConfig().stand_in

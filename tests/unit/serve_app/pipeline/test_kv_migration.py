@@ -1,0 +1,164 @@
+"""Whatever goes wrong while pages are copied, both pipelines get theirs back, and streams move."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from eesd_dist.errors import EngineError
+from eesd_dist.schedule.lending import KvLayout, LentPages, PageLanding, PageLoan, PageTraffic
+from eesd_dist.types import PageId, RequestId
+from eesd_dist.workers.messages import Address, Landing, PageLink
+from serve_app.pipeline.kv_migration import Contacts, HandoverReport, hand_over
+from tests.unit.schedule.toy_stages import kv_layout
+
+LAYOUT = kv_layout(verify_ranks=1)
+TIMEOUT_S = 0.1
+
+
+class Actor:
+    """Both ends' drafting actor: which loans and landings it has, and what it was asked for."""
+
+    def __init__(self, *, layout: KvLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.loans: set[str] = set()
+        self.landings: set[str] = set()
+        self.num_moved = 0
+        self.broken: dict[str, Callable[[], None]] = {}
+        self.frozen: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(self, name)
+
+    async def call(self, name: str, *args: Any) -> Any:
+        answer = getattr(type(self), f"_{name}")(self, *args)
+        if name in self.frozen:
+            await asyncio.sleep(60)
+        if name in self.broken:
+            self.broken[name]()
+        return answer
+
+    def _kv_layout(self) -> KvLayout:
+        return self.layout
+
+    def _lend_pages(self, request_ids: Collection[RequestId] | None, timeout_s: float) -> PageLoan:
+        del request_ids, timeout_s
+        self.loans.add("l1")
+        lent = LentPages(
+            request_id=RequestId("a"), tokens=(), pages=(PageId(1), PageId(2)), drafts=True
+        )
+        return PageLoan(number="l1", requests=(lent,))
+
+    def _return_pages(self, number: str) -> bool:
+        has = number in self.loans
+        self.loans.discard(number)
+        return has
+
+    def _reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
+        del loan, timeout_s
+        self.landings.add("n1")
+        pages = PageLanding(
+            number="n1", generation=1, moves=((PageId(1), PageId(7)),), num_found=0, num_refused=0
+        )
+        return Landing(pages=pages, store=Address(host="nowhere", port=1))
+
+    def _adopt_pages(self, number: str) -> bool:
+        self.landings.discard(number)
+        return True
+
+    def _abandon_pages(self, number: str) -> None:
+        self.landings.discard(number)
+
+    def _send_pages(self, link: PageLink) -> PageTraffic:
+        return PageTraffic(num_pages=len(link.pages), num_bytes=8, seconds=0.0)
+
+    _receive_pages = _send_pages
+
+    def _move_out(self, request_ids: object, error: object) -> int:
+        del request_ids, error
+        self.num_moved += 1
+        return 1
+
+
+class _Method:
+    def __init__(self, actor: Actor, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def remote(self, *args: object) -> Any:
+        return self._actor.call(self._name, *args)
+
+
+def _contacts(name: str, *actors: Actor) -> Contacts:
+    posts = ("drafting actor", "verify rank 0")
+    return Contacts(pipeline=name, posts=dict(zip(posts, actors, strict=False)))
+
+
+def _handed_over(source: Actor, target: Actor) -> HandoverReport:
+    ends = _contacts("one", source), _contacts("two", target)
+    return asyncio.run(hand_over(*ends, timeout_s=TIMEOUT_S))
+
+
+def test_pages_are_given_back_and_adopted() -> None:
+    source, target = Actor(), Actor()
+    assert _handed_over(source, target).how == "pages"
+    assert (source.loans, target.landings, source.num_moved) == (set(), set(), 1)
+
+
+@pytest.mark.parametrize("at", ["reserve_pages", "send_pages", "return_pages"])
+def test_a_call_that_fails_leaves_no_page_owned(at: str) -> None:
+    def fail() -> None:
+        raise EngineError("no")
+
+    source, target = Actor(), Actor()
+    source.broken[at] = target.broken[at] = fail
+    assert _handed_over(source, target).how == "recomputed"
+    assert (source.loans, source.num_moved) == (set(), 1)
+    # Whoever fails to answer a reservation has leased the room that nobody knows of.
+    assert target.landings == ({"n1"} if at == "reserve_pages" else set())
+
+
+def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_somebody_may_write() -> None:
+    def cut() -> None:
+        raise ActorUnavailableError("RpcError", None)
+
+    source, target = Actor(), Actor()
+    target.broken["receive_pages"] = cut
+    assert _handed_over(source, target).how == "recomputed"
+    assert (source.loans, source.num_moved) == (set(), 1)
+    assert target.landings == {"n1"}
+
+
+def test_a_hand_over_that_is_cancelled_gives_back_what_it_borrowed() -> None:
+    async def story() -> None:
+        source, target = Actor(), Actor()
+        target.frozen.add("receive_pages")
+        ends = _contacts("one", source), _contacts("two", target)
+        moving = asyncio.ensure_future(hand_over(*ends, timeout_s=5.0))
+        async with asyncio.timeout(5.0):
+            while not target.landings:  # noqa: ASYNC110  # the actors are no tasks
+                await asyncio.sleep(0.01)
+        assert source.loans == {"l1"}
+        moving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert source.loans == set()
+        assert target.landings == {"n1"}, "a rank may still be writing: its lease ends it"
+
+    asyncio.run(story())
+
+
+def test_pages_of_a_verify_rank_that_differs_are_not_taken() -> None:
+    source, target = Actor(), Actor()
+    like = Actor(layout=dataclasses.replace(LAYOUT, machine="another"))
+    report = asyncio.run(
+        hand_over(
+            _contacts("one", source, Actor()), _contacts("two", target, like), timeout_s=TIMEOUT_S
+        )
+    )
+    assert report.how == "recomputed"
+    assert report.reason.endswith("verify rank 0: machine is m here and another there")
+    assert source.num_moved == 1

@@ -1,0 +1,382 @@
+"""A keeper whose crew is in this process, and what it does when the crew cannot be mended."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.types import Request
+from eesd_dist.workers.messages import Generation, Stages
+from serve_app.config import service_config
+from serve_app.pipeline import placement_groups, supervisor
+from serve_app.pipeline.placement import Post
+from serve_app.pipeline.placement_groups import Places
+from serve_app.pipeline.supervisor import Keeper, _may_be_a_request
+from serve_app.pipeline.worker_group import Crew
+from tests.support.toy_poison import POISON, WAYS, poisoned_stages
+from tests.support.toy_stages import ToyRank, ToyStages, held, toy_stages
+from tests.unit.serve_app.pipeline.test_fallback import _Here, _kills_here, _request
+
+__all__ = ["_kills_here"]
+
+
+class _Keeper(Keeper):
+    """Real but for its crew, and for who is elsewhere."""
+
+    def __init__(self, crew: Crew | Exception, folder: Path, **recovery: object) -> None:
+        self.recruits = crew
+        self.there: Any = None
+        config = service_config(
+            {
+                "engine": {
+                    "model": {"path": str(folder)},
+                    "parallel": {"verify_tensor_parallel_size": 2},
+                },
+                "recovery": recovery,
+            }
+        )
+        super().__init__(
+            config,
+            toy_stages,
+            pipeline="p",
+            router=None,
+            elsewhere=self._who_is_elsewhere,
+            say=self._nothing,
+        )
+
+    async def _who_is_elsewhere(self) -> Any:
+        return self.there
+
+    async def _nothing(self) -> None:
+        pass
+
+    async def _recruit(self) -> Crew:
+        if isinstance(self.recruits, Exception):
+            raise self.recruits
+        return self.recruits
+
+    async def stopped(self) -> None:
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+
+
+async def _tokens(keeper: Keeper, request: Request) -> int:
+    return sum([len(e.tokens) async for part in keeper.streams.stream(request) for e in part])
+
+
+def _fails(post: Post) -> Any:
+    raise EngineError(f"no device for {post.name}")
+
+
+def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor, "_RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "_MAX_RETRY_S", 0.02)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        stream = asyncio.ensure_future(_tokens(keeper, _request("moves", max_tokens=10_000)))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(crew.members, "_spawn", _fails)
+        crew.handle("drafting actor").killed.set()
+        await asyncio.sleep(1.0)
+        assert not stream.done(), "failed formations are no reason to end it"
+        keeper.there = "another"
+        with pytest.raises(Moved, match="re-forming"):
+            await asyncio.wait_for(stream, 3.0)
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "_MAX_RETRY_S", 0.02)
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        keeper = _Keeper(crew, tmp_path, load_timeout_s=0.5)
+        await keeper.check()
+        stream = asyncio.ensure_future(_tokens(keeper, _request("lost", max_tokens=10_000)))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(crew.members, "_spawn", _fails)
+        crew.handle("drafting actor").killed.set()
+        with pytest.raises(PeerLost, match=r"not formed within 0\.5 s, the last time: .*no device"):
+            await asyncio.wait_for(stream, 5.0)
+        await asyncio.wait_for(keeper._supervisor, 5.0)
+        with pytest.raises(EngineError, match="is given up"):
+            await keeper.check()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("when", ["recruiting", "forming"])
+def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+
+        async def breaks(*, timeout_s: float) -> None:
+            raise KeyError("nobody thought of this")
+
+        monkeypatch.setattr(crew, "form", breaks)
+        keeper = _Keeper(
+            KeyError("nobody thought of this") if when == "recruiting" else crew, tmp_path
+        )
+        with pytest.raises(EngineError, match="given up by a bug: KeyError"):
+            await asyncio.wait_for(keeper.check(), 5.0)
+        if when == "recruiting":
+            with pytest.raises(EngineError, match="given up by a bug"):
+                await asyncio.wait_for(keeper.crew(), 5.0)
+        with pytest.raises(PeerLost, match="given up by a bug"):
+            await asyncio.wait_for(_tokens(keeper, _request("ended", max_tokens=4)), 5.0)
+
+    asyncio.run(run())
+
+
+def test_places_are_looked_after_again_when_looking_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement_groups, "_LOOK_S", 0.01)
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise ConnectionError("the head is away")
+
+    async def run() -> None:
+        places = placement_groups.Places([], name="p")
+        monkeypatch.setattr(places, "_look", look)
+        keeping = asyncio.ensure_future(places.keep())
+        await asyncio.sleep(0.2)
+        assert not keeping.done()
+        keeping.cancel()
+
+    asyncio.run(run())
+    assert num_looks > 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLost(peer="a", operation="o", reason=PROCESS_DIED), True),
+        (EngineError("a bug"), True),
+        (PeerLost(peer="a", operation="o", reason="its node has died"), False),
+        (PeerLost(peer="a", operation="o", reason="no answer within 20 s"), False),
+        (PeerLost(peer="a", operation="o", reason="its connection is gone"), False),
+    ],
+)
+def test_deaths_and_bugs_may_be_a_requests_doing_and_lost_machines_not(
+    error: EesdError, expected: bool
+) -> None:
+    assert _may_be_a_request(error) is expected
+
+
+def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_lost(
+    tmp_path: Path,
+) -> None:
+    async def run() -> list[object]:
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        crew.members.recruiting = replace(crew.members.recruiting, stages=poisoned_stages)
+        keeper = _Keeper(crew, tmp_path, max_interruptions=1)
+        await keeper.check()
+        bad = [
+            replace(
+                _request(f"bad-{i}", max_tokens=9),
+                prompt=(POISON, WAYS["bug in the drafting actor"]),
+            )
+            for i in range(4)
+        ]
+        streams = [_tokens(keeper, request) for request in bad]
+        said: list[object] = await asyncio.wait_for(
+            asyncio.gather(*streams, return_exceptions=True), 10.0
+        )
+        return said
+
+    said = asyncio.run(run())
+    assert sum(isinstance(error, Poisonous) for error in said) == 2
+    lost = [error for error in said if isinstance(error, PeerLost)]
+    assert len(lost) == 2
+    assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
+
+
+def test_streams_that_a_drafting_actor_kept_go_on_with_the_stand_in_that_leads_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verify rank is lost, and a draft rank while the generation is formed."""
+
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=2)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        form = crew.form
+
+        async def forms_once(*, timeout_s: float) -> None:
+            monkeypatch.setattr(crew, "form", form)
+            posts = {post.name: post for post in crew.members.posts}
+            if crew.members.is_empty(posts["verify rank 1"]):
+                await crew.members.fill(posts["verify rank 1"], "test")
+            crew.handle("draft rank 1").killed.set()
+            while not crew.members.is_empty(posts["draft rank 1"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(crew.members, "_recruit", _never)
+            raise PeerLost(peer="draft rank 1", operation="test", reason=PROCESS_DIED)
+
+        with held(crew.engine):
+            request = _request("kept", max_tokens=60)
+            stream = asyncio.ensure_future(_tokens(keeper, request))
+            while (await crew.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(crew, "form", forms_once)
+            crew.handle("verify rank 1").killed.set()
+            while not keeper.is_degraded:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(stream, 10.0) == 60
+        assert keeper.is_degraded
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+async def _never(post: Post, operation: str) -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        keeper = _Keeper(crew, tmp_path)
+        await keeper.check()
+        halt = crew.halt
+        late: list[asyncio.Task[list[object]]] = []
+
+        async def submission() -> list[object]:
+            request = _request("late", max_tokens=10_000)
+            return [item async for item in keeper.streams.probe(request)]
+
+        async def halts() -> None:
+            late.append(asyncio.ensure_future(submission()))
+            await asyncio.sleep(0.1)
+            await halt()
+
+        monkeypatch.setattr(crew, "halt", halts)
+        crew.handle("drafting actor").killed.set()
+        async with asyncio.timeout(20.0):
+            while not late:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert isinstance((await late[0])[-1], EesdError)
+            while keeper.is_degraded or not keeper.is_whole:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+class _Broken(ToyStages):
+    """A process that can take part in no generation."""
+
+    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+        raise OSError("too many open files")
+
+
+def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_not(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        made: list[Stages] = []
+
+        def stages(config: EngineConfig, tracing: Tracing) -> Stages:
+            made.append(_Broken(config) if not made else ToyStages(config))
+            return made[-1]
+
+        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        as_configured = crew.members.recruiting
+        posts = {post.name: post for post in crew.members.posts}
+        crew.members.recruiting = replace(as_configured, stages=stages)
+        await crew.members.fill(posts["verify rank 1"], "test")
+        await crew.members.fill(posts["verify rank 0"], "test")
+        broken, healthy = crew.handle("verify rank 1"), crew.handle("verify rank 0")
+        keeper = _Keeper(crew, tmp_path)
+        await asyncio.wait_for(keeper.check(), 10.0)
+        assert crew.handle("verify rank 0") is healthy
+        assert crew.handle("verify rank 1") is not broken
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())
+
+
+def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter([0.0, 1.0, 1.0])
+    asked: list[list[float]] = []
+    removed: list[Places] = []
+
+    class Room(Places):
+        def remove(self) -> None:
+            removed.append(self)
+
+    async def places_for(posts: Sequence[Post], *, placement: object, name: str) -> Places:
+        asked.append([post.resources.get("GPU", 0.0) for post in posts])
+        return Room([], name=name)
+
+    monkeypatch.setattr(supervisor, "_gpus_per_rank", lambda engine: next(counted))
+    monkeypatch.setattr(supervisor, "places_for", places_for)
+
+    async def run() -> None:
+        keeper = _Keeper(EngineError("no crew in this test"), tmp_path)
+        posts, places = await keeper._placed()
+        assert asked == [[0.0] * 3, [1.0] * 3]
+        assert [post.resources["GPU"] for post in posts] == [1.0] * 3
+        assert len(removed) == 1
+        assert removed[0] is not places
+        await keeper.stopped()
+
+    asyncio.run(run())
+
+
+class _NoRoomToStandIn(ToyStages):
+    def connect_draft(self, generation: Generation) -> None:
+        if generation.stands_in:
+            raise OSError("cannot allocate memory")
+
+
+def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
+    async def run() -> None:
+        crew = _Here(tmp_path, num_draft_ranks=1)
+        crew.members.recruiting = replace(
+            crew.members.recruiting, stages=lambda config, _: _NoRoomToStandIn(config)
+        )
+        keeper = _Keeper(crew, tmp_path)
+        await asyncio.wait_for(keeper.check(), 10.0)
+        host = crew.handle("verify rank 0")
+        crew.handle("drafting actor").killed.set()
+        async with asyncio.timeout(10.0):
+            while keeper.num_interruptions == 0 or not keeper.is_whole:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not keeper.is_degraded
+        assert crew.handle("verify rank 0") is host
+        await keeper.stopped()
+        await crew.stop()
+
+    asyncio.run(run())

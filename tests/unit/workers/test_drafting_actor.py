@@ -1,0 +1,368 @@
+"""What the router hears of requests that end before their last token, how long loans last, and
+how a generation is left before it was joined."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EesdError, Moved, PeerLost
+from eesd_dist.schedule.lending import PageLoan
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from eesd_dist.workers import drafting_actor
+from eesd_dist.workers.drafting_actor import DraftActor
+from eesd_dist.workers.joining import Joining
+from eesd_dist.workers.messages import (
+    Address,
+    Generation,
+    RouterAdvice,
+    RouterNews,
+    StreamItem,
+    TelemetryOptions,
+)
+from tests.support.toy_stages import (
+    TOKENS_PER_ROUND,
+    ToyDrafter,
+    ToyStages,
+    ToyStep,
+    toy_stages,
+    toy_token,
+)
+
+
+def _request(name: str, *, max_tokens: int = 1000) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(request_id=RequestId(name), prompt=(TokenId(1),), sampling=sampling)
+
+
+class Router:
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        self.met: list[str] = []
+        self.ended: list[str] = []
+
+    async def __call__(self, news: RouterNews) -> RouterAdvice:
+        self.met += [request_id for request_id, _ in news.admitted]
+        self.live |= {request_id for request_id, _ in news.admitted}
+        self.live |= {outcome.request_id for outcome in news.outcomes}
+        self.live -= set(news.finished)
+        self.ended += news.finished
+        return RouterAdvice(plans={})
+
+
+async def _some(items: AsyncIterator[StreamItem]) -> None:
+    async for item in items:
+        assert isinstance(item, tuple)
+        return
+
+
+def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused() -> None:
+    async def run() -> None:
+        router = Router()
+        config = EngineConfig.model_validate(
+            {"model": {"path": "."}, "scheduler": {"max_waiting": 2}}
+        )
+        actor = DraftActor(
+            config,
+            name="p",
+            stages=toy_stages,
+            telemetry=TelemetryOptions(model_name="toy"),
+            ask_router=router,
+        )
+        store = Address(host="nowhere", port=1)
+        await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
+        left, cancelled = actor.submit(_request("left")), actor.submit(_request("cancelled"))
+        async with aclosing(cancelled):
+            async with aclosing(left):
+                await _some(left)
+                await _some(cancelled)
+                refusal = [item async for item in actor.submit(_request("refused"))]
+                assert type(refusal[0]).__name__ == "QueueFull"
+            await actor.cancel(RequestId("cancelled"), 0)
+            assert [item async for item in cancelled]
+        await asyncio.sleep(0.3)
+        assert router.live == set()
+        assert sorted(router.met) == ["cancelled", "left"]
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
+class _Slow(ToyDrafter):
+    """Its tokens are made, and do not leave before they may."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.may_leave = threading.Event()
+        self.has_made = threading.Event()
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        result = super().step(wait_s=wait_s)
+        if result.emissions:
+            self.has_made.set()
+            self.may_leave.wait(5.0)
+        return result
+
+
+@asynccontextmanager
+async def _joined(
+    drafter: ToyDrafter, *, ask_router: Router | None = None
+) -> AsyncIterator[DraftActor]:
+    class Stages(ToyStages):
+        def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+            return drafter
+
+    config = EngineConfig.model_validate({"model": {"path": "."}})
+    telemetry = TelemetryOptions(model_name="toy")
+    actor = DraftActor(
+        config,
+        name="p",
+        stages=lambda c, _: Stages(c),
+        telemetry=telemetry,
+        ask_router=ask_router,
+    )
+    store = Address(host="nowhere", port=1)
+    await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
+    yield actor
+    assert await actor.leave()
+
+
+async def _tokens(items: AsyncIterator[StreamItem]) -> list[int]:
+    """To the last, or to what ended them."""
+    tokens: list[int] = []
+    async for item in items:
+        if isinstance(item, EesdError):
+            break
+        tokens += [token for emission in item for token in emission.tokens]
+    return tokens
+
+
+def _first(request: Request) -> Request:
+    return replace(request, submission=1)
+
+
+def test_tokens_still_on_their_way_when_a_request_is_moved_out_are_not_those_of_its_return() -> (
+    None
+):
+    async def run() -> None:
+        drafter = _Slow(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("back", max_tokens=6)
+            first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
+            await asyncio.to_thread(drafter.has_made.wait, 5.0)
+            assert await actor.move_out(None, Moved(by="p", to=None, reason="test")) == 1
+            assert await first == []
+            again = replace(request, submission=2)
+            second = asyncio.ensure_future(_tokens(actor.submit(again)))
+            await asyncio.sleep(0.05)
+            drafter.may_leave.set()
+            assert await second == [toy_token(request, 1 + i) for i in range(6)]
+
+    asyncio.run(run())
+
+
+def test_the_last_token_of_an_earlier_submission_ends_no_later_one_for_the_router() -> None:
+    async def run() -> None:
+        drafter, router = _Slow(EngineConfig.model_validate({"model": {"path": "."}})), Router()
+        async with _joined(drafter, ask_router=router) as actor:
+            request = _request("back", max_tokens=TOKENS_PER_ROUND)
+            first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
+            await asyncio.to_thread(drafter.has_made.wait, 5.0)
+            await actor.move_out(None, Moved(by="p", to=None, reason="test"))
+            await first
+            longer = replace(_request("back", max_tokens=100_000), submission=2)
+            async with aclosing(actor.submit(longer)) as second:
+                waiting = asyncio.ensure_future(_some(second))
+                await asyncio.sleep(0.05)
+                drafter.may_leave.set()
+                await waiting
+                await asyncio.sleep(0.5)
+                assert router.live == {"back"}
+                assert router.ended == ["back"], "as it was moved out, and not again"
+        await asyncio.sleep(0.5)
+        assert router.live == set()
+
+    asyncio.run(run())
+
+
+def test_a_cancellation_that_overtook_its_submission_counts() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("early", max_tokens=4)
+            await actor.cancel(request.request_id, 1)
+            assert await _tokens(actor.submit(_first(request))) == []
+            assert drafter.load().num_running == 0
+            assert len(await _tokens(actor.submit(replace(request, submission=2)))) == 4
+
+    asyncio.run(run())
+
+
+def test_a_submission_that_overtook_the_cancellation_of_the_one_before_stays() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        async with _joined(drafter) as actor:
+            request = _request("late", max_tokens=20)
+            first = actor.submit(_first(request))
+            await _some(first)
+            second = asyncio.ensure_future(_tokens(actor.submit(replace(request, submission=2))))
+            await asyncio.sleep(0.05)
+            await actor.cancel(request.request_id, 1)
+            await _tokens(first)
+            assert len(await second) == 20
+
+    asyncio.run(run())
+
+
+def test_whether_a_loan_has_held_is_not_known_between_two_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
+        lender = Lender()
+        lender.may_lend.set()
+        async with _joined(drafter) as actor:
+            monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+            assert await actor.return_pages((await actor.lend_pages(None, 1.0)).number)
+            loan = await actor.lend_pages(None, 1.0)
+            await actor.leave()
+            assert not await actor.return_pages(loan.number)
+            assert lender.lent == set()
+
+    asyncio.run(run())
+
+
+class Lender:
+    """Pages of an actor, as far as lending goes."""
+
+    def __init__(self) -> None:
+        self.lent: set[str] = set()
+        self.may_lend = threading.Event()
+
+    def lend(self, request_ids: object) -> PageLoan:
+        del request_ids
+        self.may_lend.wait(5.0)
+        self.lent.add("n1")
+        return PageLoan(number="n1", requests=())
+
+    def take_back(self, number: str) -> bool:
+        self.lent.discard(number)
+        return True
+
+
+def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafting_actor, "_LEASE_MARGIN_S", 0.2)
+
+    async def run() -> None:
+        lender = Lender()
+        config = EngineConfig.model_validate({"model": {"path": "."}})
+        actor = DraftActor(
+            config, name="p", stages=toy_stages, telemetry=TelemetryOptions(model_name="toy")
+        )
+        monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+        borrowing = asyncio.ensure_future(actor.lend_pages(None, 0.01))
+        await asyncio.sleep(0.05)
+        borrowing.cancel()
+        lender.may_lend.set()
+        await asyncio.sleep(0.1)
+        assert lender.lent == {"n1"}
+        await asyncio.sleep(0.4)
+        assert lender.lent == set()
+
+    asyncio.run(run())
+
+
+class _Connecting(ToyStages):
+    """Connects when it may, and counts how often that was undone."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.has_begun = threading.Event()
+        self.may_connect = threading.Event()
+        self.num_running = 0
+        self.num_undone = 0
+
+    def connect_draft(self, generation: Generation) -> None:
+        self.num_running += 1
+        self.has_begun.set()
+        self.may_connect.wait(10.0)
+        self.num_running -= 1
+
+    def disconnect(self) -> None:
+        self.num_undone += 1
+
+
+def _connecting() -> tuple[DraftActor, _Connecting]:
+    config = EngineConfig.model_validate({"model": {"path": "."}})
+    stages = _Connecting(config)
+    actor = DraftActor(
+        config,
+        name="p",
+        stages=lambda *_: stages,
+        telemetry=TelemetryOptions(model_name="toy"),
+    )
+    actor._joining = Joining(name="p", leave_wait_s=0.05)
+    return actor, stages
+
+
+def _generation(number: int) -> Generation:
+    store = Address(host="nowhere", port=1)
+    return Generation(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+
+
+def test_who_is_stuck_in_connecting_has_not_left() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        connecting = asyncio.ensure_future(actor.connect(_generation(1)))
+        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        assert not await actor.leave()
+        assert stages.num_undone == 1
+        stages.may_connect.set()
+        with pytest.raises(PeerLost, match="its generation was left"):
+            await connecting
+        assert stages.num_undone == 2, "what has come about after all is of no use"
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
+def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        stages.may_connect.set()
+        await actor.connect(_generation(1))
+        assert stages.num_undone == 0
+        assert await actor.leave()
+        assert stages.num_undone == 1
+        with pytest.raises(PeerLost, match="its generation was left"):
+            await actor.join(_generation(1))
+        await actor.connect(_generation(2))
+        await actor.join(_generation(2))
+        assert stages.num_undone == 1
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
+def test_a_connection_waits_for_the_one_before_it_and_outlives_it() -> None:
+    async def run() -> None:
+        actor, stages = _connecting()
+        overtaken = asyncio.ensure_future(actor.connect(_generation(1)))
+        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        newest = asyncio.ensure_future(actor.connect(_generation(2)))
+        await asyncio.sleep(0.05)
+        assert stages.num_running == 1
+        stages.may_connect.set()
+        with pytest.raises(PeerLost, match="a newer generation began"):
+            await overtaken
+        await newest
+        assert stages.num_undone == 1
+        assert await actor.leave()
+
+    asyncio.run(run())

@@ -1,0 +1,43 @@
+"""What a rank says of its loading, to whoever asks and to the log."""
+
+import logging
+
+import pytest
+
+from eesd_dist.types import LoadProgress
+from eesd_dist.workers.load_watch import LoadWatch, peak_memory_bytes
+
+
+def _progress(done: int) -> LoadProgress:
+    return LoadProgress(
+        bytes_done=done * 10**9, bytes_total=28 * 10**9, piece="layer 3", seconds=2.0
+    )
+
+
+def test_the_latest_progress_is_told_with_the_peak_memory() -> None:
+    watch = LoadWatch()
+    assert watch.report() is None
+    saw = watch.of("verify rank 1")
+    saw(_progress(0))
+    saw(_progress(12))
+    report = watch.report()
+    assert report is not None
+    assert report.told == "43 % (12.0 of 28.0 GB)"
+    assert not report.is_over
+    assert 10 * 2**20 < report.peak_memory_bytes <= peak_memory_bytes()
+
+
+def test_the_log_hears_of_it_every_few_seconds_and_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 0.0
+    watch = LoadWatch(clock=lambda: now_s)
+    saw = watch.of("verify rank 1")
+    with caplog.at_level(logging.INFO, logger="eesd_dist.workers.load_watch"):
+        for done in range(28):
+            now_s += 1.0
+            saw(_progress(done))
+        assert len(caplog.records) == 5
+        saw(_progress(28))
+    assert len(caplog.records) == 6
+    assert "verify rank 1 100 % (28.0 of 28.0 GB)" in caplog.records[-1].getMessage()

@@ -1,0 +1,84 @@
+"""What is counted of requests, and how often."""
+
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.types import (
+    PROBE,
+    Emission,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    TokenId,
+)
+from eesd_dist.workers.watch import DraftWatch
+from tests.support.toy_stages import ToyStep
+
+REQUEST = Request(
+    request_id=RequestId("r"), prompt=(TokenId(1), TokenId(2)), sampling=SamplingParams()
+)
+
+
+@pytest.fixture
+def watch() -> DraftWatch:
+    tracing = make_tracing(process="test", service="test", endpoint=None, folder=None)
+    return DraftWatch(tracing, model_name="toy")
+
+
+def _counts(watch: DraftWatch) -> Mapping[str, float]:
+    wanted = ("prompt_tokens_total", "request_success_total", "time_to_first_token_seconds_count")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(watch.page(None).decode()):
+        for sample in family.samples:
+            name = next((name for name in wanted if sample.name.endswith(name)), None)
+            if name is not None and sample.value:
+                found[sample.labels.get("finished_reason", name)] = sample.value
+    return found
+
+
+def _step(*, finish_reason: FinishReason | None = None) -> ToyStep:
+    emission = Emission(
+        request_id=REQUEST.request_id,
+        tokens=(TokenId(5),),
+        num_accepted=0,
+        finish_reason=finish_reason,
+    )
+    return ToyStep(emissions=(emission,))
+
+
+def test_a_request_that_is_sent_on_and_returns_counts_once(watch: DraftWatch) -> None:
+    watch.arrived(REQUEST)
+    watch.saw(_step())
+    watch.sent_on(REQUEST.request_id)
+    watch.left(REQUEST.request_id)
+    once = {"prompt_tokens_total": 2, "time_to_first_token_seconds_count": 1}
+    assert _counts(watch) == once
+    resumed = Request(
+        request_id=REQUEST.request_id,
+        prompt=REQUEST.prompt,
+        sampling=REQUEST.sampling,
+        generated=(TokenId(5),),
+    )
+    watch.arrived(resumed)
+    watch.saw(_step(finish_reason=FinishReason.LENGTH))
+    assert _counts(watch) == {**once, "length": 1}
+
+
+def test_whose_reader_leaves_is_an_abort_and_a_probe_is_nobody(watch: DraftWatch) -> None:
+    watch.arrived(REQUEST)
+    watch.left(REQUEST.request_id)
+    assert _counts(watch) == {"prompt_tokens_total": 2, "abort": 1}
+    watch.arrived(
+        Request(
+            request_id=RequestId("probe"),
+            prompt=(TokenId(0),),
+            sampling=SamplingParams(),
+            workload=PROBE,
+        )
+    )
+    watch.left(RequestId("probe"))
+    assert _counts(watch) == {"prompt_tokens_total": 2, "abort": 1}
