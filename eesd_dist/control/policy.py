@@ -39,7 +39,7 @@ class DraftPolicy:
         calibrator: Calibrator | None,
     ) -> None:
         self._speculation = speculation
-        self._cost = cost
+        self.cost = cost
         calibrator = self._calibrator = _for_the_rule(calibrator, speculation)
         self._controllers: dict[RequestId, Controller] = {}
         self._names: dict[RequestId, ControllerName] = {}
@@ -71,7 +71,7 @@ class DraftPolicy:
                 belief=Belief(),
                 calibrator=self._calibrator,
                 rng=Random(),
-                cost=self._cost,
+                cost=self.cost,
             )
         except ConfigError as error:
             raise RequestError(str(error), param="speculation.controller") from error
@@ -209,7 +209,7 @@ class DraftPolicy:
             belief=belief,
             calibrator=self._calibrator,
             rng=rng,
-            cost=self._cost,
+            cost=self.cost,
         )
 
 

@@ -12,7 +12,7 @@ compute the rows.
 # of a row, B alternatives, V vocabulary (or the draft vocabulary).
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -369,7 +369,22 @@ class DraftStage:
             history=(*live.tokens, *run.tokens_to(tip)) if sampling.needs_history else (),
         )
 
-    def ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
+    def go_ahead(
+        self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
+    ) -> None:
+        """With no other round to draft, guesses on past the draft until the verdict is here."""
+        while not until():
+            runs = self._ahead_room(drafted.runs)
+            if len(runs) != 1:
+                break
+            (run,) = runs
+            if run.is_tree:  # its verdict may fall on any branch
+                break
+            if len(run.state.ahead) > run.item.max_draft:
+                break
+            self._guess_ahead(run, with_evidence=policy.needs_evidence([run.request_id]))
+
+    def _ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
         """Runs that may go on past their draft while its verdict is under way: where they have
         room, and where the model has positions."""
         return [
@@ -382,7 +397,7 @@ class DraftStage:
         ]
 
     @torch.inference_mode()
-    def go_ahead(self, run: DraftRun, *, with_evidence: bool) -> None:
+    def _guess_ahead(self, run: DraftRun, *, with_evidence: bool) -> None:
         """One more token past the draft, in the hope that the verifier agrees with all of it."""
         assert not run.is_tree, "there is no telling which branch to go on from"
         ahead = run.state.ahead

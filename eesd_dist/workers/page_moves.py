@@ -61,24 +61,24 @@ class PageMoves:
         return self._layout()
 
     def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
-        return self._engine().lend_pages(request_ids)
+        return self._engine().kv_sharing.lend(request_ids)
 
     def take_back(self, number: str) -> bool:
-        return self._engine().return_pages(number)
+        return self._engine().kv_sharing.take_back(number)
 
     def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
         meeting = StoreHost(address=self._here, timeout_s=timeout_s)  # first: it may find no port
-        pages = self._engine().reserve_pages(loan.requests)
+        pages = self._engine().kv_sharing.reserve(loan.requests)
         self._meetings[pages.number] = meeting
         return Landing(pages=pages, store=Address(host=self._here, port=meeting.port))
 
     def adopt(self, number: str) -> bool:
         self.close(number)
-        return self._engine().adopt_pages(number)
+        return self._engine().kv_sharing.adopt(number)
 
     def abandon(self, number: str) -> None:
         self.close(number)
-        self._engine().abandon_pages(number)
+        self._engine().kv_sharing.abandon(number)
 
     def close(self, number: str) -> None:
         """Nobody joins a link of this landing any more."""

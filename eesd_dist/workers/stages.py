@@ -29,9 +29,10 @@ from eesd_dist.engine.build import (
     layout_of,
     load_next_head,
 )
-from eesd_dist.engine.core import EngineCore, EngineLoad, StepResult
+from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
+from eesd_dist.engine.requests import EngineLoad
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError

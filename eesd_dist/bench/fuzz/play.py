@@ -237,7 +237,7 @@ class _Player:
         if wanted.entries and not live:
             return False
         engine = self._pipelines[wanted.source].engine
-        loan = engine.lend_pages([s.request_id for s in live] if wanted.entries else None)
+        loan = engine.kv_sharing.lend([s.request_id for s in live] if wanted.entries else None)
         self._moving.append(
             _Moving(wanted=wanted, loan=loan, next_turn=self._turn + wanted.copy_after)
         )
@@ -261,7 +261,7 @@ class _Player:
 
     def _copy(self, moving: _Moving) -> None:
         source, target = self._ends(moving.wanted)
-        landing = target.engine.reserve_pages(moving.loan.requests)
+        landing = target.engine.kv_sharing.reserve(moving.loan.requests)
         moving.landing = landing
         lent: Sequence[int] = [there for there, _ in landing.moves]
         here: Sequence[int] = [page for _, page in landing.moves]
@@ -275,11 +275,11 @@ class _Player:
 
     def _adopt(self, moving: _Moving, landing: PageLanding) -> None:
         source, target = self._ends(moving.wanted)
-        has_held = source.engine.return_pages(moving.loan.number)
+        has_held = source.engine.kv_sharing.take_back(moving.loan.number)
         if has_held and moving.wanted.is_adopted:
-            target.engine.adopt_pages(landing.number)
+            target.engine.kv_sharing.adopt(landing.number)
         else:
-            target.engine.abandon_pages(landing.number)
+            target.engine.kv_sharing.abandon(landing.number)
         for name in moving.wanted.entries:
             stream = self.streams[name]
             if stream.state is _State.LIVE and stream.engine == moving.wanted.source:

@@ -98,11 +98,11 @@ def _copy(source: Pipeline, target: Pipeline, landing: PageLanding, *, max_bytes
 def _hand_over(
     source: Pipeline, target: Pipeline, names: Sequence[RequestId], *, max_bytes: int = 5000
 ) -> tuple[PageLoan, PageLanding]:
-    loan = source.engine.lend_pages(names)
-    landing = target.engine.reserve_pages(loan.requests)
+    loan = source.engine.kv_sharing.lend(names)
+    landing = target.engine.kv_sharing.reserve(loan.requests)
     _copy(source, target, landing, max_bytes=max_bytes)
-    assert source.engine.return_pages(loan.number)
-    assert target.engine.adopt_pages(landing.number)
+    assert source.engine.kv_sharing.take_back(loan.number)
+    assert target.engine.kv_sharing.adopt(landing.number)
     return loan, landing
 
 
@@ -149,16 +149,16 @@ def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
         for _ in range(5):
             source.step()
             target.step()
-        loan = source.engine.lend_pages([request.request_id])
+        loan = source.engine.kv_sharing.lend([request.request_id])
         for _ in range(2):  # both go on while nothing has been copied yet
             source.step()
             target.step()
-        landing = target.engine.reserve_pages(loan.requests)
+        landing = target.engine.kv_sharing.reserve(loan.requests)
         target.step()
         _copy(source, target, landing, max_bytes=5000)
         source.step()
-        assert source.engine.return_pages(loan.number)
-        assert target.engine.adopt_pages(landing.number)
+        assert source.engine.kv_sharing.take_back(loan.number)
+        assert target.engine.kv_sharing.adopt(landing.number)
         assert landing.moves
         if request.request_id not in source.finished:
             _move(source, target, request)
@@ -200,8 +200,8 @@ def test_rounds_of_others_go_on_while_pages_are_written_beside_them(
     target.add(theirs)
     for _ in range(8):
         source.step()
-    loan = source.engine.lend_pages(None)
-    landing = target.engine.reserve_pages(loan.requests)
+    loan = source.engine.kv_sharing.lend(None)
+    landing = target.engine.kv_sharing.reserve(loan.requests)
 
     def write_again_and_again() -> None:
         for _ in range(5):
@@ -212,8 +212,8 @@ def test_rounds_of_others_go_on_while_pages_are_written_beside_them(
     while writer.is_alive() and target.engine.has_work:
         target.step()
     writer.join()
-    assert source.engine.return_pages(loan.number)
-    assert target.engine.adopt_pages(landing.number)
+    assert source.engine.kv_sharing.take_back(loan.number)
+    assert target.engine.kv_sharing.adopt(landing.number)
     _move(source, target, request)
     target.finish()
     assert target.answers == alone.answers
@@ -225,14 +225,14 @@ def test_after_lost_stores_nothing_is_handed_over(make_config: MakeConfig) -> No
     source.add(_request("a", length=40))
     for _ in range(4):
         source.step()
-    loan = source.engine.lend_pages(None)
-    landing = target.engine.reserve_pages(loan.requests)
+    loan = source.engine.kv_sharing.lend(None)
+    landing = target.engine.kv_sharing.reserve(loan.requests)
     for pipeline in (source, target):
         channel = MemoryChannel(pipeline.verify.verify)
         pipeline.engine.attach(channel, generation=1)
-    assert not source.engine.return_pages(loan.number)
-    assert not target.engine.adopt_pages(landing.number)
-    assert target.engine.reserve_pages(loan.requests).generation == 1
+    assert not source.engine.kv_sharing.take_back(loan.number)
+    assert not target.engine.kv_sharing.adopt(landing.number)
+    assert target.engine.kv_sharing.reserve(loan.requests).generation == 1
 
 
 def test_a_folder_that_changed_after_loading_is_not_what_the_pages_were_computed_with(

@@ -1,0 +1,119 @@
+"""Which drafted tokens of a round survive, and what a verdict says of each request.
+
+Pure: holds the drafts of a round against the verifier's tokens and decides nothing else.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from eesd_dist.engine.draft import DraftRun
+from eesd_dist.schedule.scheduler import Committed, PlanItem
+from eesd_dist.transport.contracts import VerifyReply
+from eesd_dist.trees import ROOT
+from eesd_dist.types import Branch, Outcome, TokenId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The verdict on one request's draft."""
+
+    run: DraftRun
+    first_row: int
+    """Of this request, among the sampled rows of the reply."""
+    path: tuple[int, ...]
+    """The accepted drafted tokens, as indices into the draft, from the root on."""
+    committed: Committed
+
+    @property
+    def next_token(self) -> TokenId:
+        """The verifier's own token after the accepted ones."""
+        return self.committed.tokens[-1]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What controllers learn; None from a request that does not speculate."""
+        if self.run.item.live.request.speculation.mode != "auto":
+            return None
+        run = self.run
+        return Outcome(
+            request_id=run.request_id,
+            num_drafted=len(run.tokens),
+            num_accepted=len(self.path),
+            evidence=() if run.is_tree else tuple(run.evidence),
+            branches=_branches(run, self.path) if run.is_tree else (),
+        )
+
+
+def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Accepted]:
+    """The verdict on every run that samples: of each draft the longest agreeing branch survives."""
+    tokens: list[int] = reply.tokens.tolist()
+    at = 0
+    for run in runs:
+        if not run.item.is_final:
+            continue
+        k = len(run.tokens)
+        chosen = tokens[at : at + k + 1]
+        path = _accepted_path(run, chosen, reply.accepted[at : at + k].tolist())
+        rows = [0, *(1 + node for node in path)]
+        yield Accepted(
+            run=run,
+            first_row=at,
+            path=tuple(path),
+            committed=Committed(
+                tokens=tuple(TokenId(chosen[row]) for row in rows),
+                num_drafted=k,
+                num_accepted=len(path),
+                logprobs=_logprobs(run.item, reply, [at + row for row in rows]),
+            ),
+        )
+        at += k + 1
+
+
+def _accepted_path(run: DraftRun, chosen: list[int], flags: list[int]) -> list[int]:
+    """The drafted tokens that survive, from the root on. `chosen` are the verifier's own tokens
+    after the last known row and after each drafted one; `flags`: rejection sampling has judged."""
+    if flags:
+        return list(range(flags.index(0) if 0 in flags else len(flags)))
+    path: list[int] = []
+    last = ROOT
+    for node, parent in enumerate(run.parents):
+        if parent == last and run.tokens[node] == chosen[1 + last]:
+            path.append(node)
+            last = node
+    return path
+
+
+def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
+    """The points of a tree that its verdict came to, where there was something to judge."""
+    found: list[Branch] = []
+    for depth, point in enumerate((ROOT, *path)):
+        children = [node for node, parent in enumerate(run.parents) if parent == point]
+        if children:
+            found.append(
+                Branch(
+                    depth=depth,
+                    num_offered=len(children),
+                    chosen_rank=run.ranks[path[depth]] if depth < len(path) else -1,
+                    evidence=run.evidence[children[0]],
+                )
+            )
+    return tuple(found)
+
+
+def _logprobs(item: PlanItem, reply: VerifyReply, rows: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens that leave; nothing when the request asked for none."""
+    wanted = item.live.request.sampling.top_logprobs
+    if wanted is None:
+        return ()
+    return tuple(
+        TokenLogprobs(
+            logprob=float(reply.logprobs[row]),
+            top=tuple(
+                (TokenId(int(i)), float(v))
+                for i, v in zip(
+                    reply.top_ids[row][:wanted], reply.top_logprobs[row][:wanted], strict=True
+                )
+            ),
+        )
+        for row in rows
+    )

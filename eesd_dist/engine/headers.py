@@ -1,0 +1,139 @@
+"""The headers of rounds: what the verify stage is told beside the hidden states."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from eesd_dist.engine.draft import DraftedRound, DraftRun
+from eesd_dist.engine.spool import SpoolTap
+from eesd_dist.schedule.scheduler import RoundPlan
+from eesd_dist.telemetry.tracing import SpanIds
+from eesd_dist.transport.contracts import RoundHeader, Segment
+from eesd_dist.types import RequestId
+
+Move = tuple[int, int]
+"""A slot whose keys and values have to go to another: (from, to)."""
+
+
+class KvMoves:
+    """Slots of accepted branches that the verify stage has yet to move. From any thread.
+
+    The next header says so, before anything is read or written there, whichever request's round
+    that is.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: list[Move] = []
+        self._sent: dict[int, tuple[Move, ...]] = {}
+
+    def add(self, moves: Sequence[Move]) -> None:
+        with self._lock:
+            self._pending += moves
+
+    def take(self, round_id: int) -> tuple[Move, ...]:
+        """All pending ones, for this round's header."""
+        with self._lock:
+            moves, self._pending = tuple(self._pending), []
+            if moves:
+                self._sent[round_id] = moves
+            return moves
+
+    def settle(self, round_id: int) -> None:
+        """This round's reply has come: its moves are done."""
+        with self._lock:
+            self._sent.pop(round_id, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pending.clear()
+            self._sent.clear()
+
+    def pages(self, page_size: int) -> set[int]:
+        """Pages that the verify stage has yet to move slots in: an accepted branch is not in its
+        place there, or lies in a page that its request has given back already."""
+        with self._lock:
+            moves = [*self._pending, *(move for sent in self._sent.values() for move in sent)]
+        return {slot // page_size for move in moves for slot in move}
+
+
+class HeaderWriter:
+    """Numbers the rounds and writes their headers."""
+
+    def __init__(
+        self,
+        *,
+        generation: int,
+        moves: KvMoves,
+        page_size: int,
+        by_rejection: bool,
+        round_span: Callable[[Sequence[str | None]], SpanIds],
+        recorder: SpoolTap | None,
+    ) -> None:
+        """`round_span`: from the traceparents of a round's requests to the span it will have."""
+        self.generation = generation
+        self._moves = moves
+        self._page_size = page_size
+        self._by_rejection = by_rejection
+        self._round_span = round_span
+        self._recorder = recorder
+        self._round_id = 0
+
+    def write(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
+        self._round_id += 1
+        span = self._round_span([item.live.request.traceparent for item in plan.items])
+        return RoundHeader(
+            generation=self.generation,
+            round_id=self._round_id,
+            segments=tuple(
+                _segment(run, self._page_size, num_recorded=self._num_recorded(run.request_id))
+                for run in drafted.runs
+            ),
+            trace_id=span.trace_id,
+            span_id=span.span_id,
+            wants_rejection=self._by_rejection,
+            kv_moves=self._moves.take(self._round_id),
+        )
+
+    def settle(self, round_id: int, moves: Sequence[Move]) -> None:
+        """The round's reply has come; its verdict asks for these moves."""
+        self._moves.settle(round_id)
+        self._moves.add(moves)
+
+    def attach(self, generation: int) -> None:
+        """Goes on with stages that know nothing of any page."""
+        self.generation = generation
+        self._moves.clear()
+
+    def _num_recorded(self, request_id: RequestId) -> int:
+        """How many of the target's best tokens the recorder wants of this request's rows."""
+        return 0 if self._recorder is None else self._recorder.top_k(request_id)
+
+
+def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
+    item = run.item
+    live, p = item.live, item.live.request.sampling
+    num_rows = item.num_known + len(run.tokens)
+    end = item.start + num_rows
+    return Segment(
+        start=item.start,
+        num_rows=num_rows,
+        parents=run.branching,
+        num_sampled=1 + len(run.tokens) if item.is_final else 0,
+        pages=tuple(item.pages[: -(-end // page_size)]),
+        tokens=(*live.tokens[item.start : item.start + item.num_known], *run.tokens),
+        history=tuple(live.tokens[: item.start]) if p.needs_history else (),
+        num_prompt=live.num_prompt,
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        seed=p.seed % 2**64,
+        min_tokens=p.min_tokens,
+        stop_token_ids=p.stop_token_ids,
+        logit_bias=p.logit_bias,
+        # What the recorder asks for never leaves: log-probabilities go by the request alone.
+        top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
+    )

@@ -1,0 +1,151 @@
+"""The requests of an engine, from `add` to their one end.
+
+Scheduler, controllers, draft stage, recorder and beliefs each keep what is theirs of a request;
+this is the only place that admits a request to them and ends it in all of them.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.spool import SpoolTap
+from eesd_dist.errors import RequestError
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
+from eesd_dist.schedule.scheduler import PlanItem, Scheduler
+from eesd_dist.types import Emission, Outcome, Request, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    num_pages: int
+    num_preemptions: int = 0
+    """Since the engine was built."""
+
+
+class EngineRequests:
+    """`add`, `abort` and `advise` may come from any thread, the rest from the round loop's.
+
+    `lock` guards the scheduler and everything that is kept per request.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        policy: DraftPolicy,
+        draft: DraftStage,
+        recorder: SpoolTap | None,
+        book: BeliefBook | None,
+        speculation: SpeculationConfig,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.arrived = threading.Event()
+        """Set when the round loop has something new to look at."""
+        self._scheduler = scheduler
+        self._policy = policy
+        self._draft = draft
+        self._recorder = recorder
+        self._book = book
+        self._speculation = speculation
+        self._returning: dict[RequestId, tuple[Request, DraftPlan | None]] = {}
+        """Waiting requests whose id an aborted one in flight still has: admitted when it leaves."""
+
+    def add(self, request: Request, plan: DraftPlan | None) -> None:
+        """Raises RequestError when it can never be served and CapacityError at a full queue."""
+        self._refuse_odd_tree(request)
+        with self.lock:
+            self._policy.check(request.speculation.controller)
+            before = self._scheduler.live(request.request_id)
+            self._scheduler.add(request)
+            if before is None:
+                self._admit(request, plan)
+            else:  # aborted, and its round still goes by this id
+                self._returning[request.request_id] = request, plan
+        self.arrived.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        with self.lock:
+            self._scheduler.abort(request_id)
+            self._returning.pop(request_id, None)
+            if self._scheduler.live(request_id) is None:
+                self._end(request_id)
+        self.arrived.set()
+
+    def advise(self, plans: Mapping[RequestId, DraftPlan]) -> None:
+        with self.lock:
+            self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
+
+    def load(self) -> EngineLoad:
+        with self.lock:
+            usage = self._scheduler.usage()
+        return EngineLoad(
+            num_running=usage.num_running,
+            num_waiting=usage.num_waiting,
+            free_pages=usage.num_free_pages,
+            num_pages=usage.num_pages,
+            num_preemptions=usage.num_preemptions,
+        )
+
+    def committed(
+        self,
+        items: Sequence[PlanItem],
+        emissions: Sequence[Emission],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """After a round's commit, under the lock: what was learnt, recorded and ended by it."""
+        if self._recorder is not None:
+            for emission in emissions:
+                self._recorder.commit(emission.request_id, len(emission.tokens))
+        self._policy.observe(outcomes)
+        if self._book is not None and self._speculation.learn:
+            self._book.observe(outcomes)
+        for item in items:
+            self._settle(item.live.request_id)
+
+    def stages_lost(self) -> None:
+        """Under the lock, after the scheduler was reset: those that were aborted in flight end."""
+        for request_id in self._policy.live():
+            self._settle(request_id)
+
+    def _settle(self, request_id: RequestId) -> None:
+        """Ends a request that has left, and admits the one that has waited for its id."""
+        returning = self._returning.pop(request_id, None)
+        if returning is not None or self._scheduler.live(request_id) is None:
+            self._end(request_id)
+        if returning is not None:
+            self._admit(*returning)
+
+    def _refuse_odd_tree(self, request: Request) -> None:
+        shape = self._speculation.tree.shape_of(request.speculation.tree)
+        if shape != "none" and self._speculation.acceptance == "rejection":
+            raise RequestError(
+                f"speculation.tree is {shape} and this service accepts by rejection sampling, "
+                "which judges chains: leave it out, or ask for none",
+                param="speculation.tree",
+            )
+
+    def _admit(self, request: Request, plan: DraftPlan | None) -> None:
+        if plan is None and self._book is not None:
+            plan = self._book.admit(request.request_id, request.workload)
+        self._policy.admit(
+            request.request_id,
+            request.speculation.controller,
+            plan.belief if plan is not None else Belief(),
+        )
+        if self._recorder is not None:
+            self._recorder.admit(request)
+
+    def _end(self, request_id: RequestId) -> None:
+        if self._recorder is not None:
+            self._recorder.end(request_id)
+        self._draft.forget(request_id)
+        self._policy.forget(request_id)
+        if self._book is not None:
+            self._book.finish(request_id)

@@ -1,0 +1,144 @@
+"""Where the time of rounds goes, and the statistics of one round.
+
+The loop says what it has spent on what it can name; what is left of the clock is `other`: handing
+results on, waiting for the interpreter's lock, other processes on a busy core. Nothing is decided
+by it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eesd_dist.engine.draft import DraftedRound
+from eesd_dist.schedule.scheduler import RoundPlan
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.types import Emission, Outcome, RoundStats, Traffic
+
+
+@dataclass(slots=True, kw_only=True)
+class RoundInFlight:
+    """A round between its sending and its verdict."""
+
+    plan: RoundPlan
+    drafted: DraftedRound
+    header: RoundHeader
+    sent_bytes: int
+    started_unix_s: float
+    plan_s: float
+    draft_s: float
+    send_s: float
+    sent_at: float
+    """When sending began, by the meter's clock."""
+    ahead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unnamed:
+    """What the stages of rounds do not tell, of the time since the verdict before."""
+
+    idle_s: float
+    """Nobody had anything to do."""
+    other_s: float
+
+
+class LoopClock:
+    def __init__(self, *, now_s: float) -> None:
+        self._since_s = now_s
+        self._named_s = 0.0
+        self._idle_s = 0.0
+
+    def spent(self, seconds: float) -> None:
+        """On something that the statistics of a round have a name for."""
+        self._named_s += seconds
+
+    def idled(self, seconds: float) -> None:
+        self._idle_s += seconds
+
+    def verdict(self, *, now_s: float) -> Unnamed:
+        """A round is over: closes the account, and begins the next one."""
+        left_s = now_s - self._since_s - self._named_s - self._idle_s
+        unnamed = Unnamed(idle_s=self._idle_s, other_s=max(left_s, 0.0))
+        self._since_s, self._named_s, self._idle_s = now_s, 0.0, 0.0
+        return unnamed
+
+
+class RoundMeter:
+    """Times the turns of one round loop and makes statistics of its rounds."""
+
+    def __init__(self, *, clock: Callable[[], float], draft_traffic: Callable[[], Traffic]) -> None:
+        """`draft_traffic`: what this rank has exchanged with the other draft ranks so far."""
+        self.now = clock
+        self._loop = LoopClock(now_s=clock())
+        self._last_reply_at = clock()
+        self._draft_traffic = draft_traffic
+        self._traffic_before = draft_traffic()
+
+    def spent(self, seconds: float) -> None:
+        """On something that the statistics of a round have a name for."""
+        self._loop.spent(seconds)
+
+    def idled(self, seconds: float) -> None:
+        self._loop.idled(seconds)
+
+    def stages_changed(self) -> None:
+        """What was exchanged in between belongs to no round."""
+        self._traffic_before = self._draft_traffic()
+
+    def finished(
+        self,
+        waiting: RoundInFlight,
+        reply: VerifyReply,
+        *,
+        outcomes: Sequence[Outcome],
+        emissions: Sequence[Emission],
+        wait_from: float,
+        received: float,
+    ) -> RoundStats:
+        """The round is committed now; the loop waited for its reply from `wait_from` on."""
+        committed = self.now()
+        self.spent(committed - wait_from)
+        blocked_s, in_flight_s = received - wait_from, received - waiting.sent_at
+        queued_s = max(self._last_reply_at - waiting.sent_at, 0.0)
+        self._last_reply_at = received
+        unnamed = self._loop.verdict(now_s=committed)
+        traffic = self._draft_traffic()
+        draft_group, self._traffic_before = traffic.since(self._traffic_before), traffic
+        items = waiting.plan.items
+        depths = [
+            max(run.depths, default=0)
+            for run in waiting.drafted.runs
+            if run.item.is_final and run.item.live.request.speculation.mode == "auto"
+        ]
+        longest = max(depths, default=0)
+        return RoundStats(
+            round_id=waiting.header.round_id,
+            cohort=waiting.plan.cohort,
+            num_requests=len(items),
+            num_rows=waiting.drafted.hidden_TD.shape[0],
+            num_prefill_rows=sum(i.num_known for i in items if i.num_known > 1 or not i.is_final),
+            num_drafted=sum(o.num_drafted for o in outcomes),
+            num_accepted=sum(o.num_accepted for o in outcomes),
+            num_emitted=sum(len(e.tokens) for e in emissions),
+            plan_s=waiting.plan_s,
+            draft_s=waiting.draft_s,
+            transfer_s=max(0.0, min(in_flight_s - queued_s - reply.received_to_sent_s, blocked_s)),
+            queued_s=queued_s,
+            verify_s=reply.verify_s,
+            commit_s=committed - received,
+            started_unix_s=waiting.started_unix_s,
+            sent_bytes=waiting.sent_bytes,
+            received_bytes=reply.wire_bytes,
+            waited_s=waiting.send_s + blocked_s,
+            ahead_s=waiting.ahead_s,
+            idle_s=unnamed.idle_s,
+            other_s=unnamed.other_s,
+            verify_group=reply.group,
+            draft_group=draft_group,
+            request_ids=tuple(i.live.request.request_id for i in items),
+            traceparents=tuple(i.live.request.traceparent for i in items),
+            trace_id=waiting.header.trace_id,
+            span_id=waiting.header.span_id,
+            drafted_by_position=tuple(sum(depth > j for depth in depths) for j in range(longest)),
+            accepted_by_position=tuple(
+                sum(o.num_accepted > j for o in outcomes) for j in range(longest)
+            ),
+        )
