@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from eesd_dist.workers.messages import StagesFactory
+from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.request_routing import TargetedRouter
@@ -33,7 +33,7 @@ def build_app(args: Mapping[str, object] | ServiceConfig) -> Application:
 def application_of(
     config: ServiceConfig,
     *,
-    stages: StagesFactory | None = None,
+    stages: StageFactory | None = None,
     api_key: SecretStr | None = None,
 ) -> Application:
     """`stages` lets tests replace the model. Without an `api_key`, the one that is set where an

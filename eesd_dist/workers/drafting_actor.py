@@ -25,7 +25,6 @@ from eesd_dist.workers.mailboxes import Mailboxes
 from eesd_dist.workers.messages import (
     Address,
     ControlReport,
-    DraftMember,
     DraftStats,
     Generation,
     HeadReport,
@@ -35,14 +34,12 @@ from eesd_dist.workers.messages import (
     PageLink,
     RouterAdvice,
     RouterNews,
-    Stages,
-    StagesFactory,
-    StepLike,
     StreamItem,
     TelemetryOptions,
     Whereabouts,
 )
 from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
+from eesd_dist.workers.roles import DraftMember, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
 from eesd_dist.workers.watch import DraftWatch
 
@@ -95,13 +92,13 @@ class _Membership:
 
 
 class _Connected:
-    """What stages have connected, until a member has it."""
+    """Connected groups, until a member has them."""
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    def __init__(self, leader: EpochLeader) -> None:
+        self._leader = leader
 
     def abort(self) -> None:
-        self._stages.disconnect()
+        self._leader.disconnect()
 
 
 class DraftActor:
@@ -112,14 +109,14 @@ class DraftActor:
         config: EngineConfig,
         *,
         name: str,
-        stages: StagesFactory,
+        stages: StageFactory,
         telemetry: TelemetryOptions,
         ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None = None,
     ) -> None:
         prepare_process()
         self._name = name
         tracing = tracing_of(telemetry, process=name)
-        self._stages = stages(config, tracing)
+        self._leader = stages.draft_leader(config, tracing)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Mailboxes()
         self._joining = Joining(name=name)
@@ -140,7 +137,7 @@ class DraftActor:
                 pipeline=name,
                 ask=ask_router,
                 apply=self._apply_plans,
-                adopt=self._stages.adopt,
+                adopt=self._leader.adopt,
             )
 
     async def whereabouts(self) -> Whereabouts:
@@ -153,17 +150,17 @@ class DraftActor:
     async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
         """Loads its weights while there is no generation for it; joining one then takes no load.
         With the `cost` that was measured here before, it takes no measuring either."""
-        await asyncio.to_thread(lambda: self._stages.prepare_draft(rank=0, cost=cost))
+        await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
 
     async def host_store(self) -> Address:
-        return await asyncio.to_thread(self._stages.host_store)
+        return await asyncio.to_thread(self._leader.host_store)
 
     async def connect(self, generation: Generation) -> None:
         """First half of a generation's start: while the verify ranks join and load."""
 
         def connect() -> _Connected:
-            self._stages.connect_draft(generation)
-            return _Connected(self._stages)
+            self._leader.connect(generation)
+            return _Connected(self._leader)
 
         await self._joining.enter(generation, connect)
 
@@ -171,7 +168,7 @@ class DraftActor:
         """Second half, when they are ready for rounds: starts turning them."""
         anew = self._needs_new_engine
         member = await self._joining.enter(
-            generation, lambda: self._stages.join_draft(generation, anew=anew)
+            generation, lambda: self._leader.join(generation, anew=anew)
         )
         self._needs_new_engine = False
         while self._dropped:
@@ -208,7 +205,7 @@ class DraftActor:
         stopped."""
         membership = self._membership
         self._membership = None
-        self._stages.disconnect()
+        self._leader.disconnect()
         has_left = await self._joining.leave()
         return has_left and (membership is None or await membership.stop())
 
@@ -279,7 +276,7 @@ class DraftActor:
         """Prometheus' text, as of now."""
         membership = self._membership
         load = membership.member.load() if membership is not None else None
-        return self._watch.page(load, spool=self._stages.spool_counts())
+        return self._watch.page(load, spool=self._leader.spool_counts())
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """The latest rounds, oldest first."""
@@ -287,12 +284,12 @@ class DraftActor:
 
     async def loading(self) -> LoadReport | None:
         """How much of its weights it has read; None before it was told to."""
-        return self._stages.loading()
+        return self._leader.loading.report()
 
     async def flush(self) -> None:
         """Sends spans and writes texts that still wait; before this process is taken down."""
         await asyncio.to_thread(self._watch.flush)
-        await asyncio.to_thread(self._stages.flush)
+        await asyncio.to_thread(self._leader.flush)
 
     async def load_head(self, folder: str, sha256: str | None = None) -> HeadReport:
         """Another exit head drafts from the next round on; no stream is interrupted. `sha256` is
@@ -300,14 +297,14 @@ class DraftActor:
 
         Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
         """
-        await asyncio.to_thread(lambda: self._stages.load_head(folder, sha256=sha256))
+        await asyncio.to_thread(lambda: self._leader.load_head(folder, sha256=sha256))
         head = (await self.control()).head
         assert head is not None, "it has just been loaded"
         return head
 
     async def control(self) -> ControlReport:
         """What the controllers go by, and how the latest drafts fared."""
-        report = await asyncio.to_thread(self._stages.control)
+        report = await asyncio.to_thread(self._leader.control)
         drafted, accepted = self._watch.acceptance()
         return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
 
@@ -315,7 +312,7 @@ class DraftActor:
 
     async def kv_layout(self) -> KvLayout:
         """What another pipeline has to agree in before pages may go to and fro."""
-        return await asyncio.to_thread(lambda: self._stages.pages().layout())
+        return await asyncio.to_thread(lambda: self._leader.pages.layout())
 
     async def lend_pages(
         self, request_ids: Collection[RequestId] | None, timeout_s: float
@@ -329,14 +326,14 @@ class DraftActor:
     async def _lend(
         self, request_ids: Collection[RequestId] | None, *, timeout_s: float
     ) -> PageLoan:
-        loan = await asyncio.to_thread(lambda: self._stages.pages().lend(request_ids))
+        loan = await asyncio.to_thread(lambda: self._leader.sharing.lend(request_ids))
         self._keep(self._end_loan(loan.number, after_s=4 * timeout_s + _LEASE_MARGIN_S))
         return loan
 
     async def return_pages(self, number: str) -> bool:
         """Whether they held the same all the while. Between two generations nobody knows: in the
         verify ranks others may be writing, for whom these pages are free."""
-        held = await asyncio.to_thread(lambda: self._stages.pages().take_back(number))
+        held = await asyncio.to_thread(lambda: self._leader.sharing.take_back(number))
         return held and self._membership is not None
 
     async def reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
@@ -349,24 +346,24 @@ class DraftActor:
 
     async def _reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
         landing = await asyncio.to_thread(
-            lambda: self._stages.pages().reserve(loan, timeout_s=timeout_s)
+            lambda: self._leader.sharing.reserve(loan, timeout_s=timeout_s)
         )
         self._keep(self._end_landing(landing.pages.number, timeout_s=timeout_s))
         return landing
 
     async def adopt_pages(self, number: str) -> bool:
         """Every rank has written its part: whoever comes now finds the pages."""
-        return await asyncio.to_thread(lambda: self._stages.pages().adopt(number))
+        return await asyncio.to_thread(lambda: self._leader.sharing.adopt(number))
 
     async def abandon_pages(self, number: str) -> None:
         """Every rank's `receive_pages` has ended, one way or the other."""
-        await asyncio.to_thread(lambda: self._stages.pages().abandon(number))
+        await asyncio.to_thread(lambda: self._leader.sharing.abandon(number))
 
     async def send_pages(self, link: PageLink) -> PageTraffic:
-        return await asyncio.to_thread(lambda: self._stages.pages().send(link))
+        return await asyncio.to_thread(lambda: self._leader.pages.send(link))
 
     async def receive_pages(self, link: PageLink) -> PageTraffic:
-        return await asyncio.to_thread(lambda: self._stages.pages().receive(link))
+        return await asyncio.to_thread(lambda: self._leader.pages.receive(link))
 
     async def move_out(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
         """Ends these streams (None: all) with word of where they go on, or why they cannot go on
@@ -389,7 +386,7 @@ class DraftActor:
 
     async def _end_landing(self, number: str, *, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
-        await asyncio.to_thread(lambda: self._stages.pages().close(number))
+        await asyncio.to_thread(lambda: self._leader.sharing.close(number))
         await asyncio.sleep(2 * timeout_s + _LEASE_MARGIN_S)
         with suppress(EngineError):  # an engine that is being built has no landings
             await self.abandon_pages(number)

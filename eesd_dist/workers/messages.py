@@ -6,16 +6,14 @@ emissions of one or more rounds or the error that ended the stream: errors are h
 values, because a raised one would reach the other side wrapped in Ray's own.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.schedule.lending import KvLayout, PageLanding, PageLoan, PageTraffic
-from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
+from eesd_dist.schedule.lending import PageLanding
+from eesd_dist.types import Emission, Outcome, RequestId, SpoolCounts
 
 StageName = Literal["draft", "verify"]
 
@@ -186,159 +184,3 @@ class PageLink:
     pages: tuple[int, ...]
     """This end's, in the order that both ends keep."""
     timeout_s: float
-
-
-class HandsPages(Protocol):
-    """How an actor hands pages over; each call may take a while and none disturbs rounds.
-
-    `layout`, `send` and `receive` are every rank's, the others the drafting actor's.
-    """
-
-    def layout(self) -> KvLayout: ...
-    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan: ...
-    def take_back(self, number: str) -> bool:
-        """Whether what was lent held the same all the while."""
-        ...
-
-    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing: ...
-    def adopt(self, number: str) -> bool:
-        """Whether the pages are findable now; False when their landing was voided."""
-        ...
-
-    def abandon(self, number: str) -> None:
-        """Only when no rank can be writing into its pages any more."""
-        ...
-
-    def close(self, number: str) -> None:
-        """Nobody joins a link of this landing any more."""
-        ...
-
-    def send(self, link: PageLink) -> PageTraffic: ...
-    def receive(self, link: PageLink) -> PageTraffic: ...
-
-
-class StepLike(Protocol):
-    """One turn of the round loop, as the drafting actor reads it."""
-
-    @property
-    def emissions(self) -> tuple[Emission, ...]: ...
-    @property
-    def rounds(self) -> tuple[RoundStats, ...]: ...
-    @property
-    def outcomes(self) -> tuple[Outcome, ...]: ...
-    @property
-    def finished(self) -> tuple[RequestId, ...]: ...
-
-
-class LoadLike(Protocol):
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def free_pages(self) -> int: ...
-    @property
-    def num_pages(self) -> int: ...
-
-
-class DraftMember(Protocol):
-    """The drafting actor's part of one generation."""
-
-    def add(self, request: Request) -> None: ...
-    def drop(self, request_id: RequestId) -> None: ...
-    def step(self, *, wait_s: float) -> StepLike: ...
-    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None: ...
-    def load(self) -> LoadLike: ...
-
-    def abort(self) -> None:
-        """Makes a blocked `step` raise at once, from another thread."""
-        ...
-
-
-class RankMember(Protocol):
-    """An obeying rank's part of one generation: a verify rank's, or a draft follower's."""
-
-    def run(self) -> None:
-        """The blocking loop; returns when the drafting actor has closed the channel."""
-        ...
-
-    def abort(self) -> None: ...
-
-
-class Stages(Protocol):
-    """What runs inside an actor: the model's stages, or a toy in their place."""
-
-    def host_store(self) -> Address:
-        """A fresh rendezvous store in this process; the one before it may go."""
-        ...
-
-    def prepare_draft(self, *, rank: int, cost: Mapping[str, object] | None = None) -> None:
-        """Loads what this rank of the draft stage holds, before there is a generation to join; does
-        nothing when it is there. `cost` is what the drafting actor's engine would measure, where
-        that is known. Raises what a bad checkpoint raises."""
-        ...
-
-    def connect_draft(self, generation: Generation) -> None:
-        """Opens the drafting actor's connection; verify rank 0 opens its end at the same time."""
-        ...
-
-    def disconnect(self) -> None:
-        """Ends what is being connected, here or in a join, and what `connect_draft` has connected
-        for no member yet. From any thread."""
-        ...
-
-    def join_draft(self, generation: Generation, *, anew: bool) -> DraftMember:
-        """Takes the drafting part, once every verify rank is ready for rounds.
-
-        Live requests of the generation before are kept and computed again from their tokens,
-        unless everything is to be built `anew`.
-        """
-        ...
-
-    def adopt(self, priors: Priors) -> None:
-        """What new requests are warmed with before the router has answered for them."""
-        ...
-
-    def load_head(self, folder: str, *, sha256: str | None = None) -> None:
-        """Drafts with this exit head from the next round on, and in every engine to come.
-
-        `sha256` is its digest where the other draft ranks have read it; None: there are none.
-        Raises CheckpointError or ConfigError, and goes on with the old one, when it does not fit.
-        """
-        ...
-
-    def control(self) -> ControlReport:
-        """May take a moment: a head's files are read once."""
-        ...
-
-    def spool_counts(self) -> SpoolCounts | None:
-        """None where nothing is kept."""
-        ...
-
-    def pages(self) -> HandsPages:
-        """Raises EngineError where there are none to hand over."""
-        ...
-
-    def loading(self) -> LoadReport | None:
-        """Answers at any time, from another thread than the one that loads; None before."""
-        ...
-
-    def flush(self) -> None:
-        """Writes what is still to be kept; before this process is taken down."""
-        ...
-
-    def load_head_part(self, folder: str) -> str:
-        """Of a draft follower: reads its part of this exit head and keeps it aside, until the
-        drafting actor's commands name it; returns its digest. Raises CheckpointError or
-        ConfigError."""
-        ...
-
-    def join_verify(self, generation: Generation, *, rank: int) -> RankMember: ...
-
-    def join_draft_follower(self, generation: Generation, *, rank: int) -> RankMember:
-        """Rank `rank` of the draft stage; rank 0 is the drafting actor."""
-        ...
-
-
-StagesFactory = Callable[[EngineConfig, Tracing], Stages]
-"""Called inside the actor's process; it must be importable by name."""

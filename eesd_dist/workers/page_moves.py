@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor
 
-from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
@@ -30,59 +30,69 @@ from eesd_dist.workers.messages import Address, Landing, PageLink
 logger = logging.getLogger(__name__)
 
 
+class PageSharing:
+    """Implements `roles.PageSharing`: leases of the engine's pages, and where their ranks meet."""
+
+    def __init__(self, *, address: str, kv_sharing: Callable[[], KvSharing]) -> None:
+        """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
+        self._address = address
+        self._kv_sharing = kv_sharing
+        self._meetings: dict[str, StoreHost] = {}
+        """Where the two ends of each landing's links find each other."""
+
+    def forget(self) -> None:
+        """Closes every landing: they belong to a generation that is over."""
+        self._meetings.clear()
+
+    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
+        return self._kv_sharing().lend(request_ids)
+
+    def take_back(self, number: str) -> bool:
+        return self._kv_sharing().take_back(number)
+
+    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
+        # First, since there may be no free port.
+        meeting = StoreHost(address=self._address, timeout_s=timeout_s)
+        pages = self._kv_sharing().reserve(loan.requests)
+        self._meetings[pages.number] = meeting
+        return Landing(pages=pages, store=Address(host=self._address, port=meeting.port))
+
+    def adopt(self, number: str) -> bool:
+        self.close(number)
+        return self._kv_sharing().adopt(number)
+
+    def abandon(self, number: str) -> None:
+        self.close(number)
+        self._kv_sharing().abandon(number)
+
+    def close(self, number: str) -> None:
+        self._meetings.pop(number, None)
+
+
 class PageMoves:
-    """Implements `contracts.HandsPages` over an actor's stages."""
+    """Implements `roles.PageTransfer` over one rank's page store."""
 
     def __init__(
         self,
         *,
-        here: str,
+        address: str,
         store: Callable[[], PageStore],
-        engine: Callable[[], EngineCore],
         layout: Callable[[], KvLayout],
     ) -> None:
-        """`store`, `engine` and `layout` raise EngineError while there is none."""
-        self._here = here
+        """`store` and `layout` raise EngineError while there is none."""
+        self._address = address
         self._store = store
-        self._engine = engine
         self._layout = layout
         self._writing = threading.Lock()
         self._generation = 0
-        self._meetings: dict[str, StoreHost] = {}
-        """Where the two ends of each landing's links find each other."""
 
     def enter(self, generation: int) -> None:
         """Nothing is written for landings of generations before this one, from now on."""
         with self._writing:
             self._generation = generation
-        self._meetings.clear()
 
     def layout(self) -> KvLayout:
         return self._layout()
-
-    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
-        return self._engine().kv_sharing.lend(request_ids)
-
-    def take_back(self, number: str) -> bool:
-        return self._engine().kv_sharing.take_back(number)
-
-    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
-        meeting = StoreHost(address=self._here, timeout_s=timeout_s)  # first: it may find no port
-        pages = self._engine().kv_sharing.reserve(loan.requests)
-        self._meetings[pages.number] = meeting
-        return Landing(pages=pages, store=Address(host=self._here, port=meeting.port))
-
-    def adopt(self, number: str) -> bool:
-        self.close(number)
-        return self._engine().kv_sharing.adopt(number)
-
-    def abandon(self, number: str) -> None:
-        self.close(number)
-        self._engine().kv_sharing.abandon(number)
-
-    def close(self, number: str) -> None:
-        """Nobody joins a link of this landing any more."""
-        self._meetings.pop(number, None)
 
     def send(self, link: PageLink) -> PageTraffic:
         store = self._store()
@@ -150,6 +160,6 @@ class PageMoves:
             rank=rank,
             size=2,
             timeout_s=link.timeout_s,
-            address=self._here,
+            address=self._address,
             members=link.ends,
         )

@@ -11,9 +11,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
-from eesd_dist.config import EngineConfig
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
-from eesd_dist.workers.messages import Stages, TelemetryOptions, Whereabouts
+from eesd_dist.workers.messages import TelemetryOptions, Whereabouts
 
 
 def prepare_process() -> None:
@@ -55,10 +54,3 @@ def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
         endpoint=options.otlp_endpoint,
         folder=Path(options.trace_folder) if options.trace_folder is not None else None,
     )
-
-
-def engine_stages(config: EngineConfig, tracing: Tracing) -> Stages:
-    """The real stages. Imported here, so that only the processes which run them pay for torch."""
-    from eesd_dist.workers.stages import EngineStages
-
-    return EngineStages(config, tracing)

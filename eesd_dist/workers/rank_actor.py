@@ -16,6 +16,7 @@ from contextlib import aclosing
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError
 from eesd_dist.schedule.lending import KvLayout, PageTraffic
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.joining import Joining
@@ -25,14 +26,13 @@ from eesd_dist.workers.messages import (
     LoadReport,
     LoopEnd,
     PageLink,
-    RankMember,
     StageName,
-    StagesFactory,
     StreamItem,
     TelemetryOptions,
     Whereabouts,
 )
 from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
+from eesd_dist.workers.roles import DraftFollower, RankMember, RankWorker, StageFactory
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,15 @@ class RankActor:
         name: str,
         stage: StageName,
         rank: int,
-        stages: StagesFactory,
+        stages: StageFactory,
         telemetry: TelemetryOptions,
     ) -> None:
         prepare_process()
         self._name = name
-        self._stage: StageName = stage
-        self._rank = rank
         self._tracing = tracing_of(telemetry, process=name)
-        self._stages = stages(config, self._tracing)
+        self._worker, self._draft = _worker_of(
+            stages, config, self._tracing, stage=stage, rank=rank
+        )
         self._joining = Joining(name=name)
         self._membership: _Membership | None = None
         """None between generations."""
@@ -84,7 +84,7 @@ class RankActor:
 
     async def prepare(self) -> None:
         """Of a draft rank: loads its weights while there is no generation for it."""
-        await asyncio.to_thread(lambda: self._stages.prepare_draft(rank=self._rank))
+        await asyncio.to_thread(self._draft_follower().prepare)
 
     async def stand_in(self, method: str, *args: object) -> object:
         """What the stand-in in this process answers."""
@@ -105,14 +105,14 @@ class RankActor:
         return self._stand_in
 
     async def join(self, generation: Generation) -> None:
-        member = await self._joining.enter(generation, lambda: self._member_of(generation))
+        member = await self._joining.enter(generation, lambda: self._worker.join(generation))
         self._membership = _Membership(member, name=f"loop of {self._name}")
         logger.info("joined: rank=%s generation=%d", self._name, generation.number)
 
-    def _member_of(self, generation: Generation) -> RankMember:
-        if self._stage == "draft":
-            return self._stages.join_draft_follower(generation, rank=self._rank)
-        return self._stages.join_verify(generation, rank=self._rank)
+    def _draft_follower(self) -> DraftFollower:
+        if self._draft is None:
+            raise EngineError(f"{self._name} holds no part of the draft stage: ask a draft rank")
+        return self._draft
 
     async def load_head(self, folder: str) -> str:
         """A rank of the draft stage reads its part of another exit head, and keeps it aside until
@@ -120,7 +120,7 @@ class RankActor:
 
         Raises CheckpointError or ConfigError when it does not fit.
         """
-        return await asyncio.to_thread(self._stages.load_head_part, folder)
+        return await asyncio.to_thread(self._draft_follower().load_head, folder)
 
     async def ended(self) -> LoopEnd:
         membership = self._membership
@@ -132,29 +132,39 @@ class RankActor:
         """Ends the part in this generation; False when its loop or load cannot be stopped."""
         membership = self._membership
         self._membership = None
-        self._stages.disconnect()
+        self._worker.disconnect()
         has_left = await self._joining.leave()
         return has_left and (membership is None or await membership.stop())
 
     async def kv_layout(self) -> KvLayout:
         """What this rank's like in another pipeline has to agree in."""
-        return await asyncio.to_thread(lambda: self._stages.pages().layout())
+        return await asyncio.to_thread(self._worker.pages.layout)
 
     async def send_pages(self, link: PageLink) -> PageTraffic:
         """This rank's part of pages that are lent to another pipeline."""
-        return await asyncio.to_thread(lambda: self._stages.pages().send(link))
+        return await asyncio.to_thread(self._worker.pages.send, link)
 
     async def receive_pages(self, link: PageLink) -> PageTraffic:
         """This rank's part of another pipeline's pages; rounds go on beside it."""
-        return await asyncio.to_thread(lambda: self._stages.pages().receive(link))
+        return await asyncio.to_thread(self._worker.pages.receive, link)
 
     async def loading(self) -> LoadReport | None:
         """How much of its weights it has read; None before it was told to."""
-        return self._stages.loading()
+        return self._worker.loading.report()
 
     async def flush(self) -> None:
         """Sends spans that are still waiting; before this process is taken down."""
         await asyncio.to_thread(self._tracing.flush)
+
+
+def _worker_of(
+    stages: StageFactory, config: EngineConfig, tracing: Tracing, *, stage: StageName, rank: int
+) -> tuple[RankWorker, DraftFollower | None]:
+    """The rank's role; the second where it is a draft rank."""
+    if stage == "draft":
+        follower = stages.draft_follower(config, tracing, rank=rank)
+        return follower, follower
+    return stages.verify_worker(config, tracing, rank=rank), None
 
 
 def _stand_in(
@@ -162,7 +172,7 @@ def _stand_in(
     host: str,
     rank: int,
     *,
-    stages: StagesFactory,
+    stages: StageFactory,
     telemetry: TelemetryOptions,
 ) -> DraftActor | RankActor:
     """Of as many ranks as the draft stage has: the same sums in the same order, the same bits."""

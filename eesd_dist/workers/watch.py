@@ -20,7 +20,7 @@ from eesd_dist.types import (
     RoundStats,
     SpoolCounts,
 )
-from eesd_dist.workers.messages import LoadLike, StepLike
+from eesd_dist.workers.roles import LoadLike, StepLike
 
 _ROUNDS_KEPT = 2048
 

@@ -34,11 +34,11 @@ from eesd_dist.workers.messages import (
     DraftStats,
     HeadReport,
     LoadReport,
-    StagesFactory,
     StreamItem,
     Whereabouts,
 )
 from eesd_dist.workers.process import prepare_process, whereabouts
+from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.drain import AskServe, Drained, Draining
 from serve_app.pipeline.fallback import degraded_page
@@ -141,7 +141,7 @@ class Ledger:
 class Pipeline:
     """Deployed by `serve_app.app`; Serve builds it inside a running event loop."""
 
-    def __init__(self, config: ServiceConfig, stages: StagesFactory) -> None:
+    def __init__(self, config: ServiceConfig, stages: StageFactory) -> None:
         prepare_process()
         self._config = config
         self._router = router_handle(config)

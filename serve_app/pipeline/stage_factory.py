@@ -1,31 +1,29 @@
-"""What runs inside a pipeline's actors: the engine's stages, with a spool where one is wished.
-
-Handed through the pipeline replica to its actors, so it imports torch only when it is called.
-"""
+"""The stages of a pipeline's workers, with a recorder where one is configured."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.workers.messages import Stages, StagesFactory
-from eesd_dist.workers.process import engine_stages
+from eesd_dist.workers.stage_factory import EngineStages
 from serve_app.config import ServiceConfig, SpoolConfig
 
+if TYPE_CHECKING:
+    from serve_app.pipeline.recorder import SpoolFolder
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpoolingStages:
-    """The real stages; the process that drafts keeps what verification computed."""
+
+@dataclass(frozen=True, slots=True)
+class OpenSpool:
+    """Opens the recorder in the drafting actor's process; importing it takes torch."""
 
     spool: SpoolConfig
 
-    def __call__(self, engine: EngineConfig, tracing: Tracing) -> Stages:
-        from eesd_dist.workers.stages import EngineStages
+    def __call__(self, engine: EngineConfig) -> "SpoolFolder":
         from serve_app.pipeline.recorder import open_spool
 
-        return EngineStages(engine, tracing, open_spool=lambda: open_spool(self.spool, engine))
+        return open_spool(self.spool, engine)
 
 
-def stages_of(config: ServiceConfig) -> StagesFactory:
+def stages_of(config: ServiceConfig) -> EngineStages:
     if config.spool.folder is None:
-        return engine_stages
-    return SpoolingStages(spool=config.spool)
+        return EngineStages()
+    return EngineStages(open_spool=OpenSpool(config.spool))

@@ -21,7 +21,8 @@ import ray
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineReport, Promotion
-from eesd_dist.workers.messages import HeadReport, StagesFactory
+from eesd_dist.workers.messages import HeadReport
+from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.placement import Post, gpus_per_rank, posts_of
 from serve_app.pipeline.placement_groups import Places, places_for
@@ -59,7 +60,7 @@ class Keeper:
     def __init__(
         self,
         config: ServiceConfig,
-        stages: StagesFactory,
+        stages: StageFactory,
         *,
         pipeline: str,
         router: Any,

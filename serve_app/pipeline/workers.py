@@ -27,12 +27,12 @@ from eesd_dist.workers.messages import (
     LoadReport,
     RouterAdvice,
     RouterNews,
-    StagesFactory,
     TelemetryOptions,
     Whereabouts,
 )
 from eesd_dist.workers.process import PROCESS_LOST, thread_environment
 from eesd_dist.workers.rank_actor import RankActor
+from eesd_dist.workers.roles import StageFactory
 from serve_app.pipeline.fallback import StandInHandle
 from serve_app.pipeline.placement import Post
 from serve_app.pipeline.placement_groups import Places
@@ -59,7 +59,7 @@ class Recruiting:
 
     pipeline: str
     engine: EngineConfig
-    stages: StagesFactory
+    stages: StageFactory
     telemetry: TelemetryOptions
     ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
 

@@ -3,32 +3,37 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from eesd_dist.workers.draft_leader import EngineLeader
 from eesd_dist.workers.messages import Address, Generation
-from eesd_dist.workers.stages import EngineStages
+from eesd_dist.workers.roles import RankWorker
+from eesd_dist.workers.stage_factory import EngineStages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.transport.rendezvous import StoreHost
 from tests.dist.transport.peers import peer_process
 
 TIMEOUT_S = 60.0
 
 
-def stages_of(config: EngineConfig) -> EngineStages:
-    tracing = make_tracing(process="test", service="test", endpoint=None, folder=None)
-    return EngineStages(config, tracing)
+def _tracing() -> Tracing:
+    return make_tracing(process="test", service="test", endpoint=None, folder=None)
+
+
+def leader_of(config: EngineConfig) -> EngineLeader:
+    return EngineLeader(config, _tracing())
 
 
 def obey(config: EngineConfig, first: Generation, stage: str, rank: int) -> None:
     """A rank's life: one generation after the other, with the same weights."""
-    stages = stages_of(config)
+    stages = EngineStages()
+    if stage == "draft":
+        worker: RankWorker = stages.draft_follower(config, _tracing(), rank=rank)
+    else:
+        worker = stages.verify_worker(config, _tracing(), rank=rank)
     number = first.number
     while True:
-        generation = _numbered(first, number)
-        if stage == "draft":
-            member = stages.join_draft_follower(generation, rank=rank)
-        else:
-            member = stages.join_verify(generation, rank=rank)
+        member = worker.join(_numbered(first, number))
         try:
             member.run()
         except PeerLost:
@@ -66,16 +71,16 @@ def _numbered(first: Generation, number: int) -> Generation:
 
 
 class Drafter:
-    """The drafting actor's stages, brought from one generation to the next."""
+    """The drafting actor's leader, brought from one generation to the next."""
 
     def __init__(self, config: EngineConfig, before: Generation) -> None:
-        self.stages = stages_of(config)
+        self.leader = leader_of(config)
         self.generation = before
         self._first = True
 
     def join(self, number: int) -> "Drafter":
         self.generation = _numbered(self.generation, number)
-        self.stages.connect_draft(self.generation)
-        self.member = self.stages.join_draft(self.generation, anew=self._first)
+        self.leader.connect(self.generation)
+        self.member = self.leader.join(self.generation, anew=self._first)
         self._first = False
         return self

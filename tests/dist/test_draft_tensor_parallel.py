@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def engine(self):  # type: ignore[no-untyped-def]
-        return self.drafter.stages._engine
+        return self.drafter.member._engine
 
     def requests(self, name: str, speculation: SpeculationParams, *, count: int) -> list[Request]:
         self._count += 1
@@ -204,8 +204,8 @@ def test_another_head_is_taken_by_every_draft_rank(pipeline: Pipeline) -> None:
     speculation = SpeculationParams(controller="fixed")
     before = pipeline.texts(pipeline.requests("greedy", speculation, count=2))
     with pytest.raises(CheckpointError, match="digest"):
-        pipeline.drafter.stages.load_head(str(pipeline.folder / "always"), sha256="another's")
-    pipeline.drafter.stages.load_head(str(pipeline.folder / "always"))
+        pipeline.drafter.leader.load_head(str(pipeline.folder / "always"), sha256="another's")
+    pipeline.drafter.leader.load_head(str(pipeline.folder / "always"))
     after = pipeline.texts(pipeline.requests("greedy", speculation, count=2))
     assert before == single_rank(pipeline, "never", speculation)
     assert after == single_rank(pipeline, "always", speculation)

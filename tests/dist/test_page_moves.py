@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eesd_dist.workers import page_moves
 from eesd_dist.workers.messages import Landing, PageLink
-from eesd_dist.workers.page_moves import PageMoves
+from eesd_dist.workers.page_moves import PageMoves, PageSharing
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.lending import PageLanding, PageLoan, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
@@ -45,7 +45,7 @@ class Store:
 class Engine:
     """Makes room, and that is all."""
 
-    def reserve_pages(self, lent: object) -> PageLanding:
+    def reserve(self, lent: object) -> PageLanding:
         del lent
         return PageLanding(
             number="n1",
@@ -60,11 +60,14 @@ def _none() -> object:
     raise EngineError("there is none")
 
 
-def _moves(store: Store, engine: Callable[[], object] = _none) -> PageMoves:
+def _sharing(engine: Callable[[], object] = Engine) -> PageSharing:
+    return PageSharing(address="127.0.0.1", kv_sharing=engine)  # type: ignore[arg-type]
+
+
+def _moves(store: Store) -> PageMoves:
     moves = PageMoves(
-        here="127.0.0.1",
+        address="127.0.0.1",
         store=lambda: store,  # type: ignore[arg-type, return-value]
-        engine=engine,  # type: ignore[arg-type]
         layout=_none,  # type: ignore[arg-type]
     )
     moves.enter(5)
@@ -89,7 +92,8 @@ def _links(landing: Landing, *, timeout_s: float = 20.0) -> tuple[PageLink, Page
 
 
 def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
-    landing = right.reserve(PageLoan(number="l1", requests=()), timeout_s=20.0)
+    sharing = _sharing()
+    landing = sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=20.0)
     source, target = _links(landing)
     results: dict[int, PageTraffic | Exception] = {}
 
@@ -115,7 +119,7 @@ def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
     for page in range(NUM_PAGES):
         theirs.pages_PB[page] = page + 1
     mine = Store(0)
-    sent, received = _exchange(_moves(theirs), _moves(mine, Engine))
+    sent, received = _exchange(_moves(theirs), _moves(mine))
     assert isinstance(sent, PageTraffic)
     assert isinstance(received, PageTraffic)
     assert sent.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
@@ -132,7 +136,7 @@ def test_a_rank_that_goes_on_to_another_generation_writes_no_page_after_that() -
 
     late = threading.Event()
     mine = Store(0, before_write=leave)
-    right = _moves(mine, Engine)
+    right = _moves(mine)
     sent, received = _exchange(_moves(Store(9)), right)
     assert isinstance(received, PeerLost)
     assert "it belongs to generation 6 now" in str(received)
@@ -141,9 +145,9 @@ def test_a_rank_that_goes_on_to_another_generation_writes_no_page_after_that() -
 
 
 def test_nobody_joins_a_landing_that_is_closed() -> None:
-    right = _moves(Store(0), Engine)
-    landing = right.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
-    right.close(landing.pages.number)
+    sharing = _sharing()
+    landing = sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
+    sharing.close(landing.pages.number)
     source, _ = _links(landing, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
         _moves(Store(9)).send(source)
@@ -156,6 +160,6 @@ def test_a_landing_that_finds_no_place_to_meet_takes_no_pages(
         raise OSError("no port is left")
 
     monkeypatch.setattr(page_moves, "StoreHost", refuse)
-    right = _moves(Store(0), lambda: pytest.fail("pages were reserved"))
+    sharing = _sharing(lambda: pytest.fail("pages were reserved"))
     with pytest.raises(OSError, match="no port"):
-        right.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
+        sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)

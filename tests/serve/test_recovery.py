@@ -19,14 +19,13 @@ from ray import serve
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers.messages import StagesFactory
 from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import Health, Pipeline
 from tests.support.running import Running, tokens_of, until
-from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import held, toy_stages, toy_token
+from tests.support.toy_poison import POISON, WAYS, PoisonedStages
+from tests.support.toy_stages import ToyStages, held, toy_token
 
 
 @pytest.mark.parametrize("victim", ["verify rank 1", "drafting actor"])
@@ -101,14 +100,14 @@ def _toy_pipeline(
     name: str,
     folder: Path,
     *,
-    stages: StagesFactory = toy_stages,
+    stages: type[ToyStages] = ToyStages,
     timeout_s: float = 20.0,
     **sections: object,
 ) -> Running:
     tree: dict[str, object] = {
         "engine": {
             "model": {"path": str(folder)},
-            "scheduler": {"max_waiting": 4 if stages is toy_stages else 16},
+            "scheduler": {"max_waiting": 4 if stages is ToyStages else 16},
             "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": timeout_s},
         },
         "app_name": name,
@@ -124,7 +123,7 @@ def _toy_pipeline(
         max_constructor_retry_count=1,
         health_check_period_s=1.0,
     )
-    deploy(deployment.bind(config, stages), name=name, route_prefix=None, wait=Event().wait)
+    deploy(deployment.bind(config, stages()), name=name, route_prefix=None, wait=Event().wait)
     return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
 
 
@@ -249,7 +248,7 @@ def poisoned(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     yield _toy_pipeline(
         "poisoned",
         tmp_path_factory.mktemp("poisoned"),
-        stages=poisoned_stages,
+        stages=PoisonedStages,
         recovery={"stream_pause_s": 60.0},
     )
     serve.delete("poisoned")
@@ -307,7 +306,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_with_a_clear_error(
     hopeless = _toy_pipeline(
         "hopeless",
         tmp_path,
-        stages=poisoned_stages,
+        stages=PoisonedStages,
         recovery={"max_interruptions": 1, "stream_pause_s": 120.0},
     )
     names = [f"bad-{i}" for i in range(4)]
@@ -329,7 +328,7 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
             "pipelines": {"min_count": 2, "max_count": 2},
         }
     )
-    application = application_of(config, stages=toy_stages)
+    application = application_of(config, stages=ToyStages())
     deploy(application, name="pair", route_prefix="/pair", wait=Event().wait)
     pipelines = serve.get_deployment_handle("Pipeline", "pair")
     served_by: set[str] = set()

@@ -28,7 +28,7 @@ from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.operations.connect import JoinedService
 from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import PipelineState, Taken
-from tests.support.toy_stages import held, toy_stages, toy_token
+from tests.support.toy_stages import ToyStages, held, toy_token
 
 NAME = "routed"
 
@@ -36,7 +36,7 @@ NAME = "routed"
 @pytest.fixture(scope="module")
 def config(ray_port: int, tiny_service: Path) -> Iterator[ServiceConfig]:
     config = _config(tiny_service, num_pipelines=2)
-    application = application_of(config, stages=toy_stages)
+    application = application_of(config, stages=ToyStages())
     deploy(application, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait)
     yield config
     serve.delete(NAME)
@@ -357,7 +357,7 @@ def test_redeployed_with_one_replica_less_no_stream_is_broken(
             with held(config.engine):
                 streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
                 await sending.until(_both_serve(len(crowd)))
-                fewer = application_of(_config(tiny_service, num_pipelines=1), stages=toy_stages)
+                fewer = application_of(_config(tiny_service, num_pipelines=1), stages=ToyStages())
                 await asyncio.to_thread(
                     deploy, fewer, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait
                 )

@@ -14,8 +14,16 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, TokenId
-from eesd_dist.workers.messages import Generation, Stages
-from tests.support.toy_stages import ToyDrafter, ToyRank, ToyStages, ToyStep
+from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.roles import DraftLeader, RankWorker
+from tests.support.toy_stages import (
+    ToyDrafter,
+    ToyLeader,
+    ToyRank,
+    ToyStages,
+    ToyStep,
+    ToyWorker,
+)
 
 POISON = TokenId(666)
 WAYS = {
@@ -91,22 +99,22 @@ class PoisonedRank(ToyRank):
                 _break(way)
 
 
-class PoisonedStages(ToyStages):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._config = config
-        self._drafter: PoisonedDrafter = PoisonedDrafter(config)
-
-    def join_draft(self, generation: Generation, *, anew: bool) -> PoisonedDrafter:
-        if anew:
+class PoisonedLeader(ToyLeader):
+    def join(self, generation: Generation, *, anew: bool) -> PoisonedDrafter:
+        if anew or not isinstance(self._drafter, PoisonedDrafter):
             self._drafter = PoisonedDrafter(self._config)
         self._drafter.begin()
         return self._drafter
 
-    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
-        return PoisonedRank(_word_for_rank(self._config)) if rank == 0 else ToyRank()
+
+class PoisonedWorker(ToyWorker):
+    def join(self, generation: Generation) -> ToyRank:
+        return PoisonedRank(_word_for_rank(self._config)) if self._rank == 0 else ToyRank()
 
 
-def poisoned_stages(config: EngineConfig, tracing: Tracing) -> Stages:
-    del tracing
-    return PoisonedStages(config)
+class PoisonedStages(ToyStages):
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return PoisonedLeader(config)
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        return PoisonedWorker(config, rank=rank)

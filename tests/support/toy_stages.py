@@ -27,13 +27,14 @@ from eesd_dist.types import (
     SpoolCounts,
     TokenId,
 )
-from eesd_dist.workers.messages import (
-    Address,
-    ControlReport,
-    Generation,
-    HandsPages,
-    LoadReport,
-    Stages,
+from eesd_dist.workers.load_watch import LoadWatch
+from eesd_dist.workers.messages import Address, ControlReport, Generation
+from eesd_dist.workers.roles import (
+    DraftFollower,
+    DraftLeader,
+    PageSharing,
+    PageTransfer,
+    RankWorker,
 )
 
 TOKENS_PER_ROUND = 2
@@ -193,24 +194,27 @@ class ToyRank:
         self._left.set()
 
 
-class ToyStages:
+class ToyLeader:
+    """Draft rank 0 without a model."""
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._drafter = ToyDrafter(config)
+        self.loading = LoadWatch()
 
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)
 
-    def prepare_draft(self, *, rank: int, cost: Mapping[str, object] | None = None) -> None:
-        del rank, cost
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+        del cost
 
-    def connect_draft(self, generation: Generation) -> None:
+    def connect(self, generation: Generation) -> None:
         del generation
 
     def disconnect(self) -> None:
         return
 
-    def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+    def join(self, generation: Generation, *, anew: bool) -> ToyDrafter:
         if anew:
             self._drafter = ToyDrafter(self._config)
         return self._drafter
@@ -227,29 +231,55 @@ class ToyStages:
     def spool_counts(self) -> SpoolCounts | None:
         return None
 
-    def pages(self) -> HandsPages:
-        raise EngineError("toys have no pages")
-
-    def loading(self) -> LoadReport | None:
-        return None
-
     def flush(self) -> None:
         return
 
-    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+    @property
+    def pages(self) -> PageTransfer:
+        raise EngineError("toys have no pages")
+
+    @property
+    def sharing(self) -> PageSharing:
+        raise EngineError("toys have no pages")
+
+
+class ToyWorker:
+    """A rank without a model, in either stage."""
+
+    def __init__(self, config: EngineConfig, *, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self.loading = LoadWatch()
+
+    @property
+    def pages(self) -> PageTransfer:
+        raise EngineError("toys have no pages")
+
+    def prepare(self) -> None:
+        return
+
+    def join(self, generation: Generation) -> ToyRank:
         if not os.path.isdir(self._config.model.path):
             raise CheckpointError(
                 file=self._config.model.path, found="nothing", expected="a model folder"
             )
         return ToyRank()
 
-    def load_head_part(self, folder: str) -> str:
+    def disconnect(self) -> None:
+        return
+
+    def load_head(self, folder: str) -> str:
         raise ConfigError(f"cannot take {folder}: toys draft without a head")
 
-    def join_draft_follower(self, generation: Generation, *, rank: int) -> ToyRank:
-        return ToyRank()
 
+class ToyStages:
+    """Builds toys for every role."""
 
-def toy_stages(config: EngineConfig, tracing: Tracing) -> Stages:
-    del tracing
-    return ToyStages(config)
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return ToyLeader(config)
+
+    def draft_follower(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> DraftFollower:
+        return ToyWorker(config, rank=rank)
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        return ToyWorker(config, rank=rank)

@@ -3,15 +3,16 @@ how a generation is left before it was joined."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, Moved, PeerLost
 from eesd_dist.schedule.lending import PageLoan
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers import drafting_actor
 from eesd_dist.workers.drafting_actor import DraftActor
@@ -24,12 +25,13 @@ from eesd_dist.workers.messages import (
     StreamItem,
     TelemetryOptions,
 )
+from eesd_dist.workers.roles import DraftLeader
 from tests.support.toy_stages import (
     TOKENS_PER_ROUND,
     ToyDrafter,
+    ToyLeader,
     ToyStages,
     ToyStep,
-    toy_stages,
     toy_token,
 )
 
@@ -69,7 +71,7 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused
         actor = DraftActor(
             config,
             name="p",
-            stages=toy_stages,
+            stages=ToyStages(),
             telemetry=TelemetryOptions(model_name="toy"),
             ask_router=router,
         )
@@ -108,12 +110,22 @@ class _Slow(ToyDrafter):
         return result
 
 
+@dataclass(frozen=True)
+class _Leading(ToyStages):
+    """Stages with this leader."""
+
+    leader: Callable[[EngineConfig], DraftLeader]
+
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return self.leader(config)
+
+
 @asynccontextmanager
 async def _joined(
     drafter: ToyDrafter, *, ask_router: Router | None = None
 ) -> AsyncIterator[DraftActor]:
-    class Stages(ToyStages):
-        def join_draft(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+    class Leader(ToyLeader):
+        def join(self, generation: Generation, *, anew: bool) -> ToyDrafter:
             return drafter
 
     config = EngineConfig.model_validate({"model": {"path": "."}})
@@ -121,7 +133,7 @@ async def _joined(
     actor = DraftActor(
         config,
         name="p",
-        stages=lambda c, _: Stages(c),
+        stages=_Leading(Leader),
         telemetry=telemetry,
         ask_router=ask_router,
     )
@@ -226,7 +238,7 @@ def test_whether_a_loan_has_held_is_not_known_between_two_generations(
         lender = Lender()
         lender.may_lend.set()
         async with _joined(drafter) as actor:
-            monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+            monkeypatch.setattr(type(actor._leader), "sharing", lender)
             assert await actor.return_pages((await actor.lend_pages(None, 1.0)).number)
             loan = await actor.lend_pages(None, 1.0)
             await actor.leave()
@@ -263,9 +275,9 @@ def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_to
         lender = Lender()
         config = EngineConfig.model_validate({"model": {"path": "."}})
         actor = DraftActor(
-            config, name="p", stages=toy_stages, telemetry=TelemetryOptions(model_name="toy")
+            config, name="p", stages=ToyStages(), telemetry=TelemetryOptions(model_name="toy")
         )
-        monkeypatch.setattr(actor._stages, "pages", lambda: lender, raising=False)
+        monkeypatch.setattr(type(actor._leader), "sharing", lender)
         borrowing = asyncio.ensure_future(actor.lend_pages(None, 0.01))
         await asyncio.sleep(0.05)
         borrowing.cancel()
@@ -278,7 +290,7 @@ def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_to
     asyncio.run(run())
 
 
-class _Connecting(ToyStages):
+class _Connecting(ToyLeader):
     """Connects when it may, and counts how often that was undone."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -288,7 +300,7 @@ class _Connecting(ToyStages):
         self.num_running = 0
         self.num_undone = 0
 
-    def connect_draft(self, generation: Generation) -> None:
+    def connect(self, generation: Generation) -> None:
         self.num_running += 1
         self.has_begun.set()
         self.may_connect.wait(10.0)
@@ -300,15 +312,15 @@ class _Connecting(ToyStages):
 
 def _connecting() -> tuple[DraftActor, _Connecting]:
     config = EngineConfig.model_validate({"model": {"path": "."}})
-    stages = _Connecting(config)
+    leader = _Connecting(config)
     actor = DraftActor(
         config,
         name="p",
-        stages=lambda *_: stages,
+        stages=_Leading(lambda _: leader),
         telemetry=TelemetryOptions(model_name="toy"),
     )
     actor._joining = Joining(name="p", leave_wait_s=0.05)
-    return actor, stages
+    return actor, leader
 
 
 def _generation(number: int) -> Generation:
@@ -318,15 +330,15 @@ def _generation(number: int) -> Generation:
 
 def test_who_is_stuck_in_connecting_has_not_left() -> None:
     async def run() -> None:
-        actor, stages = _connecting()
+        actor, leader = _connecting()
         connecting = asyncio.ensure_future(actor.connect(_generation(1)))
-        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        await asyncio.to_thread(leader.has_begun.wait, 5.0)
         assert not await actor.leave()
-        assert stages.num_undone == 1
-        stages.may_connect.set()
+        assert leader.num_undone == 1
+        leader.may_connect.set()
         with pytest.raises(PeerLost, match="its generation was left"):
             await connecting
-        assert stages.num_undone == 2, "what has come about after all is of no use"
+        assert leader.num_undone == 2, "what has come about after all is of no use"
         assert await actor.leave()
 
     asyncio.run(run())
@@ -334,17 +346,17 @@ def test_who_is_stuck_in_connecting_has_not_left() -> None:
 
 def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() -> None:
     async def run() -> None:
-        actor, stages = _connecting()
-        stages.may_connect.set()
+        actor, leader = _connecting()
+        leader.may_connect.set()
         await actor.connect(_generation(1))
-        assert stages.num_undone == 0
+        assert leader.num_undone == 0
         assert await actor.leave()
-        assert stages.num_undone == 1
+        assert leader.num_undone == 1
         with pytest.raises(PeerLost, match="its generation was left"):
             await actor.join(_generation(1))
         await actor.connect(_generation(2))
         await actor.join(_generation(2))
-        assert stages.num_undone == 1
+        assert leader.num_undone == 1
         assert await actor.leave()
 
     asyncio.run(run())
@@ -352,17 +364,17 @@ def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() ->
 
 def test_a_connection_waits_for_the_one_before_it_and_outlives_it() -> None:
     async def run() -> None:
-        actor, stages = _connecting()
+        actor, leader = _connecting()
         overtaken = asyncio.ensure_future(actor.connect(_generation(1)))
-        await asyncio.to_thread(stages.has_begun.wait, 5.0)
+        await asyncio.to_thread(leader.has_begun.wait, 5.0)
         newest = asyncio.ensure_future(actor.connect(_generation(2)))
         await asyncio.sleep(0.05)
-        assert stages.num_running == 1
-        stages.may_connect.set()
+        assert leader.num_running == 1
+        leader.may_connect.set()
         with pytest.raises(PeerLost, match="a newer generation began"):
             await overtaken
         await newest
-        assert stages.num_undone == 1
+        assert leader.num_undone == 1
         assert await actor.leave()
 
     asyncio.run(run())

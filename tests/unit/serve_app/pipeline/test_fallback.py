@@ -26,7 +26,7 @@ from serve_app.pipeline.placement_groups import Places
 from serve_app.pipeline.streams import Streams
 from serve_app.pipeline.worker_group import Crew
 from serve_app.pipeline.workers import Member, Members, Recruiting
-from tests.support.toy_stages import toy_stages, toy_token
+from tests.support.toy_stages import ToyStages, toy_token
 
 
 class _Call:
@@ -136,7 +136,7 @@ class _Here(Crew):
         recruiting = Recruiting(
             pipeline="p",
             engine=self.engine,
-            stages=toy_stages,
+            stages=ToyStages(),
             telemetry=TelemetryOptions(model_name="toy"),
             ask_router=None,
         )

@@ -19,11 +19,11 @@ from eesd_dist.distill.features import FeatureManifest, FeatureStore, identity_o
 from eesd_dist.engine.spool import VerifiedPiece
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers.process import engine_stages
+from eesd_dist.workers.stage_factory import EngineStages
 from serve_app.config import service_config
 from serve_app.pipeline import recorder
 from serve_app.pipeline.recorder import SpoolFolder, new_manifest
-from serve_app.pipeline.stage_factory import SpoolingStages, stages_of
+from serve_app.pipeline.stage_factory import OpenSpool, stages_of
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import until
 
@@ -251,9 +251,9 @@ def test_a_share_of_the_requests_is_sampled_and_probes_never(
 
 def test_the_spool_is_off_unless_a_folder_is_named(target: Path, tmp_path: Path) -> None:
     tree: dict[str, object] = {"engine": {"model": {"path": str(target)}}}
-    assert stages_of(service_config(tree)) is engine_stages
+    assert stages_of(service_config(tree)) == EngineStages()
     asked = service_config({**tree, "spool": {"folder": str(tmp_path)}})
-    assert stages_of(asked) == SpoolingStages(spool=asked.spool)
+    assert stages_of(asked) == EngineStages(open_spool=OpenSpool(asked.spool))
 
 
 @pytest.fixture(autouse=True)

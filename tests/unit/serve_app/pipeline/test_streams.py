@@ -25,7 +25,7 @@ from serve_app.pipeline.placement import Post
 from serve_app.pipeline.resume import resumed
 from serve_app.pipeline.streams import Streams
 from serve_app.pipeline.workers import Member
-from tests.support.toy_poison import POISON, WAYS, poisoned_stages
+from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import held, toy_token
 
 BUG = "bug in the drafting actor"
@@ -78,7 +78,7 @@ class Pipeline:
         self.actor = DraftActor(
             self.config,
             name="p",
-            stages=poisoned_stages,
+            stages=PoisonedStages(),
             telemetry=TelemetryOptions(model_name="toy"),
         )
         self.num_broken = 0

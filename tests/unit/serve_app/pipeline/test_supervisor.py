@@ -12,15 +12,16 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
-from eesd_dist.workers.messages import Generation, Stages
+from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.config import service_config
 from serve_app.pipeline import placement_groups, supervisor
 from serve_app.pipeline.placement import Post
 from serve_app.pipeline.placement_groups import Places
 from serve_app.pipeline.supervisor import Keeper, _may_be_a_request
 from serve_app.pipeline.worker_group import Crew
-from tests.support.toy_poison import POISON, WAYS, poisoned_stages
-from tests.support.toy_stages import ToyRank, ToyStages, held, toy_stages
+from tests.support.toy_poison import POISON, WAYS, PoisonedStages
+from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker, held
 from tests.unit.serve_app.pipeline.test_fallback import _Here, _kills_here, _request
 
 __all__ = ["_kills_here"]
@@ -43,7 +44,7 @@ class _Keeper(Keeper):
         )
         super().__init__(
             config,
-            toy_stages,
+            ToyStages(),
             pipeline="p",
             router=None,
             elsewhere=self._who_is_elsewhere,
@@ -192,7 +193,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
 ) -> None:
     async def run() -> list[object]:
         crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        crew.members.recruiting = replace(crew.members.recruiting, stages=poisoned_stages)
+        crew.members.recruiting = replace(crew.members.recruiting, stages=PoisonedStages())
         keeper = _Keeper(crew, tmp_path, max_interruptions=1)
         await keeper.check()
         bad = [
@@ -291,27 +292,31 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
     asyncio.run(run())
 
 
-class _Broken(ToyStages):
+class _Broken(ToyWorker):
     """A process that can take part in no generation."""
 
-    def join_verify(self, generation: Generation, *, rank: int) -> ToyRank:
+    def join(self, generation: Generation) -> ToyRank:
         raise OSError("too many open files")
+
+
+class _FirstOneBroken(ToyStages):
+    def __init__(self) -> None:
+        self._made: list[RankWorker] = []
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        kind = ToyWorker if self._made else _Broken
+        self._made.append(kind(config, rank=rank))
+        return self._made[-1]
 
 
 def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_not(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        made: list[Stages] = []
-
-        def stages(config: EngineConfig, tracing: Tracing) -> Stages:
-            made.append(_Broken(config) if not made else ToyStages(config))
-            return made[-1]
-
         crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
         as_configured = crew.members.recruiting
         posts = {post.name: post for post in crew.members.posts}
-        crew.members.recruiting = replace(as_configured, stages=stages)
+        crew.members.recruiting = replace(as_configured, stages=_FirstOneBroken())
         await crew.members.fill(posts["verify rank 1"], "test")
         await crew.members.fill(posts["verify rank 0"], "test")
         broken, healthy = crew.handle("verify rank 1"), crew.handle("verify rank 0")
@@ -355,18 +360,21 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
     asyncio.run(run())
 
 
-class _NoRoomToStandIn(ToyStages):
-    def connect_draft(self, generation: Generation) -> None:
+class _HasNoRoom(ToyLeader):
+    def connect(self, generation: Generation) -> None:
         if generation.stands_in:
             raise OSError("cannot allocate memory")
+
+
+class _NoRoomToStandIn(ToyStages):
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return _HasNoRoom(config)
 
 
 def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
     async def run() -> None:
         crew = _Here(tmp_path, num_draft_ranks=1)
-        crew.members.recruiting = replace(
-            crew.members.recruiting, stages=lambda config, _: _NoRoomToStandIn(config)
-        )
+        crew.members.recruiting = replace(crew.members.recruiting, stages=_NoRoomToStandIn())
         keeper = _Keeper(crew, tmp_path)
         await asyncio.wait_for(keeper.check(), 10.0)
         host = crew.handle("verify rank 0")

@@ -1,4 +1,4 @@
-"""What an actor keeps when its first engine, or a generation, does not come about."""
+"""What workers keep when their first engine, or a generation, does not come about."""
 
 import threading
 import time
@@ -11,15 +11,17 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_shard, build_verify_stage
-from eesd_dist.errors import PeerLost
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.rendezvous import StoreHost
-from eesd_dist.transport.seats import SingleGroup
-from eesd_dist.workers import stages as actor_stages
+from eesd_dist.transport.seats import LatestGroup, SingleGroup
+from eesd_dist.workers import draft_follower, draft_leader, epoch_groups, verify_worker
+from eesd_dist.workers.draft_follower import ShardFollower
+from eesd_dist.workers.draft_leader import EngineLeader
 from eesd_dist.workers.messages import Address, Generation
-from eesd_dist.workers.stages import EngineStages
+from eesd_dist.workers.verify_worker import StageVerifier
 from tests.support.tiny_service import write_tiny_service
 
 
@@ -46,7 +48,7 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
         return build_draft_shard(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "here")
-    monkeypatch.setattr(actor_stages, "build_draft_shard", read)
+    monkeypatch.setattr(draft_leader, "build_draft_shard", read)
     monkeypatch.setattr("eesd_dist.engine.build.build_draft_shard", read)
     config = EngineConfig.model_validate(
         {
@@ -62,15 +64,15 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
     ) -> VerifyReply:
         raise PeerLost(peer="verify rank 0", operation="receive", reason="its connection is gone")
 
-    stages = EngineStages(config, make_tracing(process="test", service="test", endpoint=None))
+    leader = EngineLeader(config, _tracing())
     if is_prepared:
-        stages.prepare_draft(rank=0)
+        leader.prepare()
     with pytest.raises(PeerLost, match="its connection is gone"):
-        stages._build_engine(MemoryChannel(lost), _generation(1))
-    engine = stages._build_engine(MemoryChannel(verify_stage.verify), _generation(2))
+        leader._build(MemoryChannel(lost), _generation(1), [])
+    running = leader._build(MemoryChannel(verify_stage.verify), _generation(2), [])
     assert num_read == 1
-    assert engine.cost is not None
-    stages._build_engine(MemoryChannel(verify_stage.verify), _generation(3))
+    assert running.engine.cost is not None
+    leader._build(MemoryChannel(verify_stage.verify), _generation(3), [])
     assert num_read == 2, "an engine that broke may have spoilt its own"
 
 
@@ -101,19 +103,30 @@ class Rendezvous:
         return [(each.name, each.generation) for each in self.groups if each.is_aborted]
 
 
-def _stages(monkeypatch: pytest.MonkeyPatch) -> EngineStages:
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    layout = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr(actor_stages, "layout_of", lambda _: layout)
-    config = EngineConfig.model_validate({"model": {"path": "."}})
-    return EngineStages(config, make_tracing(process="test", service="test", endpoint=None))
+def _tracing() -> Tracing:
+    return make_tracing(process="test", service="test", endpoint=None)
+
+
+def _config() -> EngineConfig:
+    """Two ranks in either stage."""
+    parallel = {"draft_tensor_parallel_size": 2, "verify_tensor_parallel_size": 2}
+    return EngineConfig.model_validate({"model": {"path": "."}, "parallel": parallel})
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node, and a checkpoint whose layout is known."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    layout = SimpleNamespace(device=torch.device("cpu"))
+    for module in (draft_follower, draft_leader, epoch_groups, verify_worker):
+        monkeypatch.setattr(module, "layout_of", lambda _: layout)
+
+
+@pytest.fixture
+def meeting(here: None, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
     rendezvous = Rendezvous()
-    monkeypatch.setattr(actor_stages, "connect_store", lambda *_, **__: None)
-    monkeypatch.setattr(actor_stages, "build_group", rendezvous.build)
+    monkeypatch.setattr(epoch_groups, "connect_store", lambda *_, **__: None)
+    monkeypatch.setattr(epoch_groups, "build_group", rendezvous.build)
     return rendezvous
 
 
@@ -122,78 +135,79 @@ def _lost(*_: object, **__: object) -> object:
 
 
 def test_groups_that_were_connected_and_not_joined_end_with_the_next_generation(
-    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    meeting: Rendezvous,
 ) -> None:
-    stages = _stages(monkeypatch)
-    stages.connect_draft(_generation(1, num_ranks=2))
+    leader = EngineLeader(_config(), _tracing())
+    leader.connect(_generation(1, num_ranks=2))
     assert meeting.left == []
-    stages.connect_draft(_generation(2, num_ranks=2))
+    leader.connect(_generation(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("draft", 1)]
-    stages.disconnect()
+    leader.disconnect()
     assert meeting.left == [("rounds", 1), ("draft", 1), ("rounds", 2), ("draft", 2)]
 
 
 def test_groups_whose_engine_did_not_come_about_end_when_they_are_left(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_stages, "DistVerifyChannel", lambda _: None)
-    stages = _stages(monkeypatch)
-    monkeypatch.setattr(stages, "_build_engine", _lost)
-    stages.connect_draft(_generation(1))
+    monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
+    leader = EngineLeader(_config(), _tracing())
+    monkeypatch.setattr(leader, "_build", _lost)
+    leader.connect(_generation(1))
     with pytest.raises(PeerLost):
-        stages.join_draft(_generation(1), anew=True)
-    stages.disconnect()
+        leader.join(_generation(1), anew=True)
+    leader.disconnect()
     assert meeting.left == [("rounds", 1)]
 
 
 def test_groups_that_a_member_has_are_its_own_to_end(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_stages, "DistVerifyChannel", lambda _: None)
-    monkeypatch.setattr(actor_stages, "_serving_head", lambda *_: None)
-    stages = _stages(monkeypatch)
-    monkeypatch.setattr(stages, "_build_engine", lambda *_: SimpleNamespace())
-    stages.connect_draft(_generation(1, num_ranks=2))
-    member = stages.join_draft(_generation(1, num_ranks=2), anew=True)
-    stages.disconnect()
+    monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
+    monkeypatch.setattr(draft_leader, "_serving_head", lambda *_: None)
+    leader = EngineLeader(_config(), _tracing())
+    monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
+    leader.connect(_generation(1, num_ranks=2))
+    member = leader.join(_generation(1, num_ranks=2), anew=True)
+    leader.disconnect()
     assert meeting.left == []
     member.abort()
     assert meeting.left == [("rounds", 1), ("draft", 1)]
 
 
 def test_a_group_is_left_when_the_second_one_of_its_rank_does_not_come_about(
-    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    meeting: Rendezvous,
 ) -> None:
-    stages = _stages(monkeypatch)
     meeting.failing = "draft"
     with pytest.raises(PeerLost):
-        stages.connect_draft(_generation(1, num_ranks=2))
+        EngineLeader(_config(), _tracing()).connect(_generation(1, num_ranks=2))
     assert meeting.left == [("rounds", 1)]
     meeting.failing = "verify"
     with pytest.raises(PeerLost):
-        stages.join_verify(_generation(2, num_ranks=2), rank=0)
+        StageVerifier(_config(), _tracing(), rank=0).join(_generation(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("rounds", 2)]
 
 
 def test_ranks_that_cannot_load_leave_their_groups(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = _stages(monkeypatch)
-    monkeypatch.setattr(stages, "_verify_stage_in", _lost)
-    monkeypatch.setattr(stages, "_load_follower", _lost)
-    monkeypatch.setattr(actor_stages, "LatestGroup", lambda group: group)
+    monkeypatch.setattr(verify_worker, "build_verify_stage", _lost)
+    monkeypatch.setattr(draft_follower, "build_draft_shard", _lost)
+    monkeypatch.setattr(LatestGroup, "join", lambda *_: None)
     with pytest.raises(PeerLost):
-        stages.join_verify(_generation(1, num_ranks=2), rank=0)
+        StageVerifier(_config(), _tracing(), rank=0).join(_generation(1, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1)]
+    follower = ShardFollower(_config(), rank=1)
     with pytest.raises(PeerLost):
-        stages.join_draft_follower(_generation(2, num_ranks=2), rank=1)
+        follower.join(_generation(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1), ("draft", 2)]
+    with pytest.raises(EngineError, match="no pages can be moved now: this rank is being built"):
+        follower.pages.layout()
+    with pytest.raises(EngineError, match="cannot take other now: this rank is being built"):
+        follower.load_head("other")
 
 
-def test_who_connects_and_waits_for_a_peer_waits_no_longer_than_it_is_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stages = _stages(monkeypatch)
+def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: None) -> None:
+    leader = EngineLeader(_config(), _tracing())
     host = StoreHost()
     generation = Generation(
         number=1,
@@ -201,9 +215,9 @@ def test_who_connects_and_waits_for_a_peer_waits_no_longer_than_it_is_wanted(
         num_verify_ranks=1,
         timeout_s=60.0,
     )
-    leaving = threading.Timer(0.3, stages.disconnect)
+    leaving = threading.Timer(0.3, leader.disconnect)
     leaving.start()
     started_s = time.monotonic()
     with pytest.raises(PeerLost):
-        stages.connect_draft(generation)
+        leader.connect(generation)
     assert time.monotonic() - started_s < 20.0

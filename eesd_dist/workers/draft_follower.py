@@ -1,0 +1,92 @@
+"""A draft rank other than 0: its part of layers [0, N) and of the exit head, run on command."""
+
+from pathlib import Path
+
+import torch
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_draft_shard, head_shelf, layout_of
+from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.page_store import PageStore, kv_layout
+from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.transport.command_stream import DistCommandSource
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.seats import EmptySeat, LatestGroup
+from eesd_dist.workers.epoch_groups import EpochGroups, all_or_none
+from eesd_dist.workers.load_watch import LoadWatch
+from eesd_dist.workers.loaded_once import LoadedOnce
+from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.page_moves import PageMoves
+
+
+class ShardFollower:
+    """Implements `roles.DraftFollower`; keeps weights and pages from one generation to the next."""
+
+    def __init__(self, config: EngineConfig, *, rank: int) -> None:
+        torch.set_num_threads(config.parallel.num_threads)
+        self._config = config
+        self._rank = rank
+        self._groups = EpochGroups(config)
+        self._seat = LatestGroup(
+            EmptySeat(rank=rank, size=config.parallel.draft_tensor_parallel_size)
+        )
+        self._parts = LoadedOnce(self._load)
+        self.loading = LoadWatch()
+        self.pages = PageMoves(
+            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+        )
+
+    def prepare(self) -> None:
+        self._parts.get()
+
+    def join(self, generation: Generation) -> "FollowerMember":
+        self.pages.enter(generation.number)
+        with all_or_none() as groups:
+            group = self._groups.stage(generation, "draft", rank=self._rank)
+            groups.append(group)
+            shard, heads = self._parts.get()
+            self._seat.join(group)
+            shard.begin()
+            return FollowerMember(shard, heads, group)
+
+    def disconnect(self) -> None:
+        self._groups.leave()
+
+    def load_head(self, folder: str) -> str:
+        _, heads = self._parts.present(f"cannot take {folder}")
+        return heads.put_aside(Path(folder)).sha256
+
+    def _load(self) -> tuple[OwnShard, HeadShelf]:
+        layout = layout_of(self._config)
+        heads = head_shelf(self._config, layout, self._seat)
+        on_progress = self.loading.of(f"draft rank {self._rank}")
+        return build_draft_shard(self._config, layout, self._seat, on_progress=on_progress), heads
+
+    def _page_store(self) -> PageStore:
+        shard, _ = self._parts.present("no pages can be moved")
+        return PageStore(shard.span, shard.head)
+
+    def _kv_layout(self) -> KvLayout:
+        weights = self._page_store().weights
+        return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
+
+
+class FollowerMember:
+    """One draft follower's loop in one generation."""
+
+    def __init__(self, shard: OwnShard, heads: HeadShelf, group: ProcessGroup) -> None:
+        self._shard = shard
+        self._heads = heads
+        self._group = group
+        # Built now: from here on the drafting actor may announce.
+        self._source = DistCommandSource(group)
+
+    def run(self) -> None:
+        try:
+            with self._group.names_who_is_lost():
+                follow_commands(self._shard, self._source, heads=self._heads)
+        finally:
+            self.abort()  # ranks that wait for this one need not wait for a deadline
+
+    def abort(self) -> None:
+        self._group.abort("the generation was ended")

@@ -1,0 +1,356 @@
+"""Draft rank 0: builds the engine and brings it from one generation to the next.
+
+What outlives a generation lies here: weights, pages, live requests, the exit head, the recorder and
+the beliefs of requests that the router has not heard of yet.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine.build import (
+    Layout,
+    build_draft_engine,
+    build_draft_shard,
+    layout_of,
+    load_next_head,
+)
+from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.draft_ranks import OwnShard
+from eesd_dist.engine.page_store import PageStore, kv_layout
+from eesd_dist.engine.requests import EngineLoad
+from eesd_dist.engine.spool import SpoolSink
+from eesd_dist.errors import CheckpointError, ConfigError, EngineError
+from eesd_dist.model.head_config import HeadConfig, head_digest
+from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
+from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.transport.channel import DistVerifyChannel
+from eesd_dist.transport.command_stream import DistCommandSink
+from eesd_dist.transport.contracts import VerifyChannel
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
+from eesd_dist.transport.through_host import ThroughHost
+from eesd_dist.types import Request, RequestId, SpoolCounts
+from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
+from eesd_dist.workers.load_watch import LoadWatch
+from eesd_dist.workers.messages import Address, ControlReport, Generation, HeadReport
+from eesd_dist.workers.page_moves import PageMoves, PageSharing
+
+
+class Spool(SpoolSink, Protocol):
+    """Where verified rows are kept, given from outside."""
+
+    def counts(self) -> SpoolCounts: ...
+    def flush(self) -> None:
+        """Returns when everything taken so far is on disk, or dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServingHead:
+    """An exit head as it was when it was loaded; its folder may have changed since."""
+
+    report: HeadReport
+    config: HeadConfig
+    calibration: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """Weights that no engine has taken yet."""
+
+    shard: OwnShard
+    seat: LatestGroup
+    cost: CostModel | None
+    """What the engine would measure, where it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Followers:
+    """How an engine reaches the other draft ranks."""
+
+    seat: LatestGroup
+    commands: DistCommandSink
+
+    def join(self, group: ProcessGroup) -> None:
+        self.seat.join(group)
+        self.commands.join(group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """An engine, with its followers where the draft stage has several ranks."""
+
+    engine: EngineCore
+    followers: _Followers | None
+
+
+class EngineLeader:
+    """Implements `roles.DraftLeader`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tracing: Tracing,
+        *,
+        open_spool: Callable[[], Spool] | None = None,
+    ) -> None:
+        """`open_spool` is called once, by the first engine that may record."""
+        torch.set_num_threads(config.parallel.num_threads)
+        self._config = config
+        """Names the exit head of the next engine; `load_head` changes it."""
+        self._tracing = tracing
+        self._open_spool = open_spool
+        self._spool: Spool | None = None
+        """None where nothing is recorded, or nothing has been drafted yet."""
+        self._book = BeliefBook(discount=config.speculation.discount)
+        """For requests that the router has not heard of yet, and for when it is silent."""
+        self._head: _ServingHead | None = None
+        """What the newest engine drafts with; None when it drafts nothing."""
+        self._running: _Running | None = None
+        """None while an engine is being built, and after a build that failed."""
+        self._changing = threading.Lock()
+        """Held while an engine is built and while its head is changed."""
+        self._prepared: _Prepared | None = None
+        """None before the first `prepare`, and once an engine has taken it."""
+        self._preparing = threading.Lock()
+        """Held while weights are loaded."""
+        self._groups = EpochGroups(config)
+        self._connected: list[ProcessGroup] = []
+        """Groups of the newest generation, until a member has them: rounds, then draft."""
+        self.loading = LoadWatch()
+        self.pages = PageMoves(
+            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+        )
+        self.sharing = PageSharing(
+            address=self._groups.address, kv_sharing=lambda: self._engine().kv_sharing
+        )
+
+    def host_store(self) -> Address:
+        return self._groups.host_store()
+
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+        known = None if cost is None else CostModel.from_json(cost)
+        with self._preparing:
+            if self._running is None and self._prepared is None:
+                size = self._config.parallel.draft_tensor_parallel_size
+                seat = EmptySeat(rank=0, size=size) if size > 1 else SingleGroup()
+                self._prepared = self._load_shard(LatestGroup(seat), cost=known)
+
+    def connect(self, generation: Generation) -> None:
+        self.disconnect()
+        with all_or_none() as groups:
+            groups.append(self._groups.rounds(generation, rank=0))
+            if generation.num_draft_ranks > 1:
+                groups.append(self._groups.stage(generation, "draft", rank=0))
+        self._connected = groups
+
+    def disconnect(self) -> None:
+        self._groups.leave()
+        abort_all(self._connected, "its generation was not joined")
+
+    def join(self, generation: Generation, *, anew: bool) -> "LeaderMember":
+        groups = self._connected
+        assert groups, "connect comes first"
+        rounds, *draft = groups
+        channel: VerifyChannel = DistVerifyChannel(rounds)
+        if generation.shares_gpu or generation.stands_in:
+            channel = ThroughHost(channel)
+        self.pages.enter(generation.number)
+        self.sharing.forget()
+        with self._changing:
+            if anew or self._running is None:
+                self._running = None
+                self._running = self._build(channel, generation, draft)
+                self._head = _serving_head(self._config, layout_of(self._config))
+            else:
+                if self._running.followers is not None and draft:
+                    self._running.followers.join(draft[0])
+                self._running.engine.attach(channel, generation=generation.number)
+            self._connected = []
+            return LeaderMember(self._running.engine, groups)
+
+    def adopt(self, priors: Priors) -> None:
+        self._book.adopt(priors)
+
+    def load_head(self, folder: str, *, sha256: str | None = None) -> None:
+        model = self._config.model.model_copy(update={"head": Path(folder)})
+        wished = self._config.model_copy(update={"model": model})
+        with self._changing:
+            running = self._running
+            if running is None:
+                raise EngineError(f"cannot take {folder} now: the engine is being built; try again")
+            if self._head is None:
+                raise ConfigError(
+                    f"cannot take {folder}: this service drafts nothing; start it with an exit "
+                    "head and a positive engine.speculation.max_draft_tokens"
+                )
+            layout = layout_of(wished)
+            new = _serving_head(wished, layout)
+            assert new is not None, "its folder was named"
+            _require_compatible(folder, new, serving=self._head, sha256=sha256)
+            group = SingleGroup() if running.followers is None else running.followers.seat
+            head = load_next_head(wished, layout, Path(folder), group=group)
+            running.engine.swap_head(head, Calibrator.load(Path(folder)))
+            self._config, self._head = wished, new
+
+    def control(self) -> ControlReport:
+        with self._changing:
+            running, head = self._running, self._head
+        cost = running.engine.cost if running is not None else None
+        return ControlReport(
+            head=None if head is None else head.report,
+            calibration=None if head is None else head.calibration,
+            cost=None if cost is None else cost.to_json(),
+            spool=self.spool_counts(),
+        )
+
+    def spool_counts(self) -> SpoolCounts | None:
+        return None if self._spool is None else self._spool.counts()
+
+    def flush(self) -> None:
+        if self._spool is not None:
+            self._spool.flush()
+
+    def _engine(self) -> EngineCore:
+        with self._changing:
+            if self._running is None:
+                raise EngineError("no pages can be moved now: the engine is being built; try again")
+            return self._running.engine
+
+    def _page_store(self) -> PageStore:
+        draft = self._engine().draft_stage
+        return PageStore(draft.span, draft.head)
+
+    def _kv_layout(self) -> KvLayout:
+        with self._changing:
+            head = self._head
+        return kv_layout(
+            self._config,
+            layout_of(self._config),
+            weights=self._page_store().weights,
+            head="" if head is None else head.report.sha256,
+        )
+
+    def _load_shard(self, seat: LatestGroup, *, cost: CostModel | None = None) -> _Prepared:
+        shard = build_draft_shard(
+            self._config,
+            layout_of(self._config),
+            seat,
+            on_progress=self.loading.of("draft rank 0"),
+        )
+        return _Prepared(shard=shard, seat=seat, cost=cost)
+
+    def _build(
+        self, channel: VerifyChannel, generation: Generation, draft: Sequence[ProcessGroup]
+    ) -> _Running:
+        """`draft` is the stage's group where it has several ranks."""
+        # A fallback records nothing: the drafting actor whose folder it is may be on its way.
+        if self._spool is None and self._open_spool is not None and not generation.stands_in:
+            self._spool = self._open_spool()
+        # The requests of an engine that broke are gone; what they taught their classes is not.
+        pools = self._book.priors()
+        self._book = BeliefBook(discount=self._config.speculation.discount)
+        self._book.adopt(pools)
+        with self._preparing:
+            if self._prepared is None:
+                self._prepared = self._load_shard(LatestGroup(draft[0] if draft else SingleGroup()))
+            prepared = self._prepared
+        followers = None
+        if draft:
+            prepared.seat.join(draft[0])
+            followers = _Followers(seat=prepared.seat, commands=DistCommandSink(draft[0]))
+        engine = build_draft_engine(
+            self._config,
+            channel,
+            generation=generation.number,
+            book=self._book,
+            round_span=self._tracing.round_ids,
+            spool=self._spool,
+            group=None if followers is None else followers.seat,
+            commands=None if followers is None else followers.commands,
+            shard=prepared.shard,
+            cost=prepared.cost,
+        )
+        # Until here a lost peer may have ended it: the next attempt need not load again.
+        self._prepared = None
+        return _Running(engine=engine, followers=followers)
+
+
+class LeaderMember:
+    """The engine over the groups of one generation."""
+
+    def __init__(self, engine: EngineCore, groups: list[ProcessGroup]) -> None:
+        self._engine = engine
+        self._groups = groups
+
+    def add(self, request: Request) -> None:
+        self._engine.add(request)
+
+    def drop(self, request_id: RequestId) -> None:
+        self._engine.abort(request_id)
+
+    def step(self, *, wait_s: float) -> StepResult:
+        with naming_the_lost(self._groups):
+            return self._engine.step(wait_s=wait_s)
+
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
+        self._engine.apply_plans(plans)
+
+    def load(self) -> EngineLoad:
+        return self._engine.load()
+
+    def abort(self) -> None:
+        abort_all(self._groups, "the generation was ended")
+
+
+def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
+    """Returns None where nothing is ever drafted. Raises CheckpointError for a head that does not
+    fit the target."""
+    folder = layout.head_folder
+    if folder is None or config.speculation.max_draft_tokens == 0:
+        return None
+    head = HeadConfig.read(folder, target=layout.spec, target_path=config.model.path)
+    file = folder / CALIBRATION_FILE
+    version = json.loads(file.read_text()).get("version") if file.exists() else None
+    return _ServingHead(
+        report=HeadReport(
+            folder=str(folder),
+            sha256=head_digest(folder),
+            exit_layer=head.exit_layer,
+            kind=head.kind,
+        ),
+        config=head,
+        calibration={"num_judged": Calibrator.load(folder).num_judged, "version": version},
+    )
+
+
+def _require_compatible(
+    folder: str, new: _ServingHead, *, serving: _ServingHead, sha256: str | None
+) -> None:
+    """Raises CheckpointError where the new head differs in what the engine is built on. Kind and
+    draft vocabulary decide what a draft costs, which is measured only once."""
+    if sha256 is not None:
+        _require_same(folder, "digest", found=new.report.sha256, expected=sha256)
+    for what in ("exit_layer", "reads_embedding", "layer", "kind", "draft_vocab_size"):
+        found, expected = getattr(new.config, what), getattr(serving.config, what)
+        _require_same(folder, what, found=found, expected=expected)
+
+
+def _require_same(folder: str, what: str, *, found: object, expected: object) -> None:
+    if found != expected:
+        raise CheckpointError(
+            file=folder,
+            found=f"{what} {found}",
+            expected=f"{expected}, as the head has that is serving",
+            advice="restart the service with --head to change it",
+        )

@@ -1,0 +1,217 @@
+"""The roles that a worker process may take, and what builds them.
+
+Every protocol here has two implementations: the model's stages (`draft_leader`, `draft_follower`,
+`verify_worker`) and the toys of the tests. Nothing here imports torch.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
+from eesd_dist.workers.load_watch import LoadWatch
+from eesd_dist.workers.messages import Address, ControlReport, Generation, Landing, PageLink
+
+
+class PageTransfer(Protocol):
+    """One rank's KV pages in a migration. Calls may take a while and disturb no round.
+
+    Each raises EngineError while the rank has no pages yet.
+    """
+
+    def layout(self) -> KvLayout: ...
+    def send(self, link: PageLink) -> PageTraffic: ...
+    def receive(self, link: PageLink) -> PageTraffic: ...
+
+
+class PageLender(Protocol):
+    """The source pipeline's side of a KV migration."""
+
+    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan: ...
+    def take_back(self, number: str) -> bool:
+        """Returns whether the pages held the same content during the whole loan."""
+        ...
+
+
+class PageBorrower(Protocol):
+    """The target pipeline's side of a KV migration."""
+
+    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing: ...
+    def adopt(self, number: str) -> bool:
+        """Returns whether the pages can be found now; False when their reservation was voided."""
+        ...
+
+    def abandon(self, number: str) -> None:
+        """Frees reserved pages; only when no rank can be writing into them any more."""
+        ...
+
+    def close(self, number: str) -> None:
+        """Stops ranks from joining the links of this reservation."""
+        ...
+
+
+class PageSharing(PageLender, PageBorrower, Protocol):
+    """Both sides. Each call raises EngineError while there is no engine."""
+
+
+class StepLike(Protocol):
+    """Result of one turn of the round loop."""
+
+    @property
+    def emissions(self) -> tuple[Emission, ...]: ...
+    @property
+    def rounds(self) -> tuple[RoundStats, ...]: ...
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]: ...
+    @property
+    def finished(self) -> tuple[RequestId, ...]: ...
+
+
+class LoadLike(Protocol):
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+
+
+class EngineRequestsLike(Protocol):
+    """The requests of a running engine. From any thread."""
+
+    def add(self, request: Request) -> None: ...
+    def drop(self, request_id: RequestId) -> None: ...
+    def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None: ...
+    def load(self) -> LoadLike: ...
+
+
+class DraftMember(EngineRequestsLike, Protocol):
+    """The drafting actor's part of one generation."""
+
+    def step(self, *, wait_s: float) -> StepLike: ...
+    def abort(self) -> None:
+        """Makes a blocked `step` raise at once, from another thread."""
+        ...
+
+
+class RankMember(Protocol):
+    """The part of a verify rank or a draft follower in one generation."""
+
+    def run(self) -> None:
+        """Blocks in the loop; returns when the drafting actor has closed the channel."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class DraftControl(Protocol):
+    """What may be asked of draft rank 0 while rounds go on."""
+
+    def adopt(self, priors: Priors) -> None:
+        """Sets the priors of new requests until the router has answered for them."""
+        ...
+
+    def load_head(self, folder: str, *, sha256: str | None = None) -> None:
+        """Drafts with this exit head from the next round on, and in every later engine.
+
+        `sha256` is its digest as the other draft ranks have read it; None where there are none.
+        Raises CheckpointError or ConfigError, and keeps the old head, when it does not fit.
+        """
+        ...
+
+    def control(self) -> ControlReport:
+        """May take a moment: a head's files are read once."""
+        ...
+
+    def spool_counts(self) -> SpoolCounts | None:
+        """Returns None where nothing is recorded."""
+        ...
+
+    def flush(self) -> None:
+        """Writes what is still to be recorded; before this process is taken down."""
+        ...
+
+
+class EpochLeader(Protocol):
+    """Draft rank 0 on its way from one generation to the next."""
+
+    def host_store(self) -> Address:
+        """Opens a new rendezvous store in this process and gives up the one before."""
+        ...
+
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+        """Loads the weights before there is a generation to join; does nothing when they are there.
+
+        `cost` is the cost model that the engine would measure, where it is known. Raises what a bad
+        checkpoint raises.
+        """
+        ...
+
+    def connect(self, generation: Generation) -> None:
+        """Opens the connections; verify rank 0 opens its end at the same time."""
+        ...
+
+    def join(self, generation: Generation, *, anew: bool) -> DraftMember:
+        """Starts the engine on the connected groups, once every verify rank is ready for rounds.
+
+        Live requests are kept and recomputed from their tokens, unless a new engine is asked for
+        (`anew`).
+        """
+        ...
+
+    def disconnect(self) -> None:
+        """Ends connections that are being opened, and opened ones that no member has. From any
+        thread."""
+        ...
+
+
+class DraftLeader(EpochLeader, DraftControl, Protocol):
+    """Draft rank 0: the engine, its pages, its exit head."""
+
+    @property
+    def pages(self) -> PageTransfer: ...
+    @property
+    def sharing(self) -> PageSharing: ...
+    @property
+    def loading(self) -> LoadWatch: ...
+
+
+class RankWorker(Protocol):
+    """A rank that follows: a verify rank, or a draft rank other than 0."""
+
+    @property
+    def pages(self) -> PageTransfer: ...
+    @property
+    def loading(self) -> LoadWatch: ...
+    def join(self, generation: Generation) -> RankMember: ...
+    def disconnect(self) -> None:
+        """Ends a join that waits for its peers. From any thread."""
+        ...
+
+
+class DraftFollower(RankWorker, Protocol):
+    """A draft rank other than 0."""
+
+    def prepare(self) -> None:
+        """Loads the weights before there is a generation to join."""
+        ...
+
+    def load_head(self, folder: str) -> str:
+        """Reads this rank's part of an exit head, and keeps it until the drafting actor's commands
+        name it; returns its digest. Raises CheckpointError or ConfigError."""
+        ...
+
+
+class StageFactory(Protocol):
+    """Builds the role of a process, inside that process. Travels to it by pickle."""
+
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader: ...
+    def draft_follower(
+        self, config: EngineConfig, tracing: Tracing, *, rank: int
+    ) -> DraftFollower: ...
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker: ...

@@ -1,0 +1,118 @@
+"""A verify rank: its share of layers [N, L), of the final norm and of the LM head."""
+
+import time
+
+import torch
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_verify_stage, layout_of
+from eesd_dist.engine.page_store import PageStore, kv_layout
+from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
+from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.telemetry.tracing import SpanIds, Tracing
+from eesd_dist.transport.channel import DistRoundSource
+from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyReply
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
+from eesd_dist.transport.through_host import OntoDevice
+from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
+from eesd_dist.workers.load_watch import LoadWatch
+from eesd_dist.workers.loaded_once import LoadedOnce
+from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.page_moves import PageMoves
+
+
+class StageVerifier:
+    """Implements `roles.RankWorker`; keeps weights and pages from one generation to the next."""
+
+    def __init__(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> None:
+        torch.set_num_threads(config.parallel.num_threads)
+        self._config = config
+        self._tracing = tracing
+        self._rank = rank
+        self._groups = EpochGroups(config)
+        size = config.parallel.verify_tensor_parallel_size
+        self._seat = LatestGroup(EmptySeat(rank=rank, size=size) if size > 1 else SingleGroup())
+        self._stage = LoadedOnce(self._load)
+        self.loading = LoadWatch()
+        self.pages = PageMoves(
+            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+        )
+
+    def join(self, generation: Generation) -> "VerifyMember":
+        self.pages.enter(generation.number)
+        with all_or_none() as groups:
+            if self._rank == 0:
+                groups.append(self._groups.rounds(generation, rank=1))
+            if generation.num_verify_ranks > 1:
+                groups.append(self._groups.stage(generation, "verify", rank=self._rank))
+                self._seat.join(groups[-1])
+            stage = self._stage.get()
+            stage.span.paged.begin()
+            # Built now: from here on the drafting actor may send.
+            source = self._source(generation, groups[0]) if self._rank == 0 else None
+            return VerifyMember(
+                stage, groups, source=source, rank=self._rank, tracing=self._tracing
+            )
+
+    def disconnect(self) -> None:
+        self._groups.leave()
+
+    def _source(self, generation: Generation, rounds: ProcessGroup) -> RoundSource:
+        source = DistRoundSource(rounds)
+        if generation.stands_in:
+            return OntoDevice(source, layout_of(self._config).device)
+        return source
+
+    def _load(self) -> VerifyStage:
+        on_progress = self.loading.of(f"verify rank {self._rank}")
+        return build_verify_stage(self._config, self._seat, on_progress=on_progress)
+
+    def _page_store(self) -> PageStore:
+        return PageStore(self._stage.present("no pages can be moved").span)
+
+    def _kv_layout(self) -> KvLayout:
+        weights = self._page_store().weights
+        return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
+
+
+class VerifyMember:
+    """One verify rank's loop in one generation."""
+
+    def __init__(
+        self,
+        stage: VerifyStage,
+        groups: list[ProcessGroup],
+        *,
+        source: RoundSource | None,
+        rank: int,
+        tracing: Tracing,
+    ) -> None:
+        """`source` is rank 0's; the others follow it."""
+        self._stage = stage
+        self._groups = groups
+        self._source = source
+        self._rank = rank
+        self._tracing = tracing
+
+    def run(self) -> None:
+        try:
+            with naming_the_lost(self._groups):
+                if self._source is not None:
+                    serve_rounds(self._stage, self._source, observe=self._record)
+                else:
+                    follow_rounds(self._stage, observe=self._record)
+        finally:
+            self.abort()  # ranks that wait for this one need not wait for a deadline
+
+    def abort(self) -> None:
+        abort_all(self._groups, "the generation was ended")
+
+    def _record(self, header: RoundHeader, reply: VerifyReply) -> None:
+        self._tracing.record_rank(
+            SpanIds(trace_id=header.trace_id, span_id=header.span_id),
+            rank=self._rank,
+            num_rows=header.num_rows,
+            started_unix_s=time.time() - reply.verify_s,
+            seconds=reply.verify_s,
+        )
