@@ -42,5 +42,5 @@ def test_streams_outlive_the_processes_and_links_under_them() -> None:
 def test_forty_streams_and_every_kind_of_kill_in_two_pipelines() -> None:
     report = _chaos("--quick", "--pipelines", "2", "--seed", "1", timeout_s=880)
     assert report["requests"] == 40
-    assert {row["kind"] for row in report["blows"]} >= {"verify rank", "drafting actor", "hang"}
+    assert {row["kind"] for row in report["faults"]} >= {"verify rank", "drafting actor", "hang"}
     assert report["recovery_p95_s"] is not None

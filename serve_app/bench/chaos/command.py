@@ -32,16 +32,9 @@ from eesd_dist.bench.online import read_bodies
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
-from serve_app.bench.chaos.schedule import (
-    KINDS,
-    Planned,
-    bodies_of,
-    complaints,
-    rows_of,
-    schedule,
-    summarise,
-    table,
-)
+from serve_app.bench.chaos.faults import FAULT_KINDS
+from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
+from serve_app.bench.chaos.schedule import PlannedFault, bodies_of, schedule
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
@@ -118,11 +111,11 @@ def config_of(options: argparse.Namespace) -> ServiceConfig:
 
 
 def _run(config: ServiceConfig, options: argparse.Namespace) -> dict[str, Any]:
-    from serve_app.bench.chaos.faults import (  # Ray reads the environment
+    from serve_app.bench.chaos.reach import (  # Ray reads the environment
         SignalsByCommand,
         SignalsOverRay,
     )
-    from serve_app.bench.chaos.run import Breaker, LinkCommands, Service, compared
+    from serve_app.bench.chaos.run import FaultInjector, LinkCommands, Service, compared
     from serve_app.operations.serving import served
 
     links = (
@@ -138,7 +131,7 @@ def _run(config: ServiceConfig, options: argparse.Namespace) -> dict[str, Any]:
 
     say(f"starting {config.served_model_name} ...")
     with served(config, address=options.address):
-        breaker = Breaker(
+        injector = FaultInjector(
             Service(config),
             signals=SignalsOverRay() if options.kill is None else SignalsByCommand(options.kill),
             links=links,
@@ -149,22 +142,22 @@ def _run(config: ServiceConfig, options: argparse.Namespace) -> dict[str, Any]:
                 f"http://{config.host}:{config.port}",
                 _bodies(options, model=config.served_model_name),
                 concurrency=options.concurrency,
-                breaker=breaker,
+                injector=injector,
                 plan=_plan(options),
                 say=say,
             )
         )
-    dealt = breaker.dealt
-    report = summarise(undisturbed, disturbed, dealt.blows)
+    injected = injector.injected
+    report = summarise(undisturbed, disturbed, injected.faults)
     report |= {
         "seed": options.seed,
         "setting": {key: getattr(options, key) for key in _SETTING},
-        "blows": rows_of(dealt.blows, disturbed),
+        "faults": rows_of(injected.faults, disturbed),
         "recovery": config.recovery.model_dump(mode="json"),
-        "interruptions_undisturbed": dealt.interruptions_before,
-        "unnoticed": dealt.unnoticed,
-        "missed": dealt.missed,
-        "ended_early": dealt.ended_early,
+        "interruptions_undisturbed": injected.interruptions_before,
+        "unnoticed": injected.unnoticed,
+        "missed": injected.missed,
+        "ended_early": injected.ended_early,
     }
     say(table(report))
     return report
@@ -180,7 +173,7 @@ def _bodies(options: argparse.Namespace, *, model: str) -> list[dict[str, object
     )
 
 
-def _plan(options: argparse.Namespace) -> Iterator[Planned]:
+def _plan(options: argparse.Namespace) -> Iterator[PlannedFault]:
     plan = schedule(
         seed=options.seed, kinds=options.kinds, mean_gap_s=options.gap_s, at_once=options.at_once
     )
@@ -214,7 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_positive, default=8, help="streams at the same time (8)")
     add("--prompts", type=Path, default=SHIPPED_PROMPTS)
     add("--kills", type=_positive, help="no more than so many; as long as streams run")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is done (all)")
+    add(
+        "--kinds",
+        nargs="+",
+        choices=list(FAULT_KINDS),
+        default=list(FAULT_KINDS),
+        help="what is done (all)",
+    )
     add("--gap-s", type=float, default=2.0, help="mean peace between being whole and a kill (2)")
     add("--at-once", type=float, default=0.25, help="share of kills that do not wait (0.25)")
     add("--model", type=Path, default=BUNDLED_MODEL, help="folder of the model (the bundled one)")

@@ -1,171 +1,236 @@
-"""How processes and links are broken, here and on other hosts.
+"""The table of faults: every kind that `eesd bench chaos` can inject is one entry.
 
-Each fault is dealt once, at whom the caller names; it knows no schedule and mends nothing by
-itself. Other hosts' processes are reached through a Ray task on their node, or through a command of
-the operator's. Connections are cut on this machine alone, and on Linux.
+A kind hits one target of the running service and returns what it hit. It reaches processes and
+links through `Means` alone, so that nothing here imports Ray.
 """
 
-import asyncio
-import ctypes
-import errno
-import ipaddress
-import os
-import shlex
 import signal
-import socket
-from contextlib import closing
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.messages import Whereabouts
 
-_PROC = Path("/proc")
-_ESTABLISHED = "01"
-_PIDFD_GETFD = 438
-"""The system call's number, the same on every architecture since Linux 5.6."""
-_REACH_TIMEOUT_S = 15.0
-
-Connection = tuple[tuple[str, int], tuple[str, int]]
-"""Local end, remote end."""
+if TYPE_CHECKING:
+    from serve_app.bench.chaos.schedule import PlannedFault
+    from serve_app.pipeline.deployment import Ledger, MemberReport, PipelineState
 
 
-class Signals(Protocol):
-    """A way to send a signal to a process, wherever it runs."""
+class Targets(Protocol):
+    """The running service. Raises EngineError for what does not answer."""
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
-        """False when there is no such process any more."""
+    async def pipeline(self, choice: int) -> "tuple[PipelineState, Ledger]":
+        """One of the pipelines that answer, and its requests."""
+        ...
+
+    async def router(self) -> Whereabouts: ...
+    async def replaced(self, pid: int) -> bool:
+        """Waits until no pipeline has this process any more; False when that takes too long."""
         ...
 
 
-class SignalsOverRay:
-    """Directly on this node, through a task on the others."""
+class Processes(Protocol):
+    """The processes of the service, on any node."""
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
-        if to.node_id == ray.get_runtime_context().get_node_id():
-            return _send(to.pid, number)
-        there = NodeAffinitySchedulingStrategy(to.node_id, soft=False)
-        task = ray.remote(_send).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
-        try:
-            async with asyncio.timeout(_REACH_TIMEOUT_S):
-                return bool(await task.remote(to.pid, number))
-        except (TimeoutError, RayError) as error:
-            raise EngineError(
-                f"cannot reach pid {to.pid} on {to.host} over Ray: {error!r}; give --kill"
-            ) from error
+    async def send(self, number: signal.Signals, *, to: Whereabouts, name: str) -> None:
+        """Raises EngineError when the process is gone."""
+        ...
 
+    async def release(self, number: signal.Signals, *, of: Whereabouts) -> None:
+        """Signals a frozen process, again and again while that fails."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class SignalsByCommand:
-    """Through a command with `{host}`, `{pid}` and `{signal}`, e.g. over ssh."""
-
-    template: str
-
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
-        await run_command(self.template, host=to.host, pid=to.pid, signal=number.name[3:])
-        return True
+    def disconnect(self, one: Whereabouts, other: Whereabouts) -> int:
+        """Shuts every TCP connection between two processes; returns how many there were."""
+        ...
 
 
-async def run_command(template: str, **values: object) -> None:
-    """Raises EngineError with the command's own words when it fails."""
+class Links(Protocol):
+    """Network links of other hosts."""
+
+    @property
+    def node_id(self) -> str:
+        """This node, which has to mend what it cuts."""
+        ...
+
+    async def cut(self, host: str) -> float:
+        """Cuts the link and mends it later; returns after how many seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a fault may use."""
+
+    targets: Targets
+    processes: Processes
+    links: Links | None
+    """None cuts connections on this host instead."""
+    afterwards: Callable[[Coroutine[Any, Any, None]], None]
+    """Runs work to its end before the run is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """What a fault hit, and when."""
+
+    victim: str
+    struck_s: float
+    landed_s: float
+    pipeline: "PipelineState | None" = None
+    """As it was before; None where the fault hits no pipeline."""
+    ledger: "Ledger | None" = None
+    router: Whereabouts | None = None
+    """The router that was hit, if one was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultKind:
+    """One kind of fault."""
+
+    inject: "Callable[[Means, PlannedFault], Awaitable[Hit]]"
+    share: int = 1
+    """How often it comes in one turn of all kinds."""
+    pauses_streams: bool = True
+    """Whether streams wait until it is mended."""
+
+
+def fault_named(kind: str) -> FaultKind:
+    """Raises ConfigError for an unknown kind."""
     try:
-        words = [word.format(**values) for word in shlex.split(template)]
-    except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(f"{{{name}}}" for name in values)
-        raise ConfigError(f"{template}: {error!r}; shell words may name {known}") from error
-    process = await asyncio.create_subprocess_exec(
-        *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    _, said = await process.communicate()
-    if process.returncode:
-        raise EngineError(
-            f"{shlex.join(words)} ended with {process.returncode}: {said.decode().strip()[-300:]}"
+        return FAULT_KINDS[kind]
+    except KeyError:
+        raise ConfigError(
+            f"found fault kind {kind!r}, expected one of: {', '.join(FAULT_KINDS)}"
+        ) from None
+
+
+def _in_pipeline(
+    hit: "Callable[[Means, PlannedFault, PipelineState, Ledger], Awaitable[str]]",
+) -> "Callable[[Means, PlannedFault], Awaitable[Hit]]":
+    """Chooses a pipeline; `hit` returns what it hit there."""
+
+    async def inject(means: Means, planned: "PlannedFault") -> Hit:
+        state, ledger = await means.targets.pipeline(planned.choice)
+        struck_s = time.monotonic()
+        victim = await hit(means, planned, state, ledger)
+        return Hit(
+            victim=victim,
+            struck_s=struck_s,
+            landed_s=time.monotonic(),
+            pipeline=state,
+            ledger=ledger,
         )
 
-
-def sever(one: int, other: int) -> int:
-    """Shuts every established TCP connection between two processes; how many there were.
-
-    The sockets are taken over from the first process by pidfd_getfd(2), which asks for the rights
-    of a debugger: one's own descendants or root, or whatever kernel.yama.ptrace_scope says.
-    """
-    theirs = {(there, here) for here, there in _connections(other)}
-    shared = [fd for ends, fd in _connections(one).items() if ends in theirs]
-    for fd in shared:
-        with closing(_taken(one, fd)) as taken:
-            try:
-                taken.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                if error.errno != errno.ENOTCONN:  # closed by its owner in between
-                    raise
-    return len(shared)
+    return inject
 
 
-def _taken(pid: int, fd: int) -> socket.socket:
-    process = os.pidfd_open(pid)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        copy = libc.syscall(_PIDFD_GETFD, process, fd, 0)
-    finally:
-        os.close(process)
-    if copy < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"pidfd_getfd of fd {fd} of pid {pid}: {os.strerror(number)}")
-    return socket.socket(fileno=copy)
+def _kill(
+    *prefixes: str,
+) -> "Callable[[Means, PlannedFault, PipelineState, Ledger], Awaitable[str]]":
+    """SIGKILL to a worker whose name begins so."""
+
+    async def kill(
+        means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+    ) -> str:
+        member = _one_of(state, prefixes, planned.choice)
+        await means.processes.send(signal.SIGKILL, to=_process_of(member), name=_label(member))
+        return _label(member)
+
+    return kill
 
 
-def _connections(pid: int) -> dict[Connection, int]:
-    """A process' established TCP connections, and its file descriptor of each."""
-    fds = _sockets(pid)
-    found: dict[Connection, int] = {}
-    for table in ("tcp", "tcp6"):
-        for line in (_PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
-            (
-                _,
-                here,
-                there,
-                state,
-                *_,
-            ) = line.split()
-            inode = line.split()[9]
-            if state == _ESTABLISHED and inode in fds:
-                found[_end(here), _end(there)] = fds[inode]
-    return found
+async def _kill_replica(
+    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+) -> str:
+    victim = f"replica of {state.pipeline} (pid {ledger.whereabouts.pid})"
+    await means.processes.send(signal.SIGKILL, to=ledger.whereabouts, name=victim)
+    return victim
 
 
-def _sockets(pid: int) -> dict[str, int]:
-    """Inode to file descriptor."""
-    found: dict[str, int] = {}
-    for entry in (_PROC / str(pid) / "fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except FileNotFoundError:  # closed since it was listed
-            continue
-        if target.startswith("socket:["):
-            found[target[len("socket:[") : -1]] = int(entry.name)
-    return found
+async def _kill_router(means: Means, planned: "PlannedFault") -> Hit:
+    at = await means.targets.router()
+    victim = f"router (pid {at.pid})"
+    struck_s = time.monotonic()
+    await means.processes.send(signal.SIGKILL, to=at, name=victim)
+    return Hit(victim=victim, struck_s=struck_s, landed_s=time.monotonic(), router=at)
 
 
-def _end(text: str) -> tuple[str, int]:
-    """The kernel prints addresses as hexadecimal words in the machine's own byte order."""
-    digits, port = text.split(":")
-    raw = b"".join(
-        int(digits[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(digits), 8)
-    )
-    if len(raw) == 4:
-        return str(ipaddress.IPv4Address(raw)), int(port, 16)
-    address = ipaddress.IPv6Address(raw)
-    return str(address.ipv4_mapped or address), int(port, 16)
+async def _freeze(
+    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+) -> str:
+    """SIGSTOP; once the process has been replaced it continues, or is killed."""
+    member = _one_of(state, ("verify rank", "draft"), planned.choice)
+    at, label = _process_of(member), _label(member)
+    await means.processes.send(signal.SIGSTOP, to=at, name=label)
+
+    async def end() -> None:
+        continues = await means.targets.replaced(at.pid) and planned.comes_back
+        await means.processes.release(signal.SIGCONT if continues else signal.SIGKILL, of=at)
+
+    means.afterwards(end())
+    return f"{label}, {'wakes up' if planned.comes_back else 'is killed'}"
 
 
-def _send(pid: int, number: signal.Signals) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+async def _cut(
+    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+) -> str:
+    if means.links is not None:
+        return await _cut_link(means.links, planned, state)
+    return _disconnect_pair(means.processes, planned, state)
+
+
+async def _cut_link(links: Links, planned: "PlannedFault", state: "PipelineState") -> str:
+    hosts = sorted({m.host for m in state.members if m.node_id != links.node_id})
+    if not hosts:
+        raise EngineError("no worker runs on another host than this one")
+    host = hosts[planned.choice % len(hosts)]
+    return f"link of {host}, for {await links.cut(host):g} s"
+
+
+def _disconnect_pair(processes: Processes, planned: "PlannedFault", state: "PipelineState") -> str:
+    """Shuts the connections between two workers that exchange rows."""
+    pairs = [pair for pair in combinations(state.members, 2) if _exchange_rows(*pair)]
+    if not pairs:
+        raise EngineError(f"pipeline {state.pipeline} had no two workers just then")
+    one, other = pairs[planned.choice % len(pairs)]
+    num = processes.disconnect(_process_of(one), _process_of(other))
+    if num == 0:
+        raise EngineError(f"{_label(one)} and {_label(other)} were not connected")
+    return f"{num} connections between {_label(one)} and {_label(other)}"
+
+
+def _exchange_rows(one: "MemberReport", other: "MemberReport") -> bool:
+    """Within a stage all ranks do; between the stages their first ranks do."""
+    names = {one.name, other.name}
+    num_drafting = sum(name.startswith("draft") for name in names)
+    return names == {"drafting actor", "verify rank 0"} or num_drafting != 1
+
+
+def _one_of(state: "PipelineState", prefixes: tuple[str, ...], choice: int) -> "MemberReport":
+    members = [member for member in state.members if member.name.startswith(prefixes)]
+    if not members:
+        raise EngineError(f"pipeline {state.pipeline} had no {' or '.join(prefixes)} just then")
+    return members[choice // 7 % len(members)]
+
+
+def _process_of(member: "MemberReport") -> Whereabouts:
+    return Whereabouts(pid=member.pid, host=member.host, node_id=member.node_id)
+
+
+def _label(member: "MemberReport") -> str:
+    return f"{member.name} (pid {member.pid} on {member.host})"
+
+
+FAULT_KINDS: Mapping[str, FaultKind] = {
+    "verify rank": FaultKind(inject=_in_pipeline(_kill("verify rank")), share=2),
+    "drafting actor": FaultKind(inject=_in_pipeline(_kill("draft"))),
+    "router": FaultKind(inject=_kill_router, pauses_streams=False),
+    "hang": FaultKind(inject=_in_pipeline(_freeze)),
+    "pipeline": FaultKind(inject=_in_pipeline(_kill_replica)),
+    "link": FaultKind(inject=_in_pipeline(_cut)),
+}
+"""In the order that a schedule shuffles."""

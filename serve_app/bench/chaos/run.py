@@ -1,17 +1,15 @@
-"""A service, its clients and somebody who breaks it: the doing half of `eesd bench chaos`.
+"""A running service, its clients and the faults injected into it.
 
-Deals the blows of a schedule to the processes and links of a running service while requests go
-through it over HTTP, and writes down what was struck when, and whose streams that hit. What follows
-from it is `serve_app.bench.chaos.schedule`'s to say.
+Injects the faults of a schedule while requests go through the service over HTTP, and records what
+was hit when, and which streams that concerns. `report` says what follows from it.
 """
 
 import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import httpx
@@ -23,10 +21,12 @@ from ray.serve.exceptions import RayServeException
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.workers.messages import Whereabouts
-from serve_app.bench.chaos.faults import Signals, run_command, sever
-from serve_app.bench.chaos.schedule import Blow, Planned, names_in
+from serve_app.bench.chaos.faults import Hit, Means, fault_named
+from serve_app.bench.chaos.reach import Signals, run_command, sever
+from serve_app.bench.chaos.report import InjectedFault
+from serve_app.bench.chaos.schedule import PlannedFault, names_in
 from serve_app.config import ServiceConfig
-from serve_app.pipeline.deployment import Ledger, MemberReport, PipelineState
+from serve_app.pipeline.deployment import Ledger, PipelineState
 from serve_app.router import find_router
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-_WHOLE_WITHIN_S = 180.0
+_READY_WITHIN_S = 180.0
 """A service that takes longer is left alone, and its streams say what became of them."""
 _STREAM_TIMEOUT_S = 300.0
 _MENDING_ATTEMPTS = 5
@@ -52,18 +52,18 @@ class LinkCommands:
 
 
 @dataclass(slots=True, kw_only=True)
-class Dealt:
+class Injected:
     """What was done to the service."""
 
-    blows: list[Blow] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
     unnoticed: list[int] = field(default_factory=list)
-    """Numbers of blows after which nothing was mended in time."""
+    """Numbers of faults after which nothing was mended in time."""
     interruptions_before: int = 0
     """Of the pass that was not to be disturbed: a deadline too short for the machine."""
     missed: list[str] = field(default_factory=list)
-    """Blows that found nobody to hit, and what could not be mended, and why."""
+    """Faults that found no target, and what could not be mended, and why."""
     ended_early: bool = False
-    """The service was not whole again in time, and nothing was done to it any more."""
+    """The service was not ready again in time, and no further fault came."""
 
 
 async def ask_all(
@@ -112,7 +112,7 @@ class Service:
             raise EngineError(f"the router does not answer: {error!r}") from error
         return found
 
-    async def is_whole(self) -> bool:
+    async def is_ready(self) -> bool:
         states = await self.states()
         return len(states) >= self._config.pipelines.min_count and all(s.is_whole for s in states)
 
@@ -128,179 +128,172 @@ class Service:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-class Breaker:
-    """Deals one blow after the other until it is told that enough is enough."""
+class _Targets:
+    def __init__(self, service: Service, *, patience_s: float) -> None:
+        self._service = service
+        self._patience_s = patience_s
+
+    async def pipeline(self, choice: int) -> tuple[PipelineState, Ledger]:
+        states = sorted(await self._service.states(), key=lambda state: state.pipeline)
+        if not states:
+            raise EngineError("no pipeline was there")
+        state = states[choice % len(states)]
+        ledger = await self._service.ledger(state.pipeline)
+        if ledger is None:
+            raise EngineError(f"pipeline {state.pipeline} was not there")
+        return state, ledger
+
+    async def router(self) -> Whereabouts:
+        return await self._service.router()
+
+    async def replaced(self, pid: int) -> bool:
+        deadline = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+            states = await self._service.states()
+            if states and not any(m.pid == pid for state in states for m in state.members):
+                return True
+        return False
+
+
+class _Processes:
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+
+    async def send(self, number: signal.Signals, *, to: Whereabouts, name: str) -> None:
+        if not await self._signals.send(number, to=to):
+            raise EngineError(f"{name} had gone already")
+
+    async def release(self, number: signal.Signals, *, of: Whereabouts) -> None:
+        await _persistently(lambda: self._signals.send(number, to=of))
+
+    def disconnect(self, one: Whereabouts, other: Whereabouts) -> int:
+        try:
+            return sever(one.pid, other.pid)
+        except OSError as error:  # no right to, or one of them has gone
+            raise EngineError(
+                f"pids {one.pid} and {other.pid} cannot be disconnected: {error}"
+            ) from error
+
+
+class _Links:
+    def __init__(
+        self, commands: LinkCommands, *, afterwards: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
+        self._commands = commands
+        self._afterwards = afterwards
+
+    @property
+    def node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def cut(self, host: str) -> float:
+        # Before it is cut, since a command that fails may have cut half of it.
+        self._afterwards(_mend_later(self._commands, host))
+        await run_command(self._commands.down, host=host)
+        return self._commands.cut_s
+
+
+class FaultInjector:
+    """Injects one fault after the other until it is told to stop."""
 
     def __init__(
         self, service: Service, *, signals: Signals, links: LinkCommands | None, patience_s: float
     ) -> None:
-        """`patience_s`: how long a blow may go unnoticed before the next one is planned for."""
+        """`patience_s`: how long a fault may go unnoticed before the next one comes."""
         self._service = service
-        self._signals = signals
-        self._links = links
         self._patience_s = patience_s
+        self._means = Means(
+            targets=_Targets(service, patience_s=patience_s),
+            processes=_Processes(signals),
+            links=None if links is None else _Links(links, afterwards=self.afterwards),
+            afterwards=self.afterwards,
+        )
         self._afterwards: list[asyncio.Task[None]] = []
-        self._wounds: list[tuple[int, Callable[[], Awaitable[bool]]]] = []
-        """The blows that dealt them; each says whether it has healed."""
-        self.dealt = Dealt()
+        self._open: list[tuple[int, Callable[[], Awaitable[bool]]]] = []
+        """Faults not known to be mended, by number; each says whether it is."""
+        self.injected = Injected()
 
-    async def run(self, plan: Iterator[Planned], *, until: asyncio.Event, say: Say) -> None:
-        """One blow at a time; what hangs or is cut off in the end is mended before it returns."""
+    async def run(self, plan: Iterator[PlannedFault], *, until: asyncio.Event, say: Say) -> None:
+        """One fault at a time; what is frozen or cut off in the end is mended before it returns."""
         began_s = time.monotonic()
         try:
             for planned in plan:
-                if planned.when_whole and not await self._wait_until_mended(until):
+                if planned.when_ready and not await self._wait_until_mended(until):
                     break
                 if await _is_set_within(until, planned.gap_s):
                     break
-                blow = await self._strike(planned)
-                if blow is None:
+                fault = await self._inject(planned)
+                if fault is None:
                     continue
-                self.dealt.blows.append(blow)
-                say(f"{blow.struck_s - began_s:7.1f} s  {blow.kind}: {blow.victim}")
+                self.injected.faults.append(fault)
+                say(f"{fault.struck_s - began_s:7.1f} s  {fault.kind}: {fault.victim}")
         finally:
             # One that fails leaves the others to mend what is theirs, and the report unharmed.
             ends = await asyncio.gather(*self._afterwards, return_exceptions=True)
-            self.dealt.missed += [f"mending: {e}" for e in ends if isinstance(e, BaseException)]
+            self.injected.missed += [f"mending: {e}" for e in ends if isinstance(e, BaseException)]
 
-    async def look_around(self) -> None:
-        """Notes what broke although nobody has struck yet."""
+    async def count_earlier_interruptions(self) -> None:
+        """Notes interruptions that no fault of this run has caused."""
         states = await self._service.states()
-        self.dealt.interruptions_before = sum(state.num_interruptions for state in states)
+        self.injected.interruptions_before = sum(state.num_interruptions for state in states)
+
+    def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` to its end before `run` returns."""
+        self._afterwards.append(asyncio.create_task(work))
 
     async def _wait_until_mended(self, until: asyncio.Event) -> bool:
-        """Until the last blow was noticed and the service is whole again; False: stop here."""
+        """Waits until the last fault was noticed and the service is ready; False: stop here."""
         began_s = time.monotonic()
-        while time.monotonic() - began_s < _WHOLE_WITHIN_S:
+        while time.monotonic() - began_s < _READY_WITHIN_S:
             if await self._is_mended():
-                self._wounds.clear()
+                self._open.clear()
                 return True
             waited_s = time.monotonic() - began_s
-            if waited_s > self._patience_s and await self._service.is_whole():
-                self.dealt.unnoticed += [
-                    number for number, healed in self._wounds if not await healed()
+            if waited_s > self._patience_s and await self._service.is_ready():
+                self.injected.unnoticed += [
+                    number for number, mended in self._open if not await mended()
                 ]
-                self._wounds.clear()
+                self._open.clear()
                 return True
             if await _is_set_within(until, _POLL_S):
                 return False
-        self.dealt.ended_early = True
-        self.dealt.missed.append(f"everything after {_WHOLE_WITHIN_S:g} s without a whole service")
+        self.injected.ended_early = True
+        self.injected.missed.append(
+            f"everything after {_READY_WITHIN_S:g} s without a service that is ready"
+        )
         return False
 
-    async def _strike(self, planned: Planned) -> Blow | None:
+    async def _inject(self, planned: PlannedFault) -> InjectedFault | None:
         try:
-            return await self._dealt(planned)
+            hit = await fault_named(planned.kind).inject(self._means, planned)
         except (EesdError, RayError, OSError) as error:
-            self.dealt.missed.append(f"blow {planned.number} ({planned.kind}): {error}")
+            self.injected.missed.append(f"fault {planned.number} ({planned.kind}): {error}")
             return None
-
-    async def _dealt(self, planned: Planned) -> Blow:
-        if planned.kind == "router":
-            return await self._kill_router(planned)
-        states = sorted(await self._service.states(), key=lambda state: state.pipeline)
-        if not states:
-            raise EngineError("no pipeline was there")
-        state = states[planned.choice % len(states)]
-        ledger = await self._service.ledger(state.pipeline)
-        if ledger is None:
-            raise EngineError(f"pipeline {state.pipeline} was not there")
-        struck_s = time.monotonic()
-        victim = await self._hit(planned, state, ledger)
-        landed_s = time.monotonic()
-        self._wounds.append((planned.number, lambda: self._is_past(state)))
-        return Blow(
+        self._open.append((planned.number, lambda: self._is_past(hit)))
+        return InjectedFault(
             number=planned.number,
             kind=planned.kind,
-            victim=victim,
-            pipeline=state.pipeline,
-            struck_s=struck_s,
-            landed_s=landed_s,
-            when_whole=planned.when_whole,
-            streams=names_in(ledger.live),
+            victim=hit.victim,
+            pipeline="" if hit.pipeline is None else hit.pipeline.pipeline,
+            struck_s=hit.struck_s,
+            landed_s=hit.landed_s,
+            when_ready=planned.when_ready,
+            streams=frozenset() if hit.ledger is None else names_in(hit.ledger.live),
         )
-
-    async def _hit(self, planned: Planned, state: PipelineState, ledger: Ledger) -> str:
-        match planned.kind:
-            case "pipeline":
-                victim = f"replica of {state.pipeline} (pid {ledger.whereabouts.pid})"
-                await self._kill(ledger.whereabouts, victim)
-            case "link" if self._links is not None:
-                victim = await self._cut_off(planned, state, self._links)
-            case "link":
-                victim = _sever_one(state, planned.choice)
-            case "hang":
-                member = _one_of(state, ("verify rank", "draft"), planned.choice)
-                await self._hang(planned, member)
-                victim = f"{_label(member)}, {'wakes up' if planned.comes_back else 'is killed'}"
-            case _:
-                prefix = "verify rank" if planned.kind == "verify rank" else "draft"
-                member = _one_of(state, (prefix,), planned.choice)
-                victim = _label(member)
-                await self._kill(_whereabouts(member), victim)
-        return victim
-
-    async def _kill_router(self, planned: Planned) -> Blow:
-        at = await self._service.router()
-        struck_s = time.monotonic()
-        await self._kill(at, "router")
-        landed_s = time.monotonic()
-        self._wounds.append((planned.number, lambda: self._is_other_router(at)))
-        return Blow(
-            number=planned.number,
-            kind=planned.kind,
-            victim=f"router (pid {at.pid})",
-            pipeline="",
-            struck_s=struck_s,
-            landed_s=landed_s,
-            when_whole=planned.when_whole,
-            streams=frozenset(),
-        )
-
-    async def _kill(self, at: Whereabouts, victim: str) -> None:
-        if not await self._signals.send(signal.SIGKILL, to=at):
-            raise EngineError(f"{victim} had gone already")
-
-    async def _hang(self, planned: Planned, member: MemberReport) -> None:
-        at = _whereabouts(member)
-        if not await self._signals.send(signal.SIGSTOP, to=at):
-            raise EngineError(f"{_label(member)} had gone already")
-        self._afterwards.append(asyncio.create_task(self._end_hang(planned, at)))
-
-    async def _end_hang(self, planned: Planned, at: Whereabouts) -> None:
-        """Once it has been found out and replaced; who is not found in time is killed too."""
-        deadline = time.monotonic() + self._patience_s
-        is_found = False
-        while not is_found and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
-            states = await self._service.states()
-            is_found = bool(states) and not any(m.pid == at.pid for s in states for m in s.members)
-        wakes_up = planned.comes_back and is_found
-        number = signal.SIGCONT if wakes_up else signal.SIGKILL
-        await _persistently(lambda: self._signals.send(number, to=at))
-
-    async def _cut_off(self, planned: Planned, state: PipelineState, links: LinkCommands) -> str:
-        """The link of a node that is not this one: somebody has to be here to mend it."""
-        here = ray.get_runtime_context().get_node_id()
-        hosts = sorted({member.host for member in state.members if member.node_id != here})
-        if not hosts:
-            raise EngineError("no member runs on another host than this one")
-        host = hosts[planned.choice % len(hosts)]
-        # Before it is cut, since a command that fails may have cut half of it.
-        self._afterwards.append(asyncio.create_task(_mend_later(links, host)))
-        await run_command(links.down, host=host)
-        return f"link of {host}, for {links.cut_s:g} s"
 
     async def _is_mended(self) -> bool:
-        return await self._service.is_whole() and all(
-            [await healed() for _, healed in self._wounds]
-        )
+        return await self._service.is_ready() and all([await mended() for _, mended in self._open])
 
-    async def _is_past(self, struck: PipelineState) -> bool:
-        """Whether the generation that was struck is no more."""
+    async def _is_past(self, hit: Hit) -> bool:
+        """Whether the router or the generation that was hit is no more."""
+        if hit.router is not None:
+            return await self._is_other_router(hit.router)
+        before = hit.pipeline
+        assert before is not None, "a fault hits the router or a pipeline"
         states = await self._service.states()
         return bool(states) and not any(
-            (s.pipeline, s.generation) == (struck.pipeline, struck.generation) for s in states
+            (s.pipeline, s.generation) == (before.pipeline, before.generation) for s in states
         )
 
     async def _is_other_router(self, before: Whereabouts) -> bool:
@@ -308,30 +301,6 @@ class Breaker:
             return (await self._service.router()).pid != before.pid
         except EngineError:
             return False
-
-
-def _sever_one(state: PipelineState, choice: int) -> str:
-    """Cuts what connects two members between whom rounds go to and fro."""
-    pairs = [pair for pair in combinations(state.members, 2) if _exchange_rows(*pair)]
-    if not pairs:
-        raise EngineError(f"pipeline {state.pipeline} had no two members just then")
-    one, other = pairs[choice % len(pairs)]
-    try:
-        num = sever(one.pid, other.pid)
-    except OSError as error:  # no right to, or one of them has gone
-        raise EngineError(
-            f"{_label(one)} and {_label(other)} cannot be disconnected: {error}"
-        ) from error
-    if num == 0:
-        raise EngineError(f"{_label(one)} and {_label(other)} were not connected")
-    return f"{num} connections between {_label(one)} and {_label(other)}"
-
-
-def _exchange_rows(one: MemberReport, other: MemberReport) -> bool:
-    """Within a stage everybody does; between the stages their first ranks do."""
-    names = {one.name, other.name}
-    num_drafting = sum(name.startswith("draft") for name in names)
-    return names == {"drafting actor", "verify rank 0"} or num_drafting != 1
 
 
 async def _mend_later(links: LinkCommands, host: str) -> None:
@@ -351,21 +320,6 @@ async def _persistently(mend: Callable[[], Awaitable[object]]) -> None:
     await mend()
 
 
-def _one_of(state: PipelineState, prefixes: tuple[str, ...], choice: int) -> MemberReport:
-    members = [member for member in state.members if member.name.startswith(prefixes)]
-    if not members:
-        raise EngineError(f"pipeline {state.pipeline} had no {' or '.join(prefixes)} just then")
-    return members[choice // 7 % len(members)]
-
-
-def _whereabouts(member: MemberReport) -> Whereabouts:
-    return Whereabouts(pid=member.pid, host=member.host, node_id=member.node_id)
-
-
-def _label(member: MemberReport) -> str:
-    return f"{member.name} (pid {member.pid} on {member.host})"
-
-
 async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
@@ -380,8 +334,8 @@ async def compared(
     bodies: Sequence[Mapping[str, object]],
     *,
     concurrency: int,
-    breaker: Breaker,
-    plan: Iterator[Planned],
+    injector: FaultInjector,
+    plan: Iterator[PlannedFault],
     say: Say,
 ) -> tuple[list[Streamed], list[Streamed]]:
     """The requests undisturbed, and once more while the service is broken under them.
@@ -396,10 +350,10 @@ async def compared(
             f"{len(broken)} of {len(undisturbed)} streams did not end although nothing was killed: "
             f"{broken[0].name}: {broken[0].error or 'no end was sent'}"
         )
-    await breaker.look_around()
+    await injector.count_earlier_interruptions()
     say("the same again, disturbed:")
     is_over = asyncio.Event()
-    breaking = asyncio.create_task(breaker.run(plan, until=is_over, say=say))
+    breaking = asyncio.create_task(injector.run(plan, until=is_over, say=say))
     try:
         disturbed = await ask_all(url, bodies, concurrency=concurrency)
     finally:

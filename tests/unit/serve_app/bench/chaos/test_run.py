@@ -8,8 +8,8 @@ import pytest
 
 from eesd_dist.errors import EngineError
 from serve_app.bench.chaos import run
-from serve_app.bench.chaos.faults import SignalsByCommand
-from serve_app.bench.chaos.run import Breaker, LinkCommands, Service
+from serve_app.bench.chaos.reach import SignalsByCommand
+from serve_app.bench.chaos.run import FaultInjector, LinkCommands, Service
 
 
 class NoService(Service):
@@ -17,11 +17,13 @@ class NoService(Service):
         """Nothing is running."""
 
 
-def breaker() -> Breaker:
-    return Breaker(NoService(), signals=SignalsByCommand("true"), links=None, patience_s=1.0)
+def injector() -> FaultInjector:
+    return FaultInjector(NoService(), signals=SignalsByCommand("true"), links=None, patience_s=1.0)
 
 
-async def run_without_blows(one: Breaker, *afterwards: Callable[[], Awaitable[None]]) -> None:
+async def run_without_faults(
+    one: FaultInjector, *afterwards: Callable[[], Awaitable[None]]
+) -> None:
     one._afterwards.extend(asyncio.ensure_future(each()) for each in afterwards)
     await one.run(iter(()), until=asyncio.Event(), say=lambda _: None)
 
@@ -34,9 +36,9 @@ def test_one_mending_that_fails_spoils_neither_another_nor_the_report(tmp_path: 
         await asyncio.sleep(0.05)
         (tmp_path / "mended").touch()
 
-    one = breaker()
-    asyncio.run(run_without_blows(one, fails, mends))
-    assert one.dealt.missed == ["mending: no such host"]
+    one = injector()
+    asyncio.run(run_without_faults(one, fails, mends))
+    assert one.injected.missed == ["mending: no such host"]
     assert (tmp_path / "mended").exists()
 
 
@@ -47,29 +49,31 @@ def test_a_link_is_mended_although_the_first_attempt_fails(
     first, second = tmp_path / "first", tmp_path / "second"
     up = f"sh -c 'test -e {first} && touch {second} || {{{{ touch {first}; exit 1; }}}}'"
     links = LinkCommands(down="true", up=up, cut_s=0.0)
-    one = breaker()
-    asyncio.run(run_without_blows(one, lambda: run._mend_later(links, "h")))
-    assert one.dealt.missed == []
+    one = injector()
+    asyncio.run(run_without_faults(one, lambda: run._mend_later(links, "h")))
+    assert one.injected.missed == []
     assert second.exists()
 
 
-class WholeService(NoService):
-    """It is whole, whatever was done to it."""
+class ReadyService(NoService):
+    """It is ready, whatever was done to it."""
 
-    async def is_whole(self) -> bool:
+    async def is_ready(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize("num_wounds", [0, 2])
-def test_a_blow_that_nobody_noticed_is_told_by_its_own_number(num_wounds: int) -> None:
-    one = Breaker(WholeService(), signals=SignalsByCommand("true"), links=None, patience_s=-1.0)
+@pytest.mark.parametrize("num_open", [0, 2])
+def test_a_fault_that_was_not_noticed_is_told_by_its_own_number(num_open: int) -> None:
+    one = FaultInjector(
+        ReadyService(), signals=SignalsByCommand("true"), links=None, patience_s=-1.0
+    )
 
     async def says(answer: bool) -> bool:
         return answer
 
     async def run() -> bool:
-        one._wounds = [(7, lambda: says(False)), (8, lambda: says(True))][:num_wounds]
+        one._open = [(7, lambda: says(False)), (8, lambda: says(True))][:num_open]
         return await one._wait_until_mended(asyncio.Event())
 
     assert asyncio.run(run())
-    assert one.dealt.unnoticed == [7][:num_wounds]
+    assert one.injected.unnoticed == [7][:num_open]

@@ -12,7 +12,7 @@ import pytest
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.messages import Whereabouts
-from serve_app.bench.chaos.faults import SignalsByCommand, run_command, sever
+from serve_app.bench.chaos.reach import SignalsByCommand, run_command, sever
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="connections are found in /proc: Linux only"

@@ -1,0 +1,302 @@
+"""What the streams of a chaos run say: fates, silences and the figures made of them.
+
+The streams of a disturbed run are compared with those of an undisturbed one with the same seeds,
+token for token; silences are measured from the fault. Knows neither processes nor Ray.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from eesd_dist.bench.streamed import Streamed
+from serve_app.bench.chaos.faults import fault_named
+
+_SETTLE_S = 1.0
+"""Tokens that were sent before a fault may still arrive so long after it."""
+
+Fate = Literal["same", "lost", "repeated", "changed"]
+_BAD_FATES: tuple[Fate, ...] = ("lost", "repeated", "changed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InjectedFault:
+    """One that was injected."""
+
+    number: int
+    kind: str
+    victim: str
+    pipeline: str
+    """Empty for the router, which belongs to none."""
+    struck_s: float
+    """When it was sent."""
+    landed_s: float
+    """When it had happened for certain: on another host up to seconds later."""
+    when_ready: bool
+    streams: frozenset[str]
+    """Names of the requests that the pipeline had in its ledger."""
+
+
+def fate_of(undisturbed: Streamed, disturbed: Streamed) -> Fate:
+    """A stream that broke off is lost, and repeated or changed only if what did come is so."""
+    wanted, got = undisturbed.tokens, disturbed.tokens
+    start = same_until(wanted, got)
+    if start < len(got):
+        return "repeated" if _goes_back(wanted, got, start) else "changed"
+    if not disturbed.is_complete:
+        return "lost"
+    return "same" if _says_the_same(undisturbed, disturbed) else "changed"
+
+
+def same_until(wanted: Sequence[int], got: Sequence[int]) -> int:
+    """How many tokens they begin with in common."""
+    pairs = enumerate(zip(wanted, got, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(got)))
+
+
+def _num_missing(wanted: Sequence[int], got: Sequence[int]) -> int | None:
+    """How many tokens were left out where the two part; None when it is not that simple."""
+    start = same_until(wanted, got)
+    rest = len(got) - start
+    is_left_out = list(wanted[len(wanted) - rest :]) == list(got[start:])
+    return len(wanted) - len(got) if is_left_out and len(got) < len(wanted) else None
+
+
+def _goes_back(wanted: Sequence[int], got: Sequence[int], start: int) -> bool:
+    """Whether `got` goes on, from `start`, with tokens from before `start`."""
+    rest = list(got[start:])
+    return any(
+        list(wanted[origin : origin + len(rest)]) == rest[: len(wanted) - origin]
+        for origin in range(start)
+    )
+
+
+def _says_the_same(one: Streamed, other: Streamed) -> bool:
+    return (one.tokens, one.text, one.num_tokens, one.finish_reason) == (
+        other.tokens,
+        other.text,
+        other.num_tokens,
+        other.finish_reason,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """How long the streams of a pipeline were silent, from the fault on.
+
+    Both are infinite where every stream broke off there.
+    """
+
+    fault: InjectedFault
+    first_s: float
+    """Until the first of them had a token again."""
+    last_s: float
+    """Until the last of them had."""
+
+
+def recovery_of(fault: InjectedFault, streams: Sequence[Streamed]) -> Recovery | None:
+    """Returns None where no stream was open, or every open one had had its last token."""
+    pauses = fault_named(fault.kind).pauses_streams
+    struck = [stream for stream in streams if stream.name in fault.streams]
+    silences = [
+        silence for stream in struck if (silence := silence_after(fault, stream)) is not None
+    ]
+    if pauses and not silences and any(_broke_off(s, fault) for s in struck):
+        silences = [math.inf]
+    if not pauses or not silences:
+        return None
+    return Recovery(fault=fault, first_s=min(silences), last_s=max(silences))
+
+
+def _broke_off(stream: Streamed, fault: InjectedFault) -> bool:
+    return not stream.is_complete and stream.ended_s > fault.struck_s
+
+
+def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
+    """Seconds from a fault to the token that ends the longest silence around it.
+
+    A silence belongs to the fault when it began at most `_SETTLE_S` after the fault had landed:
+    tokens sent before it still arrive and prove nothing.
+    """
+    times = (stream.asked_s, *stream.arrivals_s)
+    around = [
+        (after - before, after - fault.struck_s)
+        for before, after in pairwise(times)
+        if after > fault.struck_s and before <= fault.landed_s + _SETTLE_S
+    ]
+    return max(around)[1] if around else None
+
+
+def _is_alone(recovery: Recovery, others: Sequence[Recovery]) -> bool:
+    """Whether none of its streams waited for the end of another fault at the same time."""
+    start, end = recovery.fault.struck_s, recovery.fault.struck_s + recovery.last_s
+    return not any(
+        other.fault.number != recovery.fault.number
+        and other.fault.streams & recovery.fault.streams
+        and other.fault.struck_s < end
+        and start < other.fault.struck_s + other.last_s
+        for other in others
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The nearest rank: the smallest value that so large a share does not exceed."""
+    if not values:
+        return None
+    return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 3)
+
+
+def complaints(report: Mapping[str, object]) -> list[str]:
+    """Returns why this run proves nothing or failed; empty when every stream survived faults."""
+    found = [f"{report[fate]} streams {fate}" for fate in _BAD_FATES if report[fate]]
+    if not report["kills"]:
+        found.append("nothing was broken: give it longer streams, or more of them")
+    if report["ended_early"]:
+        found.append("the schedule ended early, since the service was not ready again in time")
+    if report["unnoticed"]:
+        found.append(f"the service did not notice faults {report['unnoticed']}")
+    return found
+
+
+def summarise(
+    undisturbed: Sequence[Streamed], disturbed: Sequence[Streamed], faults: Sequence[InjectedFault]
+) -> dict[str, object]:
+    """The figures; `recovery_*` are over faults, of the slowest stream that each one hit."""
+    fates = [fate_of(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
+    counts = Counter(fates)
+    recoveries = [r for fault in faults if (r := recovery_of(fault, disturbed)) is not None]
+    last = [recovery.last_s for recovery in recoveries]
+    alone = [recovery.last_s for recovery in recoveries if _is_alone(recovery, recoveries)]
+    first = [recovery.first_s for recovery in recoveries]
+    hits = Counter(
+        name for fault in faults if fault_named(fault.kind).pauses_streams for name in fault.streams
+    )
+    return {
+        "requests": len(disturbed),
+        "kills": len(faults),
+        "lost": counts["lost"],
+        "repeated": counts["repeated"],
+        "changed": counts["changed"],
+        "recovery_p50_s": percentile(last, 0.50),
+        "recovery_p95_s": percentile(last, 0.95),
+        "first_stream_p50_s": percentile(first, 0.50),
+        "first_stream_p95_s": percentile(first, 0.95),
+        "alone_kills": len(alone),
+        "alone_p50_s": percentile(alone, 0.50),
+        "alone_p95_s": percentile(alone, 0.95),
+        "recovery_by_kind": _by_kind(faults, recoveries),
+        "interruptions": hits.total(),
+        "interrupted_requests": len(hits),
+        "most_interruptions_of_one": max(hits.values(), default=0),
+        "longest_pause_s": _longest_pause(disturbed),
+        "longest_pause_undisturbed_s": _longest_pause(undisturbed),
+        "tokens": sum(len(stream.tokens) for stream in disturbed),
+        "undisturbed": pace_of(undisturbed),
+        "disturbed": pace_of(disturbed),
+        "not_the_same": [
+            {
+                "request": other.name,
+                "fate": fate,
+                "tokens_expected": len(one.tokens),
+                "tokens": len(other.tokens),
+                "same_until": same_until(one.tokens, other.tokens),
+                "missing_there": _num_missing(one.tokens, other.tokens),
+                "finish_reason": other.finish_reason,
+                "error": other.error,
+            }
+            for one, other, fate in zip(undisturbed, disturbed, fates, strict=True)
+            if fate != "same"
+        ],
+    }
+
+
+def rows_of(
+    faults: Sequence[InjectedFault], streams: Sequence[Streamed]
+) -> list[dict[str, object]]:
+    """Every fault and what it cost, in order; seconds since the first request."""
+    began_s = min((stream.asked_s for stream in streams), default=0.0)
+    return [
+        {
+            "number": fault.number,
+            "at_s": round(fault.struck_s - began_s, 3),
+            "landed_after_s": round(fault.landed_s - fault.struck_s, 3),
+            "kind": fault.kind,
+            "victim": fault.victim,
+            "pipeline": fault.pipeline,
+            "when_ready": fault.when_ready,
+            "streams": len(fault.streams),
+            "first_stream_s": None if recovery is None else round(recovery.first_s, 3),
+            "recovery_s": None if recovery is None else round(recovery.last_s, 3),
+        }
+        for fault in faults
+        for recovery in (recovery_of(fault, streams),)
+    ]
+
+
+def pace_of(streams: Sequence[Streamed]) -> dict[str, float]:
+    if not streams:
+        return {}
+    wall_s = max(s.ended_s for s in streams) - min(s.asked_s for s in streams)
+    return {
+        "wall_s": round(wall_s, 2),
+        "requests_per_s": round(len(streams) / wall_s, 3),
+        "tokens_per_s": round(sum(len(s.tokens) for s in streams) / wall_s, 1),
+    }
+
+
+def _by_kind(faults: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> dict[str, object]:
+    by_kind: dict[str, object] = {}
+    for kind, num in sorted(Counter(fault.kind for fault in faults).items()):
+        ours = [r for r in recoveries if r.fault.kind == kind]
+        by_kind[kind] = {
+            "kills": num,
+            "p50_s": percentile([r.last_s for r in ours], 0.50),
+            "p95_s": percentile([r.last_s for r in ours], 0.95),
+            "max_s": percentile([r.last_s for r in ours], 1.0),
+        }
+    return by_kind
+
+
+def _longest_pause(streams: Sequence[Streamed]) -> float:
+    return round(max((stream.longest_pause_s for stream in streams), default=0.0), 3)
+
+
+def table(report: Mapping[str, object]) -> str:
+    """The figures for people."""
+    by_kind = report["recovery_by_kind"]
+    assert isinstance(by_kind, Mapping)
+    lines = [
+        f"{report['requests']} requests, {report['kills']} kills: {report['lost']} lost, "
+        f"{report['repeated']} repeated, {report['changed']} changed",
+        f"from kill to the last stream's next token: p50 {_s(report['recovery_p50_s'])}, "
+        f"p95 {_s(report['recovery_p95_s'])}; longest pause {_s(report['longest_pause_s'])}",
+        f"{report['alone_kills']} kills with no other one before their end: "
+        f"p50 {_s(report['alone_p50_s'])}, p95 {_s(report['alone_p95_s'])}",
+        f"{report['interrupted_requests']} requests interrupted {report['interruptions']} times, "
+        f"one of them {report['most_interruptions_of_one']} times",
+        f"interruptions before the first kill: {report['interruptions_undisturbed']}; "
+        f"faults that were not noticed: {report['unnoticed'] or 'none'}",
+        *(f"missed: {missed}" for missed in _texts(report["missed"])),
+        *(f"failed: {complaint}" for complaint in complaints(report)),
+        "",
+        f"{'killed':16} {'times':>6} {'p50':>8} {'p95':>8} {'longest':>8}",
+    ]
+    for kind, row in by_kind.items():
+        lines.append(
+            f"{kind:16} {row['kills']:6} {_s(row['p50_s']):>8} {_s(row['p95_s']):>8} "
+            f"{_s(row['max_s']):>8}"
+        )
+    return "\n".join(lines)
+
+
+def _texts(value: object) -> list[str]:
+    assert isinstance(value, list)
+    return [str(each) for each in value]
+
+
+def _s(value: object) -> str:
+    if value == math.inf:
+        return "never"
+    return f"{value:.1f} s" if isinstance(value, float) else "-"

@@ -1,0 +1,332 @@
+"""What a chaos run calls lost, and how it measures silence."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
+from random import Random
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from eesd_dist.bench.streamed import Listener, Streamed, stream
+from serve_app.bench.chaos.report import (
+    InjectedFault,
+    complaints,
+    fate_of,
+    percentile,
+    recovery_of,
+    rows_of,
+    silence_after,
+    summarise,
+    table,
+)
+from tests.support.live_server import serving
+
+QUIET: dict[str, object] = {
+    "unnoticed": [],
+    "missed": [],
+    "ended_early": False,
+    "interruptions_undisturbed": 0,
+}
+
+
+def _streamed(
+    *tokens: int, name: str = "chaos-0", asked_s: float = 0.0, arrivals_s: tuple[float, ...] = ()
+) -> Streamed:
+    return Streamed(
+        name=name,
+        tokens=tokens,
+        text=" ".join(map(str, tokens)),
+        num_tokens=len(tokens),
+        finish_reason="length",
+        is_done=True,
+        error=None,
+        asked_s=asked_s,
+        arrivals_s=arrivals_s,
+        ended_s=arrivals_s[-1] if arrivals_s else asked_s,
+    )
+
+
+def _fault(
+    kind: str = "verify rank",
+    *,
+    at: float,
+    streams: Collection[str] = (),
+    number: int = 0,
+    landed: float | None = None,
+) -> InjectedFault:
+    return InjectedFault(
+        number=number,
+        kind=kind,
+        victim="verify rank 0",
+        pipeline="p",
+        struck_s=at,
+        landed_s=at if landed is None else landed,
+        when_ready=True,
+        streams=frozenset(streams),
+    )
+
+
+# -- fates --------------------------------------------------------------------------------------
+
+
+def test_the_same_stream_is_the_same() -> None:
+    assert fate_of(_streamed(1, 2, 3), _streamed(1, 2, 3)) == "same"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"finish_reason": None},
+        {"is_done": False},
+        {"error": "given up after 5 interruptions"},
+    ],
+)
+def test_a_stream_without_its_proper_end_is_lost(broken: dict[str, object]) -> None:
+    cut = replace(_streamed(1, 2, 3), **broken)  # type: ignore[arg-type]
+    assert fate_of(_streamed(1, 2, 3), cut) == "lost"
+
+
+def test_a_stream_that_was_cut_off_after_a_right_beginning_is_lost_and_not_changed() -> None:
+    cut = replace(_streamed(1, 2), finish_reason=None, is_done=False, error="gone")
+    assert fate_of(_streamed(1, 2, 3, 4), cut) == "lost"
+
+
+def test_whatever_piece_comes_twice_is_found_wherever_it_stands() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        # All different, so that nothing repeats by itself.
+        wanted = rng.sample(range(1000), 30)
+        end = rng.randrange(1, 30)
+        start = rng.randrange(end)
+        got = wanted[:end] + wanted[start:]
+        for seen in (got, got[:30]):
+            if seen != wanted:
+                assert fate_of(_streamed(*wanted), _streamed(*seen)) == "repeated"
+
+
+def test_another_a_missing_and_an_additional_token_are_a_changed_text() -> None:
+    wanted = _streamed(1, 2, 3, 4, 5)
+    for other in ((1, 2, 9, 4, 5), (1, 2, 4, 5), (1, 2, 3, 4, 5, 6), (1, 2, 3, 4)):
+        assert fate_of(wanted, _streamed(*other)) == "changed"
+
+
+def test_where_tokens_were_left_out_is_said_and_how_many() -> None:
+    wanted = [_streamed(*range(10), name=f"chaos-{i}") for i in range(3)]
+    got = [_streamed(0, 1, 2, 5, 6, 7, 8, 9), _streamed(0, 1, 77, *range(3, 10)), _streamed(0, 1)]
+    cut = replace(got[2], is_done=False)
+    wanted, got = ([replace(s, ended_s=1.0) for s in each] for each in (wanted, [*got[:2], cut]))
+    rows = summarise(wanted, got, [])["not_the_same"]
+    assert isinstance(rows, list)
+    assert [(r["same_until"], r["missing_there"]) for r in rows] == [(3, 2), (2, None), (2, 8)]
+
+
+@pytest.mark.parametrize("field", [{"text": "1 2 4"}, {"num_tokens": 4}, {"finish_reason": "stop"}])
+def test_text_count_and_reason_have_to_agree_too(field: dict[str, object]) -> None:
+    other = replace(_streamed(1, 2, 3), **field)  # type: ignore[arg-type]
+    assert fate_of(_streamed(1, 2, 3), other) == "changed"
+
+
+# -- silence ------------------------------------------------------------------------------------
+
+
+def test_silence_lasts_from_the_fault_to_the_token_after_the_longest_pause() -> None:
+    # Struck at 10.0; a token that was on its way comes at 10.1, the next one at 14.0.
+    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.5, 10.1, 14.0, 14.1))
+    assert silence_after(_fault(at=10.0), stream) == pytest.approx(4.0)
+
+
+def test_tokens_of_a_rank_whose_kill_is_still_on_its_way_are_no_recovery() -> None:
+    # The kill is sent at 10.0 and has arrived on the other host at 12.0 at the latest.
+    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(10.4, 10.8, 11.9, 16.0))
+    assert silence_after(_fault(at=10.0, landed=12.0), stream) == pytest.approx(6.0)
+
+
+def test_a_pause_long_after_a_fault_is_not_of_its_making() -> None:
+    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.9, 10.2, 12.0, 30.0))
+    assert silence_after(_fault(at=10.0), stream) == pytest.approx(2.0)
+
+
+def test_a_stream_that_never_spoke_again_has_no_silence_to_measure() -> None:
+    assert silence_after(_fault(at=10.0), _streamed(1, asked_s=9.0, arrivals_s=(9.5,))) is None
+
+
+def test_a_request_still_waiting_for_its_first_token_waits_too() -> None:
+    assert silence_after(
+        _fault(at=10.0), _streamed(1, asked_s=9.9, arrivals_s=(13.0,))
+    ) == pytest.approx(3.0)
+
+
+def test_a_fault_after_which_no_stream_spoke_again_counts_as_infinite() -> None:
+    ended = _streamed(1, name="chaos-0", asked_s=9.0, arrivals_s=(9.5,))
+    cut = replace(ended, name="chaos-1", is_done=False, finish_reason=None, ended_s=40.0)
+    assert recovery_of(_fault(at=10.0, streams={"chaos-0"}), [ended, cut]) is None
+    recovery = recovery_of(_fault(at=10.0, streams={"chaos-0", "chaos-1"}), [ended, cut])
+    assert recovery is not None
+    assert recovery.last_s == math.inf
+    report = summarise([ended, ended], [ended, cut], [_fault(at=10.0, streams={"chaos-1"})])
+    assert report["recovery_p50_s"] == math.inf
+    assert "p50 never" in table(report | QUIET)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, []),
+        ({"kills": 0}, ["nothing was broken: give it longer streams, or more of them"]),
+        ({"lost": 2}, ["2 streams lost"]),
+        ({"unnoticed": [4]}, ["the service did not notice faults [4]"]),
+        (
+            {"ended_early": True},
+            ["the schedule ended early, since the service was not ready again in time"],
+        ),
+    ],
+)
+def test_a_run_that_broke_nothing_or_was_not_noticed_is_no_success(
+    found: dict[str, object], said: list[str]
+) -> None:
+    good = {"kills": 3, "lost": 0, "repeated": 0, "changed": 0} | QUIET
+    assert complaints(good | found) == said
+
+
+def test_recovery_is_of_the_struck_pipelines_streams_alone() -> None:
+    streams = [
+        _streamed(1, 2, name="chaos-0", arrivals_s=(9.9, 12.0)),
+        _streamed(1, 2, name="chaos-1", arrivals_s=(9.9, 13.0)),
+        _streamed(1, 2, name="chaos-2", arrivals_s=(9.9, 50.0)),
+    ]
+    recovery = recovery_of(_fault(at=10.0, streams={"chaos-0", "chaos-1"}), streams)
+    assert recovery is not None
+    assert (recovery.first_s, recovery.last_s) == (pytest.approx(2.0), pytest.approx(3.0))
+    assert recovery_of(_fault("router", at=10.0, streams={"chaos-0"}), streams) is None
+    assert recovery_of(_fault(at=60.0, streams={"chaos-0"}), streams) is None
+
+
+def test_kills_whose_silences_overlap_are_left_out_of_the_figures_of_those_alone() -> None:
+    stream = _streamed(1, 2, 3, 4, 5, arrivals_s=(1.0, 9.0, 20.0, 23.0, 23.1))
+    pair = [_fault(at=t, streams={"chaos-0"}, number=n) for n, t in enumerate((2.0, 3.0))]
+    single = _fault(at=20.5, streams={"chaos-0"}, number=2)
+    router = _fault("router", at=21.0, streams=set(), number=3)
+    report = summarise([stream], [stream], [*pair, single, router])
+    assert (report["alone_kills"], report["alone_p95_s"]) == (1, 2.5)
+    assert report["recovery_p95_s"] == 7.0
+
+
+def test_a_percentile_is_the_smallest_value_that_enough_others_do_not_exceed() -> None:
+    rng = Random(1)
+    for size in range(1, 60):
+        values = [round(rng.random(), 3) for _ in range(size)]
+        for share in (0.5, 0.95, 1.0):
+            oracle = min(v for v in values if sum(o <= v for o in values) >= share * size)
+            assert percentile(values, share) == oracle
+    assert percentile([], 0.5) is None
+
+
+def test_the_summary_counts_fates_kills_and_interruptions() -> None:
+    undisturbed = [_streamed(1, 2, 3, name=f"chaos-{i}", arrivals_s=(1, 2, 3)) for i in range(4)]
+    disturbed = [
+        replace(undisturbed[0], arrivals_s=(1.0, 6.0, 6.5), ended_s=7.0),
+        replace(undisturbed[1], tokens=(1, 2), finish_reason=None, error="its process has died"),
+        replace(undisturbed[2], tokens=(1, 2, 1)),
+        replace(undisturbed[3], tokens=(1, 8, 3)),
+    ]
+    faults = [
+        _fault(at=2.0, streams={"chaos-0", "chaos-1"}),
+        _fault("hang", at=2.1, streams={"chaos-0"}, number=1),
+        _fault("router", at=2.2, streams=set(), number=2),
+    ]
+    report = summarise(undisturbed, disturbed, faults)
+    wanted = {"requests": 4, "kills": 3, "lost": 1, "repeated": 1, "changed": 1}
+    assert {key: report[key] for key in wanted} == wanted
+    assert (report["recovery_p50_s"], report["recovery_p95_s"]) == (3.9, 4.0)
+    assert (report["interruptions"], report["most_interruptions_of_one"]) == (3, 2)
+    assert report["longest_pause_s"] == 5.0
+    assert "its process has died" in json.dumps(report["not_the_same"])
+    assert [row["recovery_s"] for row in rows_of(faults, disturbed)] == [4.0, 3.9, None]
+    text = table(report | QUIET | {"missed": ["fault 3 (link): nobody there"], "unnoticed": [1]})
+    assert "missed: fault 3 (link): nobody there" in text
+    assert "faults that were not noticed: [1]" in text
+    assert "failed: 1 streams lost" in text
+    assert "4 requests, 3 kills: 1 lost, 1 repeated, 1 changed" in text
+    assert "router                1        -" in text
+
+
+# -- the client ---------------------------------------------------------------------------------
+
+
+def _chunk(*tokens: int, finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "text": "x" * len(tokens), "token_ids": list(tokens)}
+    return _event({"choices": [choice | {"finish_reason": finish_reason}]})
+
+
+def _event(content: dict[str, object]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+async def _completions(request: Request) -> Response:
+    """What is to happen stands in the prompt."""
+    wish = (await request.json())["prompt"]
+    if wish == "refused":
+        return JSONResponse({"error": {"message": "queue full"}}, status_code=429)
+
+    async def events() -> AsyncIterator[bytes]:
+        yield _chunk(5, 6)
+        if wish == "error":
+            yield _event({"error": {"message": "given up"}})
+        if wish == "broken":
+            raise ConnectionError("this server goes away")
+        if wish == "whole":
+            yield _chunk(7, finish_reason="length")
+            yield _event({"choices": [], "usage": {"completion_tokens": 3}})
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _listened(wish: str) -> Streamed:
+    async def ask(url: str) -> Streamed:
+        listener = Listener("chaos-0")
+        async with httpx.AsyncClient(base_url=url) as client:
+            await stream(client, listener, {"prompt": wish})
+        return listener.heard()
+
+    with serving(Starlette(routes=[Route("/v1/completions", _completions, methods=["POST"])])) as u:
+        return asyncio.run(ask(u))
+
+
+def test_a_whole_stream_is_heard_to_its_end() -> None:
+    heard = _listened("whole")
+    assert heard.is_complete
+    assert (heard.tokens, heard.text, heard.num_tokens) == ((5, 6, 7), "xxx", 3)
+    assert heard.asked_s < heard.arrivals_s[0] <= heard.arrivals_s[1] <= heard.ended_s
+
+
+@pytest.mark.parametrize(
+    ("wish", "said", "tokens"),
+    [
+        ("refused", "answered 429", ()),
+        ("error", "given up", (5, 6)),
+        ("broken", "the connection broke", (5, 6)),
+    ],
+)
+def test_a_stream_that_fails_says_how_and_keeps_what_came(
+    wish: str, said: str, tokens: tuple[int, ...]
+) -> None:
+    heard = _listened(wish)
+    assert not heard.is_complete
+    assert heard.error is not None
+    assert said in heard.error
+    assert heard.tokens == tokens
+
+
+def test_a_stream_that_ends_without_a_reason_is_not_complete() -> None:
+    heard = _listened("quiet")
+    assert heard.is_done
+    assert heard.error is None
+    assert not heard.is_complete
