@@ -12,10 +12,10 @@ import os
 import shlex
 import signal
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -29,6 +29,10 @@ _ESTABLISHED = "01"
 _PIDFD_GETFD = 438
 """The system call's number, the same on every architecture since Linux 5.6."""
 _REACH_TIMEOUT_S = 15.0
+
+_PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_INTERRUPT = 17, 0x4206, 0x4207
+_WAIT_ALL = 0x40000000
+"""`__WALL` of waitpid(2): threads too."""
 
 Connection = tuple[tuple[str, int], tuple[str, int]]
 """Local end, remote end."""
@@ -68,6 +72,79 @@ class SignalsByCommand:
     async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
         await run_command(self.template, host=to.host, pid=to.pid, signal=number.name[3:])
         return True
+
+
+class ThreadStopper:
+    """Stops single threads of other processes by ptrace(2).
+
+    ptrace wants every call from the thread that began; so this is built and called in one, such as
+    that of a Ray actor. A stopped thread continues when the process of its stopper ends.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [ctypes.c_long] * 4
+        self._stopped: set[int] = set()
+
+    def stop(self, pid: int, thread: str) -> bool:
+        """Returns when the thread stands still; False when the process has none of this name.
+
+        Raises OSError without the rights of a debugger.
+        """
+        number = _thread_named(pid, thread)
+        if number is None:
+            return False
+        self._ptrace(_PTRACE_SEIZE, number)
+        self._stopped.add(number)
+        self._ptrace(_PTRACE_INTERRUPT, number)
+        os.waitpid(number, _WAIT_ALL)
+        return True
+
+    def resume(self) -> None:
+        """Lets every stopped thread continue that still exists."""
+        while self._stopped:
+            with suppress(ProcessLookupError):
+                self._ptrace(_PTRACE_DETACH, self._stopped.pop())
+
+    def _ptrace(self, request: int, thread: int) -> None:
+        if self._libc.ptrace(request, thread, 0, 0) < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"ptrace of thread {thread}: {os.strerror(number)}")
+
+
+def _thread_named(pid: int, name: str) -> int | None:
+    try:
+        threads = sorted((_PROC / str(pid) / "task").iterdir())
+        return next(
+            (int(t.name) for t in threads if (t / "comm").read_text().strip() == name), None
+        )
+    except FileNotFoundError:  # the process, or one of its threads, has just ended
+        return None
+
+
+class ThreadStops:
+    """`ThreadStopper` on whatever node a process runs, as a Ray actor there."""
+
+    def __init__(self) -> None:
+        self._stoppers: dict[int, Any] = {}
+
+    async def stop(self, thread: str, *, of: Whereabouts) -> None:
+        """Raises EngineError when it cannot."""
+        there = NodeAffinitySchedulingStrategy(of.node_id, soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": there}
+        stopper = self._stoppers[of.pid] = ray.remote(ThreadStopper).options(**options).remote()
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                is_stopped = await stopper.stop.remote(of.pid, thread)
+        except (TimeoutError, RayError, OSError) as error:
+            raise EngineError(
+                f"cannot stop thread {thread} of pid {of.pid} on {of.host}: {error}"
+            ) from error
+        if not is_stopped:
+            raise EngineError(f"pid {of.pid} on {of.host} has no thread {thread} any more")
+
+    async def resume(self, *, of: Whereabouts) -> None:
+        ray.kill(self._stoppers.pop(of.pid))
 
 
 async def run_command(template: str, **values: object) -> None:

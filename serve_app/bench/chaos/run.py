@@ -22,7 +22,7 @@ from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.workers.messages import Whereabouts
 from serve_app.bench.chaos.faults import Hit, Means, fault_named
-from serve_app.bench.chaos.reach import Signals, run_command, sever
+from serve_app.bench.chaos.reach import Signals, ThreadStops, run_command, sever
 from serve_app.bench.chaos.report import InjectedFault
 from serve_app.bench.chaos.schedule import PlannedFault, names_in
 from serve_app.config import ServiceConfig
@@ -159,6 +159,13 @@ class _Targets:
 class _Processes:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
+        self._threads = ThreadStops()
+
+    async def stop_thread(self, thread: str, *, of: Whereabouts) -> None:
+        await self._threads.stop(thread, of=of)
+
+    async def resume_thread(self, *, of: Whereabouts) -> None:
+        await self._threads.resume(of=of)
 
     async def send(self, number: signal.Signals, *, to: Whereabouts, name: str) -> None:
         if not await self._signals.send(number, to=to):

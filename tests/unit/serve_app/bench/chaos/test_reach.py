@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.messages import Whereabouts
-from serve_app.bench.chaos.reach import SignalsByCommand, run_command, sever
+from serve_app.bench.chaos.reach import SignalsByCommand, ThreadStopper, run_command, sever
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="connections are found in /proc: Linux only"
@@ -89,3 +90,59 @@ def test_a_command_that_fails_is_reported_with_its_own_words() -> None:
 def test_a_command_with_a_blank_that_nobody_fills_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"may name \{host\}"):
         asyncio.run(run_command("ip link set {device} down", host="h1"))
+
+
+_TWO_THREADS = """
+import sys, threading, time
+from eesd_dist.workers.loop import _name_thread
+counts = [0, 0]
+def count(which):
+    if which == 1:
+        _name_thread("eesd-loop")
+    while True:
+        counts[which] += 1
+        time.sleep(0.005)
+for which in (0, 1):
+    threading.Thread(target=count, args=(which,), daemon=True).start()
+for _ in sys.stdin:
+    print(*counts, flush=True)
+"""
+
+
+def test_one_thread_stands_still_while_the_others_of_its_process_go_on() -> None:
+    stopper = ThreadStopper()
+    with subprocess.Popen(
+        [sys.executable, "-c", _TWO_THREADS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def counts() -> tuple[int, ...]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("?\n")
+            process.stdin.flush()
+            return tuple(map(int, process.stdout.readline().split()))
+
+        def has_gone_on(which: int) -> bool:
+            before = counts()[which]
+            time.sleep(0.5)
+            return counts()[which] > before
+
+        assert has_gone_on(1)
+        assert not stopper.stop(process.pid, "another")
+        assert stopper.stop(process.pid, "eesd-loop")
+        assert has_gone_on(0)
+        assert not has_gone_on(1)
+        stopper.resume()
+        assert has_gone_on(1)
+        process.kill()
+
+
+def test_a_thread_of_a_process_that_has_gone_cannot_be_stopped() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert not ThreadStopper().stop(process.pid, "eesd-loop")
