@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.workers.loop import LOOP_THREAD
 from eesd_dist.workers.messages import Whereabouts
 
 if TYPE_CHECKING:
@@ -180,6 +181,22 @@ async def _freeze(
     return f"{label}, {'wakes up' if planned.comes_back else 'is killed'}"
 
 
+async def _stop_loop(
+    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+) -> str:
+    """Stops the round loop of a process that goes on answering calls, as a stuck kernel does."""
+    member = _one_of(state, ("verify rank",), planned.choice)
+    at = _process_of(member)
+    await means.processes.stop_thread(LOOP_THREAD, of=at)
+
+    async def end() -> None:
+        await means.targets.replaced(at.pid)
+        await means.processes.resume_thread(of=at)
+
+    means.afterwards(end())
+    return f"round loop of {_label(member)}"
+
+
 async def _cut(
     means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
 ) -> str:
@@ -237,5 +254,6 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     "hang": FaultKind(inject=_in_pipeline(_freeze)),
     "pipeline": FaultKind(inject=_in_pipeline(_kill_replica)),
     "link": FaultKind(inject=_in_pipeline(_cut)),
+    "loop": FaultKind(inject=_in_pipeline(_stop_loop)),
 }
 """In the order that a schedule shuffles."""

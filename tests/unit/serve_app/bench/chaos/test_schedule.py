@@ -19,9 +19,9 @@ def test_one_seed_is_one_schedule_and_another_seed_another() -> None:
 
 
 def test_every_turn_of_the_schedule_has_every_kind() -> None:
-    kinds = [planned.kind for planned in islice(schedule(seed=5), 70)]
+    kinds = [planned.kind for planned in islice(schedule(seed=5), 80)]
     for turn in range(10):
-        counts = Counter(kinds[7 * turn : 7 * turn + 7])
+        counts = Counter(kinds[8 * turn : 8 * turn + 8])
         assert counts == dict.fromkeys(FAULT_KINDS, 1) | {"verify rank": 2}
 
 
