@@ -41,7 +41,7 @@ from eesd_dist.config import (
     SpeculationConfig,
 )
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -328,7 +328,7 @@ class _Here:
     """Both stages in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._llm = LLM(config)
+        self._llm = LocalEngine(config)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         return self._llm.generate(requests)

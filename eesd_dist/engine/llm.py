@@ -1,133 +1,229 @@
-"""The engine as a library: token ids in, token ids out, in the caller's own process.
+"""Text in, text out, in the caller's own process: the library's public face.
 
-`LLM` drives the loop in the calling thread and is done when the last request is; `EngineThread`
-drives it in a thread of its own and hands emissions to whoever asked. Neither knows text.
+Both stages run here, over memory; there is no Ray and no server. One thread drives it.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_local_engine
-from eesd_dist.engine.core import EngineCore, StepResult
-from eesd_dist.errors import EesdError, EngineError
-from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.config import EngineConfig, ModelConfig
+from eesd_dist.engine.local import LocalEngine
+from eesd_dist.errors import EngineError
+from eesd_dist.text import TextAssembler, TextDelta, TextFinish, Tokenizer
 from eesd_dist.types import (
     Emission,
-    FinishReason,
     Request,
     RequestId,
-    RoundStats,
+    SamplingParams,
+    SpeculationParams,
     TokenId,
     TokenLogprobs,
 )
 
-logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Conversation = Sequence[Mapping[str, object]]
+"""Messages with `role` and `content`, as the model's chat template takes them."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Generation:
-    """All that left for one request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What speculation did for one text."""
 
-    request_id: RequestId
-    tokens: list[TokenId] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    drafted: list[int] = field(default_factory=list)
-    """Draft length of each round."""
-    accepted: list[int] = field(default_factory=list)
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
 
-    def take(self, emission: Emission) -> None:
-        self.tokens.extend(emission.tokens)
-        self.logprobs.extend(emission.logprobs)
-        self.drafted.append(emission.num_drafted)
-        self.accepted.append(emission.num_accepted)
-        self.finish_reason = emission.finish_reason
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of drafted tokens; None where nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One text."""
+
+    prompt_token_ids: tuple[TokenId, ...]
+    text: str
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """Per token, where `SamplingParams.top_logprobs` asks for them."""
+    finish_reason: TextFinish
+    stop_reason: str | int | None
+    """The stop string or stop token that ended the text; None for the model's own end."""
+    statistics: Statistics
 
 
 class LLM:
-    """Both stages in this process. Not for several threads: that is what the service is for."""
+    """Generates texts with early-exit speculation, the same as without.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._engine = build_local_engine(config, book=BeliefBook())
+    `model` is a checkpoint folder, or an `EngineConfig` where its defaults are not enough. Raises
+    ConfigError or CheckpointError for what cannot be loaded.
+    """
 
-    @property
-    def engine(self) -> EngineCore:
-        return self._engine
-
-    def stream(
-        self,
-        requests: Sequence[Request],
-        *,
-        observe: Callable[[RoundStats], None] | None = None,
-    ) -> Iterator[Emission]:
-        """Emissions as they leave, interleaved; raises RequestError or CapacityError at once."""
-        added: list[RequestId] = []
-        try:
-            for request in requests:
-                self._engine.add(request)
-                added.append(request.request_id)
-            while self._engine.has_work:
-                result = self._engine.step(wait_s=0.0)
-                if observe is not None:
-                    for stats in result.rounds:
-                        observe(stats)
-                yield from result.emissions
-        finally:  # refused halfway, or read no further: nothing of it is left for the next call
-            for request_id in added:
-                self._engine.abort(request_id)
-            while self._engine.has_work:
-                self._engine.step(wait_s=0.0)
+    def __init__(self, model: str | Path | EngineConfig) -> None:
+        if not isinstance(model, EngineConfig):
+            model = EngineConfig(model=ModelConfig(path=Path(model)))
+        self._tokenizer = Tokenizer.load(model.model.path)
+        self._engine = LocalEngine(model)
+        self._numbers = count()
 
     def generate(
         self,
-        requests: Sequence[Request],
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams = SamplingParams(),
         *,
-        observe: Callable[[RoundStats], None] | None = None,
-    ) -> list[Generation]:
-        """Every request to its end, in the order given."""
-        generations = {r.request_id: Generation(request_id=r.request_id) for r in requests}
-        for emission in self.stream(requests, observe=observe):
-            generations[emission.request_id].take(emission)
-        return [generations[r.request_id] for r in requests]
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        speculation: SpeculationParams = SpeculationParams(),
+    ) -> list[Completion]:
+        """Continues each prompt; returns the texts in the order of the prompts.
+
+        Raises RequestError for a prompt or parameters that cannot be served, and returns no text.
+        """
+        tokens = [self._encoded(prompt) for prompt in _several(prompts)]
+        return self._completed(tokens, sampling, stop, ignore_eos, speculation)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        speculation: SpeculationParams = SpeculationParams(),
+    ) -> list[Completion]:
+        """Answers each conversation; returns the answers in their order."""
+        single = bool(conversations) and isinstance(conversations[0], Mapping)
+        several = [conversations] if single else conversations
+        tokens = [
+            self._tokenizer.encode_chat(messages, add_generation_prompt=True)  # type: ignore[arg-type]
+            for messages in several
+        ]
+        return self._completed(tokens, sampling, stop, ignore_eos, speculation)
+
+    def stream(
+        self,
+        prompt: Prompt | Conversation,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        speculation: SpeculationParams = SpeculationParams(),
+    ) -> Iterator[TextDelta]:
+        """Yields one text round by round. A caller that stops reading ends the request."""
+        request = self._request(self._encoded(prompt), sampling, ignore_eos, speculation)
+        text = TextAssembler(self._tokenizer, request.sampling, stops=stop)
+        for emission in self._engine.stream([request]):
+            delta = text.take(emission)
+            yield delta
+            if delta.finish_reason is not None:
+                return
 
     def close(self) -> None:
         self._engine.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class EngineThread:
-    """Turns an engine's loop in a thread of its own until closed or broken."""
-
-    def __init__(
+    def __exit__(
         self,
-        engine: EngineCore,
-        *,
-        deliver: Callable[[StepResult], None],
-        broken: Callable[[EesdError], None],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._engine = engine
-        self._deliver = deliver
-        self._broken = broken
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self.close()
 
-    def start(self) -> None:
-        self._thread.start()
+    def _encoded(self, prompt: Prompt | Conversation) -> tuple[TokenId, ...]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self._tokenizer.encode_chat(prompt, add_generation_prompt=True)  # type: ignore[arg-type]
+        return tuple(TokenId(token) for token in prompt)  # type: ignore[arg-type]
 
-    def stop(self, *, timeout_s: float = 5.0) -> None:
-        self._stopping.set()
-        self._thread.join(timeout_s)
+    def _completed(
+        self,
+        prompts: Sequence[tuple[TokenId, ...]],
+        sampling: SamplingParams,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        speculation: SpeculationParams,
+    ) -> list[Completion]:
+        requests = [self._request(p, sampling, ignore_eos, speculation) for p in prompts]
+        growing = {
+            request.request_id: _Growing(
+                request, TextAssembler(self._tokenizer, request.sampling, stops=stop)
+            )
+            for request in requests
+        }
+        for emission in self._engine.stream(requests):
+            one = growing[emission.request_id]
+            if not one.is_over and one.take(emission):
+                self._engine.abort(emission.request_id)
+        return [growing[request.request_id].completion() for request in requests]
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                result = self._engine.step()
-                if result.rounds or result.emissions:
-                    self._deliver(result)
-        except EesdError as error:
-            self._broken(error)
-        except Exception as error:  # a bug; nobody else would tell those who wait
-            logger.exception("engine loop broke")
-            self._broken(EngineError(f"the engine broke: {type(error).__name__}: {error}"))
+    def _request(
+        self,
+        prompt: tuple[TokenId, ...],
+        sampling: SamplingParams,
+        ignore_eos: bool,
+        speculation: SpeculationParams,
+    ) -> Request:
+        ends = () if ignore_eos else self._tokenizer.eos_token_ids
+        return Request(
+            request_id=RequestId(f"llm-{next(self._numbers)}"),
+            prompt=prompt,
+            sampling=replace(sampling, stop_token_ids=(*ends, *sampling.stop_token_ids)),
+            speculation=speculation,
+        )
+
+
+class _Growing:
+    """One text while it grows."""
+
+    def __init__(self, request: Request, text: TextAssembler) -> None:
+        self._request = request
+        self._text = text
+        self._deltas: list[TextDelta] = []
+        self._emissions: list[Emission] = []
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._deltas) and self._deltas[-1].finish_reason is not None
+
+    def take(self, emission: Emission) -> bool:
+        """Returns whether the text has ended although the engine goes on."""
+        self._emissions.append(emission)
+        self._deltas.append(self._text.take(emission))
+        return self.is_over and emission.finish_reason is None
+
+    def completion(self) -> Completion:
+        """Raises EngineError for a text without an end."""
+        last = self._deltas[-1] if self._deltas else None
+        if last is None or last.finish_reason is None:
+            raise EngineError(f"request {self._request.request_id} ended without a finish reason")
+        return Completion(
+            prompt_token_ids=self._request.prompt,
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=tuple(token for delta in self._deltas for token in delta.tokens),
+            logprobs=tuple(each for delta in self._deltas for each in delta.logprobs),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            statistics=Statistics(
+                num_rounds=len(self._emissions),
+                num_drafted=sum(e.num_drafted for e in self._emissions),
+                num_accepted=sum(e.num_accepted for e in self._emissions),
+            ),
+        )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

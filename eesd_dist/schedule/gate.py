@@ -3,7 +3,8 @@
 Refuses what no waiting would help; whether there is room now is the scheduler's question.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import inf, isfinite
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.types import Request, SamplingParams
@@ -63,6 +64,9 @@ class Gate:
         for param, number in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens)):
             if not 0 <= number <= _LARGEST:
                 raise RequestError(f"{param} is {number}: give 0 to {_LARGEST}", param=param)
+        for param, value, is_allowed, expected in _reals(sampling):
+            if not is_allowed:
+                raise RequestError(f"{param} is {value}: give {expected}", param=param)
         # A checkpoint may name end tokens that its model never chooses: these do no harm.
         if any(not 0 <= token <= _LARGEST for token in sampling.stop_token_ids):
             raise RequestError(
@@ -85,3 +89,18 @@ class Gate:
                 "cache.num_pages",
                 param="max_tokens",
             )
+
+
+def _reals(sampling: SamplingParams) -> Iterator[tuple[str, float, bool, str]]:
+    """Parameter, value, whether it is allowed, what is. Comparisons with NaN are false."""
+    s = sampling
+    yield "temperature", s.temperature, 0.0 <= s.temperature < inf, "0 or more"
+    yield "top_p", s.top_p, 0.0 <= s.top_p <= 1.0, "0 to 1"
+    yield "min_p", s.min_p, 0.0 <= s.min_p <= 1.0, "0 to 1"
+    penalty = s.repetition_penalty
+    yield "repetition_penalty", penalty, 0.0 < penalty < inf, "more than 0"
+    for param in ("presence_penalty", "frequency_penalty"):
+        value = getattr(s, param)
+        yield param, value, isfinite(value), "a finite number"
+    for token, bias in s.logit_bias:
+        yield f"logit_bias of {token}", bias, isfinite(bias), "a finite number"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 
 from eesd_dist.engine.core import EngineCore, StepResult
-from eesd_dist.engine.llm import EngineThread
+from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.mailboxes import Mailboxes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from eesd_dist.bench import exact
 from eesd_dist.bench.fuzz import command as fuzz
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.llm import Generation
+from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request
 from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray

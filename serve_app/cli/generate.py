@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.text import StreamDecoder, Tokenizer
 from eesd_dist.types import (
@@ -77,7 +77,7 @@ def generate(
     """Raises ConfigError and RequestError; `note` gets the summary line."""
     tokenizer = Tokenizer.load(config.model.path)
     request = _request(tokenizer, wish, max_model_len=layout_of(config).max_model_len)
-    llm = LLM(config)
+    llm = LocalEngine(config)
     decoder = StreamDecoder(tokenizer)
     tally = Tally()
     began_s = time.perf_counter()

@@ -34,7 +34,7 @@ from eesd_dist.config import (
 from eesd_dist.distill.collect import Chunk, Collector, Recipe
 from eesd_dist.distill.features import ShardEntry
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import ConfigError, EesdError, EngineError, os_error_text
 from eesd_dist.model.spec import ModelSpec
 from serve_app.config import ServiceConfig
@@ -119,7 +119,7 @@ def collector_of(job: Job) -> Collector:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = FrozenTarget(job.model, spec, job.recipe.exits, dtype=job.dtype, device=device)
-    return Collector(writer=LLM(config), target=target, recipe=job.recipe)
+    return Collector(writer=LocalEngine(config), target=target, recipe=job.recipe)
 
 
 def run_job(

@@ -10,96 +10,26 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from eesd_dist.errors import EngineError
-from eesd_dist.text import StopStrings, StreamDecoder, TextCodec
-from eesd_dist.types import Emission, FinishReason, TokenId, TokenLogprobs
+from eesd_dist.text import TextAssembler, TextCodec, TextDelta
+from eesd_dist.types import Emission, FinishReason
 from serve_app.openai.client import EngineClient
 from serve_app.openai.preparation import Choice, TextOptions
 
 T = TypeVar("T")
-ShownFinish = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one round of one choice adds to the answer."""
 
     index: int
-    text: str
-    """What may be shown now; later than its tokens when it might have become a stop string."""
-    tokens: tuple[TokenId, ...]
-    pieces: tuple[str, ...]
-    """Per token, the text that it completed, shown or not."""
-    logprobs: tuple[TokenLogprobs, ...]
-    """Per token, when the request asked for them."""
+    added: TextDelta
     emission: Emission
     at_s: float
     """When it came, on the monotonic clock."""
-    finish_reason: ShownFinish | None = None
-    stop_reason: str | int | None = None
-    """The stop string or stop token that ended the text; None for the model's own end."""
-
-
-class ChoiceText:
-    """The text of one choice while it grows."""
-
-    def __init__(self, choice: Choice, *, codec: TextCodec, options: TextOptions) -> None:
-        self._index = choice.index
-        self._sampling = choice.request.sampling
-        self._include_stop = options.include_stop_in_output
-        self._eos_token_ids = codec.eos_token_ids
-        self._decoder = StreamDecoder(codec, skip_special_tokens=options.skip_special_tokens)
-        self._stops = StopStrings(
-            options.stops,
-            include_in_output=options.include_stop_in_output,
-            min_pieces=self._sampling.min_tokens,
-        )
-
-    def take(self, emission: Emission, *, at_s: float) -> Delta:
-        pieces = self._pieces(emission)
-        checked = self._stops.push(pieces)
-        text = checked.text
-        if checked.matched is None and emission.finish_reason is not None:
-            text += self._stops.finish()
-        finish_reason, stop_reason = self._end(emission, matched=checked.matched)
-        return Delta(
-            index=self._index,
-            text=text,
-            tokens=emission.tokens[: checked.num_pieces],
-            pieces=tuple(pieces[: checked.num_pieces]),
-            logprobs=emission.logprobs[: checked.num_pieces],
-            emission=emission,
-            at_s=at_s,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-        )
-
-    def _pieces(self, emission: Emission) -> list[str]:
-        pieces = [self._decoder.feed_one(token) for token in emission.tokens]
-        if self._ended_by_token(emission) and not self._include_stop:
-            pieces[-1] = ""
-        return pieces
-
-    def _ended_by_token(self, emission: Emission) -> bool:
-        return (
-            emission.finish_reason is FinishReason.STOP
-            and bool(emission.tokens)
-            and emission.tokens[-1] in self._sampling.stop_token_ids
-        )
-
-    def _end(
-        self, emission: Emission, *, matched: str | None
-    ) -> tuple[ShownFinish | None, str | int | None]:
-        if matched is not None:
-            return "stop", matched
-        if emission.finish_reason is None:
-            return None, None
-        if emission.finish_reason is FinishReason.LENGTH:
-            return "length", None
-        last = emission.tokens[-1] if self._ended_by_token(emission) else None
-        return "stop", None if last in self._eos_token_ids else last
 
 
 class ChoiceTally:
@@ -123,17 +53,17 @@ class ChoiceTally:
         self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
         if emission.queue_s is not None:
             self.queue_s = emission.queue_s
-        if delta.finish_reason is not None:
-            self.finish_reason = FinishReason(delta.finish_reason)
-        if delta.tokens:
+        if delta.added.finish_reason is not None:
+            self.finish_reason = FinishReason(delta.added.finish_reason)
+        if delta.added.tokens:
             self._take_time(delta)
 
     def _take_time(self, delta: Delta) -> None:
-        self.num_tokens += len(delta.tokens)
+        self.num_tokens += len(delta.added.tokens)
         if self.last_s is None:
             self.first_s = delta.at_s
         else:
-            self.inter_token_s.append((delta.at_s - self.last_s) / len(delta.tokens))
+            self.inter_token_s.append((delta.at_s - self.last_s) / len(delta.added.tokens))
         self.last_s = delta.at_s
 
 
@@ -141,16 +71,22 @@ async def generate(
     engine: EngineClient, choice: Choice, *, codec: TextCodec, options: TextOptions
 ) -> AsyncGenerator[Delta, None]:
     """One choice, until its text ends."""
-    text = ChoiceText(choice, codec=codec, options=options)
+    text = TextAssembler(
+        codec,
+        choice.request.sampling,
+        stops=options.stops,
+        include_stop_in_output=options.include_stop_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+    )
     emissions = engine.stream(choice.request)
     ended_itself = False
     try:
         async for emission in emissions:
             _check(emission)
             ended_itself = emission.finish_reason is not None
-            delta = text.take(emission, at_s=time.monotonic())
-            yield delta
-            if delta.finish_reason is not None:
+            added = text.take(emission)
+            yield Delta(choice.index, added, emission, time.monotonic())
+            if added.finish_reason is not None:
                 return
         raise EngineError("the engine ended a stream without saying why")
     finally:

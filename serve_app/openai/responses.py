@@ -6,9 +6,9 @@ written down.
 
 from collections.abc import Sequence
 
-from eesd_dist.text import TextCodec
+from eesd_dist.text import TextCodec, TextFinish
 from eesd_dist.types import TokenId, TokenLogprobs
-from serve_app.openai.generation import ChoiceTally, Delta, ShownFinish
+from serve_app.openai.generation import ChoiceTally, Delta
 from serve_app.openai.metrics import metrics_of
 from serve_app.openai.preparation import Prepared
 
@@ -110,16 +110,16 @@ class _GrowingChoice:
         self._entries: list[_Entry] = []
         self._num_shown = 0
         """Tokens whose ids and log-probabilities have left already."""
-        self._finish_reason: ShownFinish | None = None
+        self._finish_reason: TextFinish | None = None
         self._stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
-        self._text += delta.text
-        self._tokens += delta.tokens
+        self._text += delta.added.text
+        self._tokens += delta.added.tokens
         if self._wants_logprobs:
             self._take_logprobs(delta)
-        self._finish_reason = delta.finish_reason
-        self._stop_reason = delta.stop_reason
+        self._finish_reason = delta.added.finish_reason
+        self._stop_reason = delta.added.stop_reason
 
     def opening(self) -> Json | None:
         if self._is_chat:
@@ -136,13 +136,13 @@ class _GrowingChoice:
 
     def shown(self, delta: Delta) -> Json | None:
         """Call after `add`; log-probabilities of text held back ride with the next chunk."""
-        if not delta.text and delta.finish_reason is None:
+        if not delta.added.text and delta.added.finish_reason is None:
             return None
         start, self._num_shown = self._num_shown, len(self._tokens)
         if self._is_chat:
-            content = {"content": delta.text} if delta.text else {}
+            content = {"content": delta.added.text} if delta.added.text else {}
             return {"index": self._index, "delta": content, **self._rest(start)}
-        return {"index": self._index, "text": delta.text, **self._rest(start)}
+        return {"index": self._index, "text": delta.added.text, **self._rest(start)}
 
     def whole(self) -> Json:
         if not self._is_chat:
@@ -168,7 +168,9 @@ class _GrowingChoice:
         return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
 
     def _take_logprobs(self, delta: Delta) -> None:
-        for token, piece, logprobs in zip(delta.tokens, delta.pieces, delta.logprobs, strict=True):
+        for token, piece, logprobs in zip(
+            delta.added.tokens, delta.added.pieces, delta.added.logprobs, strict=True
+        ):
             offset = len(self._echoed) + self._num_chars
             self._entries.append(_Entry(token, logprobs, offset))
             self._num_chars += len(piece)

@@ -17,7 +17,7 @@ from eesd_dist.config import (
     SpeculationConfig,
 )
 from eesd_dist.control.cost import CostModel
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import (
     Request,
@@ -218,7 +218,7 @@ def single_rank(
     """What one process drafts with a head, and how much of it is accepted."""
     config = pipeline.config
     model = config.model.model_copy(update={"head": pipeline.folder / head})
-    llm = LLM(config.model_copy(update={"model": model, "parallel": ParallelConfig()}))
+    llm = LocalEngine(config.model_copy(update={"model": model, "parallel": ParallelConfig()}))
     done = llm.generate(pipeline.requests("greedy", speculation, count=2))
     return (
         [generation.tokens for generation in done],

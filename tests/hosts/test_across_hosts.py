@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from eesd_dist.config import EngineConfig, ModelConfig
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams
 from tests.hosts.conftest import DEADLINE_S
@@ -63,7 +63,7 @@ class _OneProcess:
 
     def __init__(self, model: Path) -> None:
         config = ModelConfig(path=model, dtype="float32", device="cpu")
-        self._llm = LLM(EngineConfig(model=config))
+        self._llm = LocalEngine(EngineConfig(model=config))
         self._tokenizer = Tokenizer.load(model)
 
     def tokens(

@@ -13,7 +13,7 @@ import openai
 import pytest
 import ray
 
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.merge_traces import TraceSpan, read_spans
 from eesd_dist.text import Tokenizer
@@ -48,7 +48,7 @@ def test_a_completion_is_the_text_that_plain_decoding_in_one_process_gives(
     served = answer.choices[0].model_extra or {}
     tokenizer = Tokenizer.load(service.config.engine.model.path)
     alone = service.config.engine.parallel.model_copy(update={"verify_tensor_parallel_size": 1})
-    llm = LLM(service.config.engine.model_copy(update={"parallel": alone}))
+    llm = LocalEngine(service.config.engine.model_copy(update={"parallel": alone}))
     plain = Request(
         request_id=RequestId("plain"),
         prompt=tokenizer.encode(PROMPT),

@@ -32,7 +32,7 @@ from eesd_dist.config import (
     SpeculationConfig,
 )
 from eesd_dist.engine.build import build_verify_stage
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
@@ -168,7 +168,7 @@ def _time_checkpoint(bench: _Bench, rows: Rows) -> None:
     for num_rows in bench.verify_rows:
         _verify(bench, spec, stage, num_rows, rows)
     del stage
-    llm = LLM(bench.config())
+    llm = LocalEngine(bench.config())
     try:
         _draft_steps(bench, spec, llm, rows)
         for drafting in (False, True):
@@ -210,7 +210,7 @@ def _verify(bench: _Bench, spec: ModelSpec, stage: VerifyStage, num_rows: int, r
     )
 
 
-def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LLM, rows: Rows) -> None:
+def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LocalEngine, rows: Rows) -> None:
     """As the engine has measured them for its controllers."""
     cost, head = llm.engine.cost, llm.engine.draft_stage.head
     if cost is None or head is None:
@@ -221,7 +221,7 @@ def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LLM, rows: Rows) -> None:
 
 
 def _rounds(
-    bench: _Bench, spec: ModelSpec, llm: LLM, batch: int, *, drafting: bool, rows: Rows
+    bench: _Bench, spec: ModelSpec, llm: LocalEngine, batch: int, *, drafting: bool, rows: Rows
 ) -> None:
     """Rounds of decoding, as the engine's loop splits them; the rest is host time."""
     what = f"drafting {_DRAFT_LENGTH}" if drafting else "plain"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.llm import Generation
+from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request, RoundStats
 from serve_app.bench.exact_over_actors import ActorRunner
 from serve_app.bench.rounds import measure

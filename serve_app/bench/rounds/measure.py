@@ -37,7 +37,7 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.llm import Generation
+from eesd_dist.engine.local import Generation
 from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts

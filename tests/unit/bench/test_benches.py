@@ -8,7 +8,7 @@ import pytest
 
 from eesd_dist.bench import exact, offline
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
-from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, TokenId
@@ -46,7 +46,7 @@ def test_offline_reports_every_variant_and_no_changed_text(
 class Forgetful:
     """A runner with a bug: under speculation every text loses its last token."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LocalEngine) -> None:
         self._llm = llm
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -65,7 +65,7 @@ def test_exact_finds_a_single_changed_token(model: Path) -> None:
     config = exact.engine_config(model, None, case)
     prompts = load_prompts(Tokenizer.load(model), exact.SHIPPED_PROMPTS, limit=4)
     said: list[str] = []
-    runner = LLM(config)
+    runner = LocalEngine(config)
     sound = exact.compare(
         runner, prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="sound"
     )

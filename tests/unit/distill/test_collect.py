@@ -27,7 +27,7 @@ from eesd_dist.distill.features import (
     weights_fingerprint,
 )
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Request
@@ -63,7 +63,7 @@ class Counted:
     """The real engine, and which requests it was asked."""
 
     def __init__(self, target: Path) -> None:
-        self._llm = LLM(
+        self._llm = LocalEngine(
             EngineConfig(
                 model=ModelConfig(path=target, dtype="float32", device="cpu", numerics="fast"),
                 cache=CacheConfig(num_pages=64, page_size=16, prefix_caching=False),

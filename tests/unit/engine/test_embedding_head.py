@@ -16,7 +16,7 @@ from eesd_dist.config import (
 )
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.memory import MemoryChannel
@@ -60,7 +60,7 @@ def make_reading(target: Path, reading_head: Path) -> MakeReading:
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_no_token_changes_under_any_controller(name: str, make_reading: MakeReading) -> None:
-    llm = LLM(make_reading())
+    llm = LocalEngine(make_reading())
     plain = llm.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
     for controller in CONTROLLERS:
         speculation = SpeculationParams(controller=controller)
@@ -69,7 +69,7 @@ def test_no_token_changes_under_any_controller(name: str, make_reading: MakeRead
 
 
 def test_no_token_changes_when_it_drafts_trees(make_reading: MakeReading) -> None:
-    llm = LLM(make_reading())
+    llm = LocalEngine(make_reading())
     plain = llm.generate(requests(4, SAMPLING["warm"], SpeculationParams(mode="off"), "plain"))
     for shape in ("static", "dynamic"):
         speculation = SpeculationParams(controller="fixed", tree=shape)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_no_token_changes_when_it_drafts_ahead_of_the_verdict(make_reading: Make
     stage = build_verify_stage(config, SingleGroup())
     engine = build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=4))
     batch = requests(3, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "ahead")
-    wanted = LLM(make_reading()).generate(
+    wanted = LocalEngine(make_reading()).generate(
         requests(3, SAMPLING["greedy"], SpeculationParams(mode="off"), "ahead")
     )
     for request, generation in zip(batch, wanted, strict=True):
@@ -134,7 +134,7 @@ def test_its_drafts_are_accepted_where_training_says_they_would_be(
     told: list[list[int]] = []
     untold: list[list[int]] = []
     found: list[list[int]] = []
-    for request, generation in zip(batch, LLM(make_reading()).generate(batch), strict=True):
+    for request, generation in zip(batch, LocalEngine(make_reading()).generate(batch), strict=True):
         text = [int(token) for token in (*request.prompt, *generation.tokens)]
         size = {"num_prompt": len(request.prompt), "num_tokens": len(generation.tokens)}
         told.append(rounds_of(guessed_right(target, head, text, without_embedding=False), **size))

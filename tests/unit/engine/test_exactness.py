@@ -6,7 +6,7 @@ import random
 import pytest
 
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig
-from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.types import (
     ControllerName,
     FinishReason,
@@ -66,7 +66,7 @@ def texts(generations: list[Generation]) -> list[list[TokenId]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SAMPLING)
 def test_no_controller_changes_a_token(name: str, dtype: DType, make_config: MakeConfig) -> None:
-    llm = LLM(make_config(dtype=dtype))
+    llm = LocalEngine(make_config(dtype=dtype))
     plain = llm.generate(requests(5, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
     for controller in CONTROLLERS:
         speculative = llm.generate(
@@ -78,7 +78,7 @@ def test_no_controller_changes_a_token(name: str, dtype: DType, make_config: Mak
 
 @pytest.mark.parametrize("head", ["always", "sometimes", "never", "truncated"])
 def test_no_drafter_changes_a_token(head: str, make_config: MakeConfig) -> None:
-    llm = LLM(make_config(head))
+    llm = LocalEngine(make_config(head))
     for name, sampling in SAMPLING.items():
         plain = llm.generate(requests(3, sampling, SpeculationParams(mode="off"), f"p-{name}"))
         fixed = llm.generate(
@@ -88,7 +88,7 @@ def test_no_drafter_changes_a_token(head: str, make_config: MakeConfig) -> None:
 
 
 def test_a_drafter_that_always_agrees_has_every_token_accepted(make_config: MakeConfig) -> None:
-    llm = LLM(make_config("always"))
+    llm = LocalEngine(make_config("always"))
     for name in ("greedy", "warm"):
         done = llm.generate(
             requests(3, SAMPLING[name], SpeculationParams(controller="fixed"), f"a-{name}")
@@ -104,7 +104,7 @@ def test_a_drafter_that_always_agrees_has_every_token_accepted(make_config: Make
 def test_a_drafter_that_never_agrees_costs_rounds_and_nothing_else(
     make_config: MakeConfig,
 ) -> None:
-    llm = LLM(make_config("never"))
+    llm = LocalEngine(make_config("never"))
     done = llm.generate(
         requests(2, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "never")
     )
@@ -113,7 +113,7 @@ def test_a_drafter_that_never_agrees_costs_rounds_and_nothing_else(
 
 
 def test_a_batch_gives_what_each_request_gives_alone(make_config: MakeConfig) -> None:
-    llm = LLM(make_config())
+    llm = LocalEngine(make_config())
     speculation = SpeculationParams(controller="beta")
     together = llm.generate(requests(6, SAMPLING["warm"], speculation, "together"))
     alone = [
@@ -124,7 +124,7 @@ def test_a_batch_gives_what_each_request_gives_alone(make_config: MakeConfig) ->
 
 
 def test_a_resumed_request_goes_on_with_the_very_same_tokens(make_config: MakeConfig) -> None:
-    llm = LLM(make_config())
+    llm = LocalEngine(make_config())
     whole = llm.generate(requests(4, SAMPLING["penalised"], SpeculationParams(), "whole"))
     for cut in (1, 7, 20):
         halves = [
@@ -145,8 +145,8 @@ def test_a_resumed_request_goes_on_with_the_very_same_tokens(make_config: MakeCo
 
 
 def test_running_out_of_pages_costs_time_only(make_config: MakeConfig) -> None:
-    roomy = LLM(make_config())
-    cramped = LLM(make_config(num_pages=11, scheduler=SchedulerConfig(max_running=8)))
+    roomy = LocalEngine(make_config())
+    cramped = LocalEngine(make_config(num_pages=11, scheduler=SchedulerConfig(max_running=8)))
     speculation = SpeculationParams(controller="fixed")
     wanted = roomy.generate(requests(6, SAMPLING["warm"], speculation, "roomy"))
     found = cramped.generate(requests(6, SAMPLING["warm"], speculation, "cramped"))
@@ -156,7 +156,7 @@ def test_running_out_of_pages_costs_time_only(make_config: MakeConfig) -> None:
 
 
 def test_a_cached_prefix_changes_nothing(make_config: MakeConfig) -> None:
-    llm = LLM(make_config())
+    llm = LocalEngine(make_config())
     shared = tuple(TokenId(5 + i % 60) for i in range(70))
     sampling = dataclasses.replace(SAMPLING["warm"], seed=3)
 
@@ -176,7 +176,7 @@ def test_log_probabilities_under_rejection_sampling_are_those_of_the_tokens_that
     make_config: MakeConfig,
 ) -> None:
     rejection = SpeculationConfig(max_draft_tokens=4, acceptance="rejection")
-    llm = LLM(make_config("sometimes", speculation=rejection))
+    llm = LocalEngine(make_config("sometimes", speculation=rejection))
     sampling = SamplingParams(temperature=1.0, max_tokens=24, top_logprobs=96)
     for mode in ("auto", "off"):
         batch = requests(3, sampling, SpeculationParams(mode=mode), mode)
@@ -188,7 +188,7 @@ def test_log_probabilities_under_rejection_sampling_are_those_of_the_tokens_that
 def test_rejection_sampling_is_exact_at_temperature_zero(make_config: MakeConfig) -> None:
     rejection = SpeculationConfig(max_draft_tokens=4, acceptance="rejection")
     for head in ("sometimes", "truncated"):
-        llm = LLM(make_config(head, speculation=rejection))
+        llm = LocalEngine(make_config(head, speculation=rejection))
         plain = llm.generate(
             requests(3, SAMPLING["greedy"], SpeculationParams(mode="off"), "plain")
         )
@@ -199,7 +199,7 @@ def test_rejection_sampling_is_exact_at_temperature_zero(make_config: MakeConfig
 
 
 def test_an_aborted_request_gives_its_pages_back(make_config: MakeConfig) -> None:
-    llm = LLM(make_config())
+    llm = LocalEngine(make_config())
     batch = requests(3, SAMPLING["greedy"], SpeculationParams(), "abort")
     for request in batch:
         llm.engine.add(request)

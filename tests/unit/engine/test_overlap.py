@@ -12,7 +12,7 @@ from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import PeerLost, RequestError
 from eesd_dist.model.rows import RowPlan
 from eesd_dist.transport.memory import MemoryChannel
@@ -46,7 +46,7 @@ def test_drafting_ahead_of_the_verdict_changes_no_token(
 ) -> None:
     config = make_config(head, speculation=SpeculationConfig(max_draft_tokens=4))
     engine = late_engine(config, late_by_polls=late_by_polls)
-    plain = LLM(make_config(head))
+    plain = LocalEngine(make_config(head))
     for name, sampling in SAMPLING.items():
         for controller in ("fixed", "calibration"):
             speculation = SpeculationParams(controller=controller)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
     sampling = dataclasses.replace(SAMPLING["greedy"], max_tokens=30)
     request = Request(request_id=RequestId("long"), prompt=prompt, sampling=sampling)
     off = dataclasses.replace(request, speculation=SpeculationParams(mode="off"))
-    (wanted,) = LLM(make_config("always")).generate([off])
+    (wanted,) = LocalEngine(make_config("always")).generate([off])
     assert drain(engine, [request])[request.request_id] == wanted.tokens
     assert len(wanted.tokens) == 30
 
@@ -77,7 +77,7 @@ def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
 def test_two_cohorts_take_turns_and_change_no_token(make_config: MakeConfig) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
     engine = late_engine(config, late_by_polls=0)
-    plain = LLM(make_config())
+    plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
         wanted = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
@@ -98,7 +98,7 @@ def test_changing_between_one_batch_and_two_cohorts_changes_no_token(
         return answers[-1]
 
     monkeypatch.setattr(TakingTurns, "pays", tossed)
-    plain = LLM(make_config())
+    plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
         wanted = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
@@ -112,7 +112,7 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
     stage = build_verify_stage(config, SingleGroup())
     engine = build_draft_engine(config, MemoryChannel(stage.verify))
     batch = requests(4, SAMPLING["warm"], SpeculationParams(controller="fixed"), "lost")
-    wanted = LLM(make_config()).generate(
+    wanted = LocalEngine(make_config()).generate(
         requests(4, SAMPLING["warm"], SpeculationParams(mode="off"), "lost")
     )
     for request in batch:
@@ -157,7 +157,7 @@ def test_tokens_of_a_verdict_leave_before_the_loss_that_follows_it(
     engine = build_draft_engine(config, channel)
     channel.num_until_loss = 4
     (request,) = requests(1, SAMPLING["warm"], SpeculationParams(controller="fixed"), "broken")
-    wanted = LLM(make_config()).generate([request])[0].tokens
+    wanted = LocalEngine(make_config()).generate([request])[0].tokens
     engine.add(request)
     found: list[TokenId] = []
     num_losses = 0
@@ -180,7 +180,7 @@ def test_a_request_dropped_in_flight_may_come_back_at_once(
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
     engine = late_engine(config, late_by_polls=2)
     batch = requests(3, SAMPLING["warm"], SpeculationParams(controller="beta"), "back")
-    wanted = LLM(make_config()).generate(batch)
+    wanted = LocalEngine(make_config()).generate(batch)
     for request in batch:
         engine.add(request)
     found: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
@@ -239,7 +239,7 @@ def test_replies_at_odd_times_never_upset_the_exit_head(seed: int, make_config: 
             return rng.random() < 0.35
 
     engine = build_draft_engine(config, Irregular(stage.verify))
-    plain = LLM(make_config())
+    plain = LocalEngine(make_config())
     for name in ("greedy", "warm", "penalised"):
         batch = requests(4, SAMPLING[name], SpeculationParams(controller="beta"), name)
         wanted = plain.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), name))
@@ -248,7 +248,7 @@ def test_replies_at_odd_times_never_upset_the_exit_head(seed: int, make_config: 
 
 
 def test_a_refused_request_leaves_nothing_behind(make_config: MakeConfig) -> None:
-    llm = LLM(make_config())
+    llm = LocalEngine(make_config())
     good, bad = requests(2, SAMPLING["greedy"], SpeculationParams(), "mixed")
     with pytest.raises(RequestError):
         llm.generate([good, dataclasses.replace(bad, prompt=())])

@@ -8,7 +8,7 @@ import pytest
 
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
-from eesd_dist.engine.llm import LLM, Generation
+from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import ControllerName, SpeculationParams
 from tests.unit.engine.conftest import MakeConfig
@@ -35,7 +35,7 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
     make_config: MakeConfig,
 ) -> None:
     began = time.process_time()
-    llm = LLM(make_config(scheduler=SchedulerConfig(max_running=24)))
+    llm = LocalEngine(make_config(scheduler=SchedulerConfig(max_running=24)))
     assert time.process_time() - began < 20.0  # 3 s on a machine that is not shared
     cost = llm.engine.cost
     assert cost is not None
@@ -59,7 +59,7 @@ def test_the_profile_rehearses_what_fits_into_the_pages_and_the_positions(
 ) -> None:
     speculation = SpeculationConfig(max_draft_tokens=8)
     scheduler = SchedulerConfig(prefill_chunk=24, max_running=2)
-    llm = LLM(
+    llm = LocalEngine(
         make_config(
             page_size=page_size, num_pages=num_pages, speculation=speculation, scheduler=scheduler
         )
@@ -73,10 +73,10 @@ def test_a_pinned_cost_model_is_taken_instead_of_measuring(
     make_config: MakeConfig, cost_file: Path
 ) -> None:
     speculation = SpeculationConfig(max_draft_tokens=5, cost_file=cost_file)
-    assert LLM(make_config(speculation=speculation)).engine.cost == PINNED
+    assert LocalEngine(make_config(speculation=speculation)).engine.cost == PINNED
     missing = SpeculationConfig(cost_file=cost_file.with_name("none.json"))
     with pytest.raises(ConfigError, match=r"none\.json"):
-        LLM(make_config(speculation=missing))
+        LocalEngine(make_config(speculation=missing))
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalised"])
@@ -84,7 +84,7 @@ def test_no_new_controller_changes_a_token(
     name: str, make_config: MakeConfig, cost_file: Path
 ) -> None:
     speculation = SpeculationConfig(max_draft_tokens=5, cost_file=cost_file)
-    llm = LLM(make_config(speculation=speculation))
+    llm = LocalEngine(make_config(speculation=speculation))
     plain = llm.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
     for controller in NEW:
         wished = SpeculationParams(controller=controller)
@@ -102,7 +102,7 @@ def test_goodput_drafts_for_a_head_that_agrees_and_not_for_one_that_never_does(
         speculation = SpeculationConfig(
             max_draft_tokens=5, cost_file=cost_file, controller="goodput"
         )
-        llm = LLM(make_config(head, speculation=speculation))
+        llm = LocalEngine(make_config(head, speculation=speculation))
         rounds: list[Generation] = []
         for turn in range(6):
             rounds += llm.generate(
@@ -120,7 +120,7 @@ def test_pinned_runs_draft_the_same_lengths(make_config: MakeConfig, cost_file: 
     )
     lengths = []
     for _ in range(2):
-        llm = LLM(make_config(speculation=speculation))
+        llm = LocalEngine(make_config(speculation=speculation))
         done = llm.generate(requests(4, SAMPLING["warm"], SpeculationParams(), "pinned"))
         lengths.append([generation.drafted for generation in done])
     assert lengths[0] == lengths[1]

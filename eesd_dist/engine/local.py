@@ -1,0 +1,143 @@
+"""The engine as a library: token ids in, token ids out, in the caller's own process.
+
+`LocalEngine` drives the loop in the calling thread until the last request is done; `EngineThread`
+drives it in a thread of its own and hands emissions over. Neither knows text.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.types import (
+    Emission,
+    FinishReason,
+    Request,
+    RequestId,
+    RoundStats,
+    TokenId,
+    TokenLogprobs,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """All that left for one request."""
+
+    request_id: RequestId
+    tokens: list[TokenId] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    drafted: list[int] = field(default_factory=list)
+    """Draft length of each round."""
+    accepted: list[int] = field(default_factory=list)
+
+    def take(self, emission: Emission) -> None:
+        self.tokens.extend(emission.tokens)
+        self.logprobs.extend(emission.logprobs)
+        self.drafted.append(emission.num_drafted)
+        self.accepted.append(emission.num_accepted)
+        self.finish_reason = emission.finish_reason
+
+
+class LocalEngine:
+    """Both stages in this process. Not for several threads: that is what the service is for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = build_local_engine(config, book=BeliefBook())
+        self._max_waiting = config.scheduler.max_waiting
+
+    @property
+    def engine(self) -> EngineCore:
+        return self._engine
+
+    def stream(
+        self,
+        requests: Sequence[Request],
+        *,
+        observe: Callable[[RoundStats], None] | None = None,
+    ) -> Iterator[Emission]:
+        """Emissions as they leave, interleaved. Requests enter as the queue has room for them.
+
+        Raises RequestError for one that cannot be served, and ends the others.
+        """
+        pending = deque(requests)
+        added: list[RequestId] = []
+        try:
+            while pending or self._engine.has_work:
+                while pending and self._engine.load().num_waiting < self._max_waiting:
+                    self._engine.add(pending[0])
+                    added.append(pending.popleft().request_id)
+                result = self._engine.step(wait_s=0.0)
+                if observe is not None:
+                    for stats in result.rounds:
+                        observe(stats)
+                yield from result.emissions
+        finally:  # refused halfway, or read no further: the next call finds nothing of it
+            for request_id in added:
+                self._engine.abort(request_id)
+            while self._engine.has_work:
+                self._engine.step(wait_s=0.0)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        observe: Callable[[RoundStats], None] | None = None,
+    ) -> list[Generation]:
+        """Every request to its end, in the order given."""
+        generations = {r.request_id: Generation(request_id=r.request_id) for r in requests}
+        for emission in self.stream(requests, observe=observe):
+            generations[emission.request_id].take(emission)
+        return [generations[r.request_id] for r in requests]
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends a request; also while `stream` is being read."""
+        self._engine.abort(request_id)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class EngineThread:
+    """Turns an engine's loop in a thread of its own until closed or broken."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        *,
+        deliver: Callable[[StepResult], None],
+        broken: Callable[[EesdError], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._broken = broken
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        self._stopping.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                result = self._engine.step()
+                if result.rounds or result.emissions:
+                    self._deliver(result)
+        except EesdError as error:
+            self._broken(error)
+        except Exception as error:  # a bug; nobody else would tell those who wait
+            logger.exception("engine loop broke")
+            self._broken(EngineError(f"the engine broke: {type(error).__name__}: {error}"))

@@ -1,0 +1,96 @@
+"""Turns one request's emissions into its text, and decides where the text ends.
+
+A text ends at a stop string, at a stop token, or where the engine ended it. What might still become
+a stop string is held back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from eesd_dist.text.stop_strings import StopStrings
+from eesd_dist.text.stream_decoder import StreamDecoder
+from eesd_dist.text.tokenizer import TextCodec
+from eesd_dist.types import Emission, FinishReason, SamplingParams, TokenId, TokenLogprobs
+
+TextFinish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one emission adds to a text."""
+
+    text: str
+    """What may be shown now; later than its tokens when it might have become a stop string."""
+    pieces: tuple[str, ...]
+    """Per token, the text that it completed, shown or not."""
+    tokens: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """Per token, when the request asked for them."""
+    finish_reason: TextFinish | None
+    stop_reason: str | int | None
+    """The stop string or stop token that ended the text; None for the model's own end."""
+
+
+class TextAssembler:
+    """The text of one request while it grows."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        sampling: SamplingParams,
+        *,
+        stops: Sequence[str] = (),
+        include_stop_in_output: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._sampling = sampling
+        self._include_stop = include_stop_in_output
+        self._eos_token_ids = codec.eos_token_ids
+        self._decoder = StreamDecoder(codec, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(
+            stops,
+            include_in_output=include_stop_in_output,
+            min_pieces=sampling.min_tokens,
+        )
+
+    def take(self, emission: Emission) -> TextDelta:
+        pieces = self._pieces(emission)
+        checked = self._stops.push(pieces)
+        text = checked.text
+        if checked.matched is None and emission.finish_reason is not None:
+            text += self._stops.finish()
+        finish_reason, stop_reason = self._end(emission, matched=checked.matched)
+        return TextDelta(
+            text=text,
+            pieces=tuple(pieces[: checked.num_pieces]),
+            tokens=emission.tokens[: checked.num_pieces],
+            logprobs=emission.logprobs[: checked.num_pieces],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _pieces(self, emission: Emission) -> list[str]:
+        pieces = [self._decoder.feed_one(token) for token in emission.tokens]
+        if self._ended_by_token(emission) and not self._include_stop:
+            pieces[-1] = ""
+        return pieces
+
+    def _ended_by_token(self, emission: Emission) -> bool:
+        return (
+            emission.finish_reason is FinishReason.STOP
+            and bool(emission.tokens)
+            and emission.tokens[-1] in self._sampling.stop_token_ids
+        )
+
+    def _end(
+        self, emission: Emission, *, matched: str | None
+    ) -> tuple[TextFinish | None, str | int | None]:
+        if matched is not None:
+            return "stop", matched
+        if emission.finish_reason is None:
+            return None, None
+        if emission.finish_reason is FinishReason.LENGTH:
+            return "length", None
+        last = emission.tokens[-1] if self._ended_by_token(emission) else None
+        return "stop", None if last in self._eos_token_ids else last
