@@ -3,7 +3,7 @@
 The only place that knows all the parts of a pipeline. It starts no process and no server.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -18,6 +18,7 @@ from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
+from eesd_dist.engine.headers import RoundIds
 from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.engine.verify import VerifyStage
@@ -31,7 +32,6 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
-from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
     RoundHeader,
@@ -247,7 +247,7 @@ def build_draft_engine(
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
-    round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
+    round_ids: RoundIds | None = None,
     spool: SpoolSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
@@ -293,7 +293,7 @@ def build_draft_engine(
         calibrator=Calibrator.load(layout.head_folder) if layout.head_folder else None,
         book=book,
         generation=generation,
-        round_span=round_span,
+        round_ids=round_ids,
         spool=spool,
         turns=TakingTurns(cost) if config.scheduler.overlap == "auto" else None,
     )

@@ -6,7 +6,7 @@ controllers how far to draft, the verify stage which tokens leave.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eesd_dist.config import SpeculationConfig
@@ -17,7 +17,7 @@ from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.acceptance import Accepted, accepted_drafts
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
-from eesd_dist.engine.headers import HeaderWriter, KvMoves
+from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
@@ -25,7 +25,6 @@ from eesd_dist.engine.spool import SpoolSink, SpoolTap
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
-from eesd_dist.telemetry.tracing import NO_IDS, SpanIds
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply
 from eesd_dist.types import (
     NO_TRAFFIC,
@@ -63,13 +62,13 @@ class EngineCore:
         book: BeliefBook | None = None,
         generation: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-        round_span: Callable[[Sequence[str | None]], SpanIds] = lambda _: NO_IDS,
+        round_ids: RoundIds | None = None,
         spool: SpoolSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
         turns: TakingTurns | None = None,
     ) -> None:
         """`turns`: chooses between one cohort and two; None leaves it to the scheduler.
-        `round_span`: from the traceparents of a round's requests to the span it will have.
+        `round_ids`: None where nothing is traced.
         `draft_traffic`: what this rank has exchanged with the other draft ranks so far."""
         self._draft = draft
         self._channel = channel
@@ -94,7 +93,7 @@ class EngineCore:
             moves=moves,
             page_size=draft.page_size,
             by_rejection=speculation.acceptance == "rejection",
-            round_span=round_span,
+            round_ids=round_ids,
             recorder=self._recorder,
         )
         self.kv_sharing = KvSharing(

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from eesd_dist.engine.draft import DraftedRound, DraftRun
 from eesd_dist.engine.spool import SpoolTap
 from eesd_dist.schedule.scheduler import RoundPlan
-from eesd_dist.telemetry.tracing import SpanIds
 from eesd_dist.transport.contracts import RoundHeader, Segment
 from eesd_dist.types import RequestId
 
 Move = tuple[int, int]
 """A slot whose keys and values have to go to another: (from, to)."""
+RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
+"""From the traceparents of a round's requests to trace id and span id that the round will have."""
 
 
 class KvMoves:
@@ -66,21 +67,21 @@ class HeaderWriter:
         moves: KvMoves,
         page_size: int,
         by_rejection: bool,
-        round_span: Callable[[Sequence[str | None]], SpanIds],
+        round_ids: RoundIds | None,
         recorder: SpoolTap | None,
     ) -> None:
-        """`round_span`: from the traceparents of a round's requests to the span it will have."""
+        """`round_ids` is None where nothing is traced."""
         self.generation = generation
         self._moves = moves
         self._page_size = page_size
         self._by_rejection = by_rejection
-        self._round_span = round_span
+        self._round_ids = round_ids
         self._recorder = recorder
         self._round_id = 0
 
     def write(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
         self._round_id += 1
-        span = self._round_span([item.live.request.traceparent for item in plan.items])
+        trace_id, span_id = self._ids(plan)
         return RoundHeader(
             generation=self.generation,
             round_id=self._round_id,
@@ -88,8 +89,8 @@ class HeaderWriter:
                 _segment(run, self._page_size, num_recorded=self._num_recorded(run.request_id))
                 for run in drafted.runs
             ),
-            trace_id=span.trace_id,
-            span_id=span.span_id,
+            trace_id=trace_id,
+            span_id=span_id,
             wants_rejection=self._by_rejection,
             kv_moves=self._moves.take(self._round_id),
         )
@@ -103,6 +104,11 @@ class HeaderWriter:
         """Goes on with stages that know nothing of any page."""
         self.generation = generation
         self._moves.clear()
+
+    def _ids(self, plan: RoundPlan) -> tuple[int, int]:
+        if self._round_ids is None:
+            return 0, 0
+        return self._round_ids([item.live.request.traceparent for item in plan.items])
 
     def _num_recorded(self, request_id: RequestId) -> int:
         """How many of the target's best tokens the recorder wants of this request's rows."""

@@ -108,7 +108,7 @@ class EngineLeader:
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         """Names the exit head of the next engine; `load_head` changes it."""
-        self._tracing = tracing
+        self._spans = tracing.rounds
         self._open_spool = open_spool
         self._spool: Spool | None = None
         """None where nothing is recorded, or nothing has been drafted yet."""
@@ -274,7 +274,7 @@ class EngineLeader:
             channel,
             generation=generation.number,
             book=self._book,
-            round_span=self._tracing.round_ids,
+            round_ids=None if self._spans is None else self._spans.ids,
             spool=self._spool,
             group=None if followers is None else followers.seat,
             commands=None if followers is None else followers.commands,

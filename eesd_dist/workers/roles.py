@@ -5,15 +5,17 @@ Every protocol here has two implementations: the model's stages (`draft_leader`,
 """
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
-from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import Address, ControlReport, Generation, Landing, PageLink
+
+if TYPE_CHECKING:
+    from eesd_dist.telemetry.tracing import Tracing
 
 
 class PageTransfer(Protocol):
@@ -210,8 +212,10 @@ class DraftFollower(RankWorker, Protocol):
 class StageFactory(Protocol):
     """Builds the role of a process, inside that process. Travels to it by pickle."""
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader: ...
+    def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader: ...
     def draft_follower(
-        self, config: EngineConfig, tracing: Tracing, *, rank: int
+        self, config: EngineConfig, tracing: "Tracing", *, rank: int
     ) -> DraftFollower: ...
-    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker: ...
+    def verify_worker(
+        self, config: EngineConfig, tracing: "Tracing", *, rank: int
+    ) -> RankWorker: ...

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
 
 if TYPE_CHECKING:
+    from eesd_dist.telemetry.tracing import Tracing
     from eesd_dist.workers.draft_leader import Spool
 
 
@@ -23,19 +23,21 @@ class EngineStages:
     open_spool: "Callable[[EngineConfig], Spool] | None" = None
     """Opens the recorder of the drafting actor; None records nothing."""
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader:
         from eesd_dist.workers.draft_leader import EngineLeader
 
         opened = None if self.open_spool is None else partial(self.open_spool, config)
         return EngineLeader(config, tracing, open_spool=opened)
 
-    def draft_follower(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> DraftFollower:
+    def draft_follower(
+        self, config: EngineConfig, tracing: "Tracing", *, rank: int
+    ) -> DraftFollower:
         from eesd_dist.workers.draft_follower import ShardFollower
 
         del tracing  # its time is part of the drafting actor's spans
         return ShardFollower(config, rank=rank)
 
-    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+    def verify_worker(self, config: EngineConfig, tracing: "Tracing", *, rank: int) -> RankWorker:
         from eesd_dist.workers.verify_worker import StageVerifier
 
         return StageVerifier(config, tracing, rank=rank)

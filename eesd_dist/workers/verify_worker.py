@@ -9,7 +9,8 @@ from eesd_dist.engine.build import build_verify_stage, layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.schedule.lending import KvLayout
-from eesd_dist.telemetry.tracing import SpanIds, Tracing
+from eesd_dist.telemetry.round_spans import RoundSpans
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistRoundSource
 from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
@@ -28,7 +29,7 @@ class StageVerifier:
     def __init__(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> None:
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
-        self._tracing = tracing
+        self._spans = tracing.rounds
         self._rank = rank
         self._groups = EpochGroups(config)
         size = config.parallel.verify_tensor_parallel_size
@@ -51,9 +52,7 @@ class StageVerifier:
             stage.span.paged.begin()
             # Built now: from here on the drafting actor may send.
             source = self._source(generation, groups[0]) if self._rank == 0 else None
-            return VerifyMember(
-                stage, groups, source=source, rank=self._rank, tracing=self._tracing
-            )
+            return VerifyMember(stage, groups, source=source, rank=self._rank, spans=self._spans)
 
     def disconnect(self) -> None:
         self._groups.leave()
@@ -86,14 +85,14 @@ class VerifyMember:
         *,
         source: RoundSource | None,
         rank: int,
-        tracing: Tracing,
+        spans: RoundSpans | None,
     ) -> None:
-        """`source` is rank 0's; the others follow it."""
+        """`source` is rank 0's; the others follow it. `spans` is None where tracing is off."""
         self._stage = stage
         self._groups = groups
         self._source = source
         self._rank = rank
-        self._tracing = tracing
+        self._spans = spans
 
     def run(self) -> None:
         try:
@@ -109,8 +108,11 @@ class VerifyMember:
         abort_all(self._groups, "the generation was ended")
 
     def _record(self, header: RoundHeader, reply: VerifyReply) -> None:
-        self._tracing.record_rank(
-            SpanIds(trace_id=header.trace_id, span_id=header.span_id),
+        if self._spans is None:
+            return
+        self._spans.record_rank(
+            trace_id=header.trace_id,
+            span_id=header.span_id,
             rank=self._rank,
             num_rows=header.num_rows,
             started_unix_s=time.time() - reply.verify_s,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
-from eesd_dist.telemetry.tracing import SpanIds, Tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
     PROBE,
     Emission,
@@ -71,6 +71,7 @@ class DraftWatch:
     def __init__(self, tracing: Tracing, *, model_name: str) -> None:
         self._metrics = ServiceMetrics(model_name=model_name)
         self._tracing = tracing
+        self._spans = tracing.rounds
         self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
         self._requests: dict[RequestId, _Watched] = {}
 
@@ -91,9 +92,8 @@ class DraftWatch:
         for stats in result.rounds:
             self._rounds.append(stats)
             self._metrics.observe_round(stats)
-            self._tracing.record_round(
-                stats, ids=SpanIds(trace_id=stats.trace_id, span_id=stats.span_id)
-            )
+            if self._spans is not None:
+                self._spans.record_round(stats)
 
     def left(self, request_id: RequestId) -> None:
         """Its reader has gone, or it has failed."""

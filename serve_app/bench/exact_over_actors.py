@@ -48,7 +48,7 @@ class ActorRunner:
     async def _all(self, requests: Sequence[Request]) -> list[Generation]:
         from ray import serve
 
-        from eesd_dist.telemetry.tracing import make_tracing
+        from eesd_dist.telemetry.tracing import Tracing
         from serve_app.ingress.load_balancing import Steering
         from serve_app.ingress.pipeline_client import ServiceClient
 
@@ -56,7 +56,7 @@ class ActorRunner:
         client = ServiceClient(
             pipelines,
             recovery=self._config.recovery,
-            tracing=make_tracing(process="bench", service="bench", endpoint=None, folder=None),
+            tracing=Tracing(),
             steering=Steering(self._config),
         )
 

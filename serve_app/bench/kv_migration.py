@@ -33,7 +33,7 @@ from eesd_dist.config import (
 from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.provenance import collect_provenance
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.config import BUNDLED_MODEL, PipelinesConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
@@ -90,7 +90,7 @@ class _Clients:
         self._client = ServiceClient(
             self._pipelines,
             recovery=config.recovery,
-            tracing=make_tracing(process="bench", service="bench", endpoint=None, folder=None),
+            tracing=Tracing(),
             steering=self._steering,
         )
 

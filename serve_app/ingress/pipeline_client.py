@@ -19,7 +19,8 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, Moved, PeerLost
 from eesd_dist.telemetry import names
-from eesd_dist.telemetry.tracing import Tracing, open_route_span
+from eesd_dist.telemetry.request_spans import route_span
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Request, RequestId, RoundStats
 from eesd_dist.workers.messages import StreamItem
 from eesd_dist.workers.process import PROCESS_LOST
@@ -71,7 +72,7 @@ class ServiceClient:
     ) -> None:
         self._pipelines = pipelines
         self._steering = steering
-        self._tracing = tracing
+        self._tracer = tracing.tracer
         self._streams = pipelines.options(stream=True)
         self._recovery = recovery
         self._open: dict[RequestId, Any] = {}
@@ -167,11 +168,11 @@ class ServiceClient:
         self._open[request.request_id] = responses
         is_over = False
         try:
-            with open_route_span(
-                self._tracing, traceparent=request.traceparent, request_id=request.request_id
+            with route_span(
+                self._tracer, traceparent=request.traceparent, request_id=request.request_id
             ) as route:
                 taken = await self._taken(responses, pipeline)
-                route.set({names.PIPELINE: taken.pipeline})
+                route.set_attribute(names.PIPELINE, taken.pipeline)
             self._steering.taken(choice, by=taken.pipeline)
             pipeline, target = taken.pipeline, taken.address
             while True:

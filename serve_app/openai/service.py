@@ -6,18 +6,20 @@ The HTTP API and the batch runner are two ways in. Knows neither.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import TypeVar
 
+from opentelemetry.trace import Span
+
 from eesd_dist.telemetry.metrics import RequestTimings
-from eesd_dist.telemetry.tracing import (
-    NoTracing,
-    OpenSpan,
-    Tracing,
-    open_request_span,
+from eesd_dist.telemetry.request_spans import (
+    Attributes,
+    request_span,
     response_attributes,
+    traceparent_of,
 )
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from serve_app.openai.client import EngineClient
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
@@ -49,7 +51,7 @@ class Service:
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
-        self._tracing = tracing or NoTracing()
+        self._tracing = tracing or Tracing()
         self._observe_request = observe_request
 
     async def prepared(
@@ -97,19 +99,20 @@ class Service:
     ) -> AsyncGenerator[Delta, None]:
         try:
             with self._span(prepared) as span:
-                sources = [self._source(choice, prepared, span) for choice in prepared.choices]
+                traceparent = traceparent_of(span)
+                sources = [self._source(c, prepared, traceparent) for c in prepared.choices]
                 async with aclosing(merged(sources)) as deltas:
                     async for delta in deltas:
                         tallies[delta.index].add(delta)
                         yield delta
-                span.set(_attributes(prepared, tallies))
+                span.set_attributes(_attributes(prepared, tallies))
         finally:
             self._report(prepared, tallies)
 
     def _source(
-        self, choice: Choice, prepared: Prepared, span: OpenSpan
+        self, choice: Choice, prepared: Prepared, traceparent: str | None
     ) -> AsyncGenerator[Delta, None]:
-        joined = replace(choice.request, traceparent=span.traceparent)
+        joined = replace(choice.request, traceparent=traceparent)
         return generate(
             self._engine,
             replace(choice, request=joined),
@@ -117,10 +120,10 @@ class Service:
             options=prepared.text,
         )
 
-    def _span(self, prepared: Prepared) -> OpenSpan:
+    def _span(self, prepared: Prepared) -> AbstractContextManager[Span]:
         request = prepared.choices[0].request
-        return open_request_span(
-            self._tracing,
+        return request_span(
+            self._tracing.tracer,
             operation=_OPERATIONS[prepared.kind],
             model=prepared.model,
             traceparent=request.traceparent,
@@ -151,9 +154,7 @@ def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:
     return [ChoiceTally() for _ in prepared.choices]
 
 
-def _attributes(
-    prepared: Prepared, tallies: Sequence[ChoiceTally]
-) -> dict[str, str | bool | int | float | Sequence[str]]:
+def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attributes:
     return response_attributes(
         response_id=prepared.response_id,
         model=prepared.model,

@@ -9,28 +9,24 @@ from eesd_dist.workers.roles import RankWorker
 from eesd_dist.workers.stage_factory import EngineStages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
-from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.rendezvous import StoreHost
 from tests.dist.transport.peers import peer_process
 
 TIMEOUT_S = 60.0
 
 
-def _tracing() -> Tracing:
-    return make_tracing(process="test", service="test", endpoint=None, folder=None)
-
-
 def leader_of(config: EngineConfig) -> EngineLeader:
-    return EngineLeader(config, _tracing())
+    return EngineLeader(config, Tracing())
 
 
 def obey(config: EngineConfig, first: Generation, stage: str, rank: int) -> None:
     """A rank's life: one generation after the other, with the same weights."""
     stages = EngineStages()
     if stage == "draft":
-        worker: RankWorker = stages.draft_follower(config, _tracing(), rank=rank)
+        worker: RankWorker = stages.draft_follower(config, Tracing(), rank=rank)
     else:
-        worker = stages.verify_worker(config, _tracing(), rank=rank)
+        worker = stages.verify_worker(config, Tracing(), rank=rank)
     number = first.number
     while True:
         member = worker.join(_numbered(first, number))

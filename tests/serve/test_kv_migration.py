@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray import serve
 
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig, service_config
@@ -63,7 +63,7 @@ class Sending:
         self._client = ServiceClient(
             self.handle,
             recovery=config.recovery,
-            tracing=make_tracing(process="test", service="test", endpoint=None, folder=None),
+            tracing=Tracing(),
             steering=self.steering,
         )
         self.num_tokens: dict[RequestId, int] = {}

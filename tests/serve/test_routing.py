@@ -18,7 +18,7 @@ from ray import serve
 
 from eesd_dist.errors import ConfigError, Moved
 from eesd_dist.routing.choice import Choice
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import application_of
 from serve_app.cli import pipelines
@@ -111,7 +111,7 @@ class Sending:
         self._client = ServiceClient(
             self.handle,
             recovery=config.recovery,
-            tracing=make_tracing(process="test", service="test", endpoint=None, folder=None),
+            tracing=Tracing(),
             steering=self.steering,
         )
 

@@ -15,11 +15,11 @@ import ray
 
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.telemetry import names
-from eesd_dist.telemetry.merge_traces import TraceSpan, read_spans
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
 from serve_app.cli.main import main
 from tests.support.running import Running, tokens_of, until
+from tests.support.spans import WrittenSpan, read_spans
 
 PROMPT = "the quick brown fox"
 
@@ -221,10 +221,10 @@ def test_one_trace_leads_from_the_client_to_every_verify_rank(
         extra_headers={"traceparent": f"00-{trace_id}-{client_span}-01"},
     )
 
-    def trace() -> list[TraceSpan] | None:
+    def trace() -> list[WrittenSpan] | None:
         folder = service.config.telemetry.trace_folder
         assert folder is not None
-        spans = [s for s in read_spans(folder.glob("*.jsonl")) if s.trace_id == trace_id]
+        spans = [s for s in read_spans(folder) if s.trace_id == trace_id]
         ranks = {s.attributes[names.RANK] for s in spans if s.name == names.SPAN_VERIFY_RANK}
         # Every process writes in its own time: a span may be here before its parent.
         known = {client_span, *(s.span_id for s in spans)}

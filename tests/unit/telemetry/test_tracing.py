@@ -1,9 +1,11 @@
 """Traces: joined by parent ids over files and over HTTP, and nothing at all when off."""
 
-import json
+import random
+import re
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,19 +13,21 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from eesd_dist.errors import CheckpointError
 from eesd_dist.telemetry import names
-from eesd_dist.telemetry.merge_traces import TraceSpan, merge_traces, read_spans
-from eesd_dist.telemetry.tracing import (
-    NO_IDS,
-    Tracing,
-    make_tracing,
-    open_request_span,
-    open_route_span,
+from eesd_dist.telemetry.request_spans import (
+    context_of,
+    request_span,
     response_attributes,
+    route_span,
+    traceparent_of,
 )
+from eesd_dist.telemetry.round_spans import RoundSpans
+from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.types import SamplingParams
+from tests.support.spans import WrittenSpan, read_spans
 from tests.unit.telemetry.rounds import a_round
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -39,11 +43,12 @@ def traced(process: str, folder: Path) -> Iterator[Tracing]:
         tracing.close()
 
 
-def spans_of(folder: Path) -> list[TraceSpan]:
-    return read_spans(sorted(folder.glob("*.jsonl")))
+def rounds_of(tracing: Tracing) -> RoundSpans:
+    assert tracing.rounds is not None
+    return tracing.rounds
 
 
-def one(spans: list[TraceSpan], name: str) -> TraceSpan:
+def one(spans: list[WrittenSpan], name: str) -> WrittenSpan:
     (found,) = [span for span in spans if span.name == name]
     return found
 
@@ -55,29 +60,30 @@ def serve_one_request(folder: Path) -> None:
         traced("draft", folder) as draft,
         traced("verify-0", folder) as rank,
     ):
-        request = open_request_span(
-            ingress,
+        span = request_span(
+            ingress.tracer,
             operation="chat",
             model="demo",
             traceparent=CLIENT,
-            sampling=SamplingParams(temperature=0.5, max_tokens=20),
+            sampling=SamplingParams(temperature=0.5, max_tokens=20, seed=2**64 - 1),
         )
-        with (
-            request,
-            open_route_span(
-                ingress, traceparent=request.traceparent, request_id="a", pipeline="p0"
-            ),
-        ):
-            ids = draft.round_ids([request.traceparent])
-            rank.record_rank(
-                ids, rank=0, num_rows=9, started_unix_s=1_700_000_000.014, seconds=0.019
+        with span as request:
+            parent = traceparent_of(request)
+            with route_span(ingress.tracer, traceparent=parent, request_id="a") as route:
+                route.set_attribute(names.PIPELINE, "p0")
+            trace_id, span_id = rounds_of(draft).ids([None, parent])
+            rounds_of(rank).record_rank(
+                trace_id=trace_id,
+                span_id=span_id,
+                rank=0,
+                num_rows=9,
+                started_unix_s=1_700_000_000.014,
+                seconds=0.019,
             )
-            draft.record_round(
-                a_round(traceparents=(request.traceparent,)),
-                ids=ids,
-                attributes={names.EXIT_LAYER: 4},
+            rounds_of(draft).record_round(
+                a_round(traceparents=(None, parent), trace_id=trace_id, span_id=span_id)
             )
-            request.set(
+            request.set_attributes(
                 response_attributes(
                     response_id="chatcmpl-1",
                     model="demo",
@@ -90,7 +96,7 @@ def serve_one_request(folder: Path) -> None:
 
 def test_one_request_is_one_trace_from_http_to_verify_rank(tmp_path: Path) -> None:
     serve_one_request(tmp_path)
-    spans = spans_of(tmp_path)
+    spans = read_spans(tmp_path)
     assert {span.trace_id for span in spans} == {CLIENT.split("-")[1]}
     request, a_round_span = one(spans, "chat demo"), one(spans, "eesd.round")
     assert request.parent_id == CLIENT.split("-")[2]
@@ -104,7 +110,7 @@ def test_one_request_is_one_trace_from_http_to_verify_rank(tmp_path: Path) -> No
 
 def test_stages_follow_one_another_and_fill_the_round(tmp_path: Path) -> None:
     serve_one_request(tmp_path)
-    spans = spans_of(tmp_path)
+    spans = read_spans(tmp_path)
     stages = [one(spans, stage) for stage in STAGES]
     whole = one(spans, "eesd.round")
     assert stages[0].start_us == whole.start_us
@@ -116,29 +122,31 @@ def test_stages_follow_one_another_and_fill_the_round(tmp_path: Path) -> None:
 
 def test_spans_say_what_happened(tmp_path: Path) -> None:
     serve_one_request(tmp_path)
-    spans = spans_of(tmp_path)
+    spans = read_spans(tmp_path)
     whole, request = one(spans, "eesd.round").attributes, one(spans, "chat demo").attributes
     assert whole["eesd.draft.tokens"] == 7
     assert whole["eesd.accepted.tokens"] == 4
-    assert whole["eesd.exit_layer"] == 4
     assert one(spans, "eesd.transfer").attributes["eesd.transfer.bytes"] == 4096
     assert one(spans, "eesd.transfer").attributes["eesd.transfer.reply_bytes"] == 1024
     assert one(spans, "eesd.verify").attributes["eesd.verify.collective_seconds"] == 0.004
     assert one(spans, "eesd.verify").attributes["eesd.verify.collective_sent_bytes"] == 300
     assert request["gen_ai.operation.name"] == "chat"
     assert request["gen_ai.request.temperature"] == 0.5
+    assert request["gen_ai.request.seed"] == -1  # the same 64 bits, signed
+    assert one(spans, "eesd.route").attributes == {"eesd.request.id": "a", "eesd.pipeline": "p0"}
+    assert one(spans, "eesd.verify.rank").attributes == {"eesd.rank": 0, "eesd.round.rows": 9}
     assert request["gen_ai.response.finish_reasons"] == ["stop"]
     assert request["gen_ai.usage.output_tokens"] == 6
 
 
 def test_every_request_of_a_round_sees_it_in_its_own_trace(tmp_path: Path) -> None:
     with traced("draft", tmp_path) as tracing:
-        requests = [tracing.open_span(f"request {i}") for i in range(3)]
-        parents = (None, *(request.traceparent for request in requests))
-        tracing.record_round(a_round(traceparents=parents))
+        requests = [tracing.tracer.start_span(f"request {i}") for i in range(3)]
+        parents = (None, *(traceparent_of(request) for request in requests))
+        rounds_of(tracing).record_round(a_round(traceparents=parents))
         for request in requests:
             request.end()
-    spans = spans_of(tmp_path)
+    spans = read_spans(tmp_path)
     rounds = [span for span in spans if span.name == "eesd.round"]
     assert len({span.trace_id for span in rounds}) == 3
     by_id = {span.span_id: span for span in spans}
@@ -148,21 +156,20 @@ def test_every_request_of_a_round_sees_it_in_its_own_trace(tmp_path: Path) -> No
         "request 2",
     ]
     assert one(spans, "eesd.draft").trace_id == one(spans, "request 0").trace_id
-    lines = [json.loads(line) for line in (tmp_path / "draft.jsonl").read_text().splitlines()]
-    written = [s for line in lines for s in line["resourceSpans"][0]["scopeSpans"][0]["spans"]]
-    links = [s["links"] for s in written if s["name"] == "eesd.round"]
     first = one(spans, "eesd.draft").parent_id
-    assert sorted(len(link) for link in links) == [0, 1, 1]
-    assert {link["spanId"] for found in links for link in found} == {first}
+    assert sorted(span.links for span in rounds) == [(), (first,), (first,)]
 
 
 def test_a_request_that_is_not_sampled_leaves_nothing(tmp_path: Path) -> None:
     with traced("draft", tmp_path) as tracing:
         silent = CLIENT[:-1] + "0"
-        assert tracing.round_ids([silent, None]) == NO_IDS
-        tracing.record_round(a_round(traceparents=(silent, None)))
-        tracing.open_span("request", traceparent=silent).end()
-    assert spans_of(tmp_path) == []
+        assert rounds_of(tracing).ids([silent, None]) == (0, 0)
+        rounds_of(tracing).record_round(a_round(traceparents=(silent, None)))
+        rounds_of(tracing).record_rank(
+            trace_id=0, span_id=0, rank=0, num_rows=9, started_unix_s=1.0, seconds=1.0
+        )
+        tracing.tracer.start_span("request", context_of(silent)).end()
+    assert read_spans(tmp_path) == []
 
 
 @pytest.mark.parametrize("nonsense", ["nonsense", "a-b-c-1", f"00-{'0' * 32}-{'0' * 16}-01", ""])
@@ -170,40 +177,62 @@ def test_a_traceparent_nobody_can_read_starts_a_trace_of_its_own(
     tmp_path: Path, nonsense: str
 ) -> None:
     with traced("ingress", tmp_path) as tracing:
-        tracing.open_span("request", traceparent=nonsense).end()
-        assert tracing.round_ids([nonsense]) == NO_IDS
-        tracing.record_round(a_round(traceparents=(nonsense,)))
-    (span,) = spans_of(tmp_path)
+        tracing.tracer.start_span("request", context_of(nonsense)).end()
+        assert rounds_of(tracing).ids([nonsense]) == (0, 0)
+        rounds_of(tracing).record_round(a_round(traceparents=(nonsense,)))
+    (span,) = read_spans(tmp_path)
     assert span.parent_id is None
 
 
 def test_a_failed_request_says_how(tmp_path: Path) -> None:
     with traced("ingress", tmp_path) as tracing, pytest.raises(ValueError, match="too hot"):  # noqa: SIM117
-        with tracing.open_span("request"):
+        with route_span(tracing.tracer, traceparent=None, request_id="a"):
             raise ValueError("too hot")
-    (span,) = spans_of(tmp_path)
+    (span,) = read_spans(tmp_path)
     assert span.attributes["error.type"] == "ValueError"
-    assert '"code":2' in (tmp_path / "ingress.jsonl").read_text()
+    assert span.status == {"code": 2, "message": "ValueError: too hot"}
 
 
-def test_flush_writes_what_is_waiting(tmp_path: Path) -> None:
-    with traced("draft", tmp_path) as tracing:
-        tracing.open_span("request").end()
-        tracing.flush()
-        assert len(spans_of(tmp_path)) == 1
+def test_a_process_that_is_killed_after_a_flush_leaves_all_its_spans(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from eesd_dist.telemetry.tracing import make_tracing\n"
+        "tracing = make_tracing(process='draft', folder=Path(sys.argv[1]))\n"
+        "for number in range(3):\n"
+        "    tracing.tracer.start_span(f'request {number}').end()\n"
+        "tracing.flush()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    died = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60)
+    assert died.returncode == -9
+    assert len(read_spans(tmp_path)) == 3
 
 
-def test_off_it_knows_no_sdk_and_hands_the_context_on() -> None:
+def test_off_it_loads_no_sdk_has_no_rounds_and_hands_the_context_on() -> None:
     program = (
         "import sys\n"
-        "from eesd_dist.telemetry.tracing import make_tracing, open_request_span\n"
+        "from eesd_dist.telemetry.request_spans import route_span, traceparent_of\n"
+        "from eesd_dist.telemetry.tracing import make_tracing\n"
         "tracing = make_tracing(process='x')\n"
-        f"span = open_request_span(tracing, operation='chat', model='m', traceparent={CLIENT!r})\n"
-        f"assert span.traceparent == {CLIENT!r}\n"
-        "assert not tracing.round_ids([span.traceparent]) and not tracing.is_on\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        "assert tracing.rounds is None\n"
+        f"for given in ({CLIENT!r}, None):\n"
+        "    with route_span(tracing.tracer, traceparent=given, request_id='a') as span:\n"
+        "        assert traceparent_of(span) == given\n"
+        "tracing.flush()\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk')]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_seeding_random_alike_does_not_make_ids_alike(tmp_path: Path) -> None:
+    for process in ("one", "other"):
+        random.seed(7)
+        with traced(process, tmp_path) as tracing:
+            tracing.tracer.start_span("request").end()
+    one_, other = read_spans(tmp_path)
+    assert one_.trace_id != other.trace_id
+    assert one_.span_id != other.span_id
 
 
 class _Collector(BaseHTTPRequestHandler):
@@ -228,7 +257,7 @@ def test_with_an_endpoint_spans_go_there() -> None:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     tracing = make_tracing(process="x", endpoint=f"http://127.0.0.1:{server.server_port}")
-    tracing.record_round(a_round(traceparents=(CLIENT,)))
+    rounds_of(tracing).record_round(a_round(traceparents=(CLIENT,)))
     tracing.flush()
     tracing.close()
     server.shutdown()
@@ -240,29 +269,16 @@ def test_with_an_endpoint_spans_go_there() -> None:
     assert b"eesd.verify" in body
 
 
-def test_files_of_many_processes_become_one_picture(tmp_path: Path) -> None:
+def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) -> None:
     serve_one_request(tmp_path)
-    target = tmp_path / "trace.json"
-    assert merge_traces(tmp_path, target) == len(spans_of(tmp_path)) == 9
-    events = json.loads(target.read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"ingress", "draft", "verify-0"}
-    complete = [e for e in events if e["ph"] == "X"]
-    assert len(complete) == 9
-    assert all(e["dur"] >= 0 for e in complete)
-    starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
-    assert len(starts) == len(ends) == 2  # into the draft stage, and on to the verify rank
-    assert {e["id"] for e in starts} == {e["id"] for e in ends}
-
-
-def test_a_line_cut_short_by_a_killed_process_is_left_out(tmp_path: Path) -> None:
-    serve_one_request(tmp_path)
-    whole = len(spans_of(tmp_path))
-    with (tmp_path / "draft.jsonl").open("a") as stream:
-        stream.write('{"resourceSpans":[{"resou')
-    assert len(spans_of(tmp_path)) == whole
-
-
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text("hello\n")
-    with pytest.raises(CheckpointError, match=r"other\.jsonl"):
-        spans_of(tmp_path)
+    lines = (tmp_path / "draft.jsonl").read_text().splitlines()
+    for line in lines:
+        in_base64 = re.sub(
+            r'"(\w+Id)":"([0-9a-f]+)"',
+            lambda found: f'"{found[1]}":"{b64encode(bytes.fromhex(found[2])).decode()}"',
+            line,
+        )
+        request = json_format.Parse(in_base64, ExportTraceServiceRequest())
+        (scope,) = request.resource_spans[0].scope_spans
+        assert {span.trace_id.hex() for span in scope.spans} == {CLIENT.split("-")[1]}
+    assert lines

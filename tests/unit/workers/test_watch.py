@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
     PROBE,
     Emission,
@@ -25,8 +25,7 @@ REQUEST = Request(
 
 @pytest.fixture
 def watch() -> DraftWatch:
-    tracing = make_tracing(process="test", service="test", endpoint=None, folder=None)
-    return DraftWatch(tracing, model_name="toy")
+    return DraftWatch(Tracing(), model_name="toy")
 
 
 def _counts(watch: DraftWatch) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ import torch
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_shard, build_verify_stage
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.rendezvous import StoreHost
@@ -64,7 +64,7 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
     ) -> VerifyReply:
         raise PeerLost(peer="verify rank 0", operation="receive", reason="its connection is gone")
 
-    leader = EngineLeader(config, _tracing())
+    leader = EngineLeader(config, Tracing())
     if is_prepared:
         leader.prepare()
     with pytest.raises(PeerLost, match="its connection is gone"):
@@ -103,10 +103,6 @@ class Rendezvous:
         return [(each.name, each.generation) for each in self.groups if each.is_aborted]
 
 
-def _tracing() -> Tracing:
-    return make_tracing(process="test", service="test", endpoint=None)
-
-
 def _config() -> EngineConfig:
     """Two ranks in either stage."""
     parallel = {"draft_tensor_parallel_size": 2, "verify_tensor_parallel_size": 2}
@@ -137,7 +133,7 @@ def _lost(*_: object, **__: object) -> object:
 def test_groups_that_were_connected_and_not_joined_end_with_the_next_generation(
     meeting: Rendezvous,
 ) -> None:
-    leader = EngineLeader(_config(), _tracing())
+    leader = EngineLeader(_config(), Tracing())
     leader.connect(_generation(1, num_ranks=2))
     assert meeting.left == []
     leader.connect(_generation(2, num_ranks=2))
@@ -150,7 +146,7 @@ def test_groups_whose_engine_did_not_come_about_end_when_they_are_left(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
-    leader = EngineLeader(_config(), _tracing())
+    leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", _lost)
     leader.connect(_generation(1))
     with pytest.raises(PeerLost):
@@ -164,7 +160,7 @@ def test_groups_that_a_member_has_are_its_own_to_end(
 ) -> None:
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
     monkeypatch.setattr(draft_leader, "_serving_head", lambda *_: None)
-    leader = EngineLeader(_config(), _tracing())
+    leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
     leader.connect(_generation(1, num_ranks=2))
     member = leader.join(_generation(1, num_ranks=2), anew=True)
@@ -179,11 +175,11 @@ def test_a_group_is_left_when_the_second_one_of_its_rank_does_not_come_about(
 ) -> None:
     meeting.failing = "draft"
     with pytest.raises(PeerLost):
-        EngineLeader(_config(), _tracing()).connect(_generation(1, num_ranks=2))
+        EngineLeader(_config(), Tracing()).connect(_generation(1, num_ranks=2))
     assert meeting.left == [("rounds", 1)]
     meeting.failing = "verify"
     with pytest.raises(PeerLost):
-        StageVerifier(_config(), _tracing(), rank=0).join(_generation(2, num_ranks=2))
+        StageVerifier(_config(), Tracing(), rank=0).join(_generation(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("rounds", 2)]
 
 
@@ -194,7 +190,7 @@ def test_ranks_that_cannot_load_leave_their_groups(
     monkeypatch.setattr(draft_follower, "build_draft_shard", _lost)
     monkeypatch.setattr(LatestGroup, "join", lambda *_: None)
     with pytest.raises(PeerLost):
-        StageVerifier(_config(), _tracing(), rank=0).join(_generation(1, num_ranks=2))
+        StageVerifier(_config(), Tracing(), rank=0).join(_generation(1, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1)]
     follower = ShardFollower(_config(), rank=1)
     with pytest.raises(PeerLost):
@@ -207,7 +203,7 @@ def test_ranks_that_cannot_load_leave_their_groups(
 
 
 def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: None) -> None:
-    leader = EngineLeader(_config(), _tracing())
+    leader = EngineLeader(_config(), Tracing())
     host = StoreHost()
     generation = Generation(
         number=1,

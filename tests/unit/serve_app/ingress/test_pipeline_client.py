@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from eesd_dist.errors import EesdError, Moved, PeerLost
-from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import StreamItem
 from serve_app.config import RecoveryConfig
@@ -122,7 +122,7 @@ async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
     client = ServiceClient(
         handle,
         recovery=RecoveryConfig(stream_pause_s=2.0, max_interruptions=1),
-        tracing=make_tracing(process="test", service="test", endpoint=None, folder=None),
+        tracing=Tracing(),
         steering=cast(Steering, lookout),
     )
     return [token async for e in client.stream(REQUEST) for token in e.tokens]
