@@ -32,9 +32,9 @@ from eesd_dist.bench.online import read_bodies
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
-from serve_app.bench.chaos.faults import FAULT_KINDS
+from serve_app.bench.chaos.faults import FAULT_KINDS, PlannedFault
 from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
-from serve_app.bench.chaos.schedule import PlannedFault, bodies_of, schedule
+from serve_app.bench.chaos.schedule import bodies_of, schedule
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 

@@ -16,8 +16,23 @@ from eesd_dist.workers.loop import LOOP_THREAD
 from eesd_dist.workers.messages import Whereabouts
 
 if TYPE_CHECKING:
-    from serve_app.bench.chaos.schedule import PlannedFault
     from serve_app.pipeline.deployment import Ledger, MemberReport, PipelineState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFault:
+    """One fault of the schedule."""
+
+    number: int
+    kind: str
+    """A name in the table of faults."""
+    when_ready: bool
+    """False comes after `gap_s`, whether or not the one before has been recovered from."""
+    gap_s: float
+    choice: int
+    """Which target it hits: taken modulo the number of possible ones."""
+    comes_back: bool
+    """Of a process that hangs: whether it continues in the end, or is killed."""
 
 
 class Targets(Protocol):
@@ -119,7 +134,7 @@ def _in_pipeline(
 ) -> "Callable[[Means, PlannedFault], Awaitable[Hit]]":
     """Chooses a pipeline; `hit` returns what it hit there."""
 
-    async def inject(means: Means, planned: "PlannedFault") -> Hit:
+    async def inject(means: Means, planned: PlannedFault) -> Hit:
         state, ledger = await means.targets.pipeline(planned.choice)
         struck_s = time.monotonic()
         victim = await hit(means, planned, state, ledger)
@@ -140,7 +155,7 @@ def _kill(
     """SIGKILL to a worker whose name begins so."""
 
     async def kill(
-        means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+        means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
     ) -> str:
         member = _one_of(state, prefixes, planned.choice)
         await means.processes.send(signal.SIGKILL, to=_process_of(member), name=_label(member))
@@ -150,14 +165,14 @@ def _kill(
 
 
 async def _kill_replica(
-    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+    means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     victim = f"replica of {state.pipeline} (pid {ledger.whereabouts.pid})"
     await means.processes.send(signal.SIGKILL, to=ledger.whereabouts, name=victim)
     return victim
 
 
-async def _kill_router(means: Means, planned: "PlannedFault") -> Hit:
+async def _kill_router(means: Means, planned: PlannedFault) -> Hit:
     at = await means.targets.router()
     victim = f"router (pid {at.pid})"
     struck_s = time.monotonic()
@@ -166,7 +181,7 @@ async def _kill_router(means: Means, planned: "PlannedFault") -> Hit:
 
 
 async def _freeze(
-    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+    means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     """SIGSTOP; once the process has been replaced it continues, or is killed."""
     member = _one_of(state, ("verify rank", "draft"), planned.choice)
@@ -182,7 +197,7 @@ async def _freeze(
 
 
 async def _stop_loop(
-    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+    means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     """Stops the round loop of a process that goes on answering calls, as a stuck kernel does."""
     member = _one_of(state, ("verify rank",), planned.choice)
@@ -198,14 +213,14 @@ async def _stop_loop(
 
 
 async def _cut(
-    means: Means, planned: "PlannedFault", state: "PipelineState", ledger: "Ledger"
+    means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     if means.links is not None:
         return await _cut_link(means.links, planned, state)
     return _disconnect_pair(means.processes, planned, state)
 
 
-async def _cut_link(links: Links, planned: "PlannedFault", state: "PipelineState") -> str:
+async def _cut_link(links: Links, planned: PlannedFault, state: "PipelineState") -> str:
     hosts = sorted({m.host for m in state.members if m.node_id != links.node_id})
     if not hosts:
         raise EngineError("no worker runs on another host than this one")
@@ -213,7 +228,7 @@ async def _cut_link(links: Links, planned: "PlannedFault", state: "PipelineState
     return f"link of {host}, for {await links.cut(host):g} s"
 
 
-def _disconnect_pair(processes: Processes, planned: "PlannedFault", state: "PipelineState") -> str:
+def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "PipelineState") -> str:
     """Shuts the connections between two workers that exchange rows."""
     pairs = [pair for pair in combinations(state.members, 2) if _exchange_rows(*pair)]
     if not pairs:

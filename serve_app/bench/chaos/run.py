@@ -21,10 +21,10 @@ from ray.serve.exceptions import RayServeException
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.workers.messages import Whereabouts
-from serve_app.bench.chaos.faults import Hit, Means, fault_named
+from serve_app.bench.chaos.faults import Hit, Means, PlannedFault, fault_named
 from serve_app.bench.chaos.reach import Signals, ThreadStops, run_command, sever
 from serve_app.bench.chaos.report import InjectedFault
-from serve_app.bench.chaos.schedule import PlannedFault, names_in
+from serve_app.bench.chaos.schedule import names_in
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.deployment import Ledger, PipelineState
 from serve_app.router import find_router

@@ -5,26 +5,9 @@ Knows the names of faults, and neither processes nor streams.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 
-from serve_app.bench.chaos.faults import FAULT_KINDS, fault_named
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFault:
-    """One fault of the schedule."""
-
-    number: int
-    kind: str
-    """A name in the table of faults."""
-    when_ready: bool
-    """False comes after `gap_s`, whether or not the one before has been recovered from."""
-    gap_s: float
-    choice: int
-    """Which target it hits: taken modulo the number of possible ones."""
-    comes_back: bool
-    """Of a process that hangs: whether it continues in the end, or is killed."""
+from serve_app.bench.chaos.faults import FAULT_KINDS, PlannedFault, fault_named
 
 
 def schedule(
