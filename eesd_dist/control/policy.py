@@ -12,10 +12,10 @@ from typing import TypeVar
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
-from eesd_dist.control.controllers import Controller, make_controller
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.goodput import Goodput, GoodputController
+from eesd_dist.control.goodput.controller import Goodput, GoodputController
 from eesd_dist.control.offers import Offer
+from eesd_dist.control.thompson import Controller, make_controller
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId

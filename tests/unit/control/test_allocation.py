@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eesd_dist.control.allocation import Entry, Prices, best_allocation, best_chain
+from eesd_dist.control.goodput.allocation import Entry, Prices, best_allocation, best_chain
 
 chances = st.floats(0.0, 1.0)
 steps = st.lists(st.floats(0.0, 0.4), min_size=9, max_size=9)

@@ -142,7 +142,7 @@ def test_calibration_drafts_longer_where_the_exit_head_is_sure() -> None:
 
 
 def test_the_gaussian_form_mixes_by_precision() -> None:
-    from eesd_dist.control.controllers import CalibratedGaussianPosterior
+    from eesd_dist.control.thompson import CalibratedGaussianPosterior
 
     posterior = CalibratedGaussianPosterior(
         calibrator=Calibrator(), prior_std=0.1, variance_floor=0.01

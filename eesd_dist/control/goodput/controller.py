@@ -26,11 +26,17 @@ from dataclasses import dataclass, field
 from random import Random
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control.allocation import Allocation, Entry, Prices, best_allocation, best_chain
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
-from eesd_dist.control.drift import Drift, sigmoid
+from eesd_dist.control.goodput.allocation import (
+    Allocation,
+    Entry,
+    Prices,
+    best_allocation,
+    best_chain,
+)
+from eesd_dist.control.goodput.drift import Drift, sigmoid
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
 from eesd_dist.types import Evidence, Outcome, RequestId

@@ -26,7 +26,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
 from eesd_dist.control.draws import Deviate
-from eesd_dist.control.goodput import Goodput, GoodputController
+from eesd_dist.control.goodput.controller import Goodput, GoodputController
 from eesd_dist.control.stopping import BernoulliStop, OptimalStop, SteadyStop, StopRule
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
