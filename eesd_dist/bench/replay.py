@@ -14,7 +14,8 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import ControllerName, Outcome, RequestId, SpeculationParams, TreeShape
 
@@ -171,7 +172,7 @@ class Replayer:
             reader.at = after
             if after == len(reader.trace):
                 del live[request_id]
-                self._policy.forget(request_id)
+                self._policy.end(request_id)
                 if self._book is not None:
                     self._book.finish(request_id)
 

@@ -3,6 +3,5 @@
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.thompson import Controller, make_controller
 
-__all__ = ["Belief", "Calibrator", "Controller", "CostModel", "make_controller"]
+__all__ = ["Belief", "Calibrator", "CostModel"]

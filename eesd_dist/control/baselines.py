@@ -1,20 +1,89 @@
 """Published ways to choose a draft length, to hold ours against.
 
+    fixed         the same length every round
+    threshold     stop when the exit head is unsure (Kangaroo, arXiv 2404.18911)
     draft_verify  Draft&Verify's moving threshold (Zhang et al. 2023, arXiv 2309.08168)
     ema           SGLang's adaptive number of steps (its pull request 21599)
     ucb           UCBSpec (BanditSpec, Hou et al. 2025, arXiv 2505.15141), lengths as arms
 
 Written from their descriptions, with the constants their code has. Each decides for one request;
-where the original has one state for a whole batch, here every request has its own. They refuse to
-know what the others do.
+where the original has one state for a whole batch, here every request has its own. None of them
+draws anything.
 """
 
 import math
 from collections.abc import Sequence
+from random import Random
 
+from eesd_dist.control.base import Controller, ControlSetup
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.cost import CostModel
 from eesd_dist.types import Evidence, Outcome
+
+
+def fixed(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
+    return FixedController(length=setup.speculation.fixed_length)
+
+
+def threshold(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
+    return ThresholdController(eta=setup.speculation.threshold)
+
+
+def draft_verify(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
+    config = setup.speculation
+    return DraftVerifyController(gamma=config.threshold, max_draft_tokens=config.max_draft_tokens)
+
+
+def ema(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
+    return EmaController(max_draft_tokens=setup.speculation.max_draft_tokens)
+
+
+def ucb(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
+    config = setup.speculation
+    return UcbController(
+        cost=setup.assumed_cost,
+        max_draft_tokens=config.max_draft_tokens,
+        discount=config.discount,
+    )
+
+
+class FixedController:
+    """The same length every round."""
+
+    needs_evidence = False
+
+    def __init__(self, *, length: int) -> None:
+        self._length = length
+        self._drafted = 0
+
+    def begin_round(self) -> None:
+        self._drafted = 0
+
+    def keep_drafting(self, evidence: Evidence) -> bool:
+        goes_on = self._drafted < self._length
+        self._drafted += goes_on
+        return goes_on
+
+    def observe(self, outcome: Outcome) -> None:
+        return
+
+
+class ThresholdController:
+    """Stop when the exit head's top-1 probability falls below eta (Kangaroo's rule)."""
+
+    needs_evidence = True
+
+    def __init__(self, *, eta: float) -> None:
+        self._eta = eta
+
+    def begin_round(self) -> None:
+        return
+
+    def keep_drafting(self, evidence: Evidence) -> bool:
+        return evidence.top1_prob >= self._eta
+
+    def observe(self, outcome: Outcome) -> None:
+        return
 
 
 class DraftVerifyController:
@@ -30,13 +99,13 @@ class DraftVerifyController:
     with alpha = 0.9, b1 = 0.5, b2 = 0.9 and e = 0.01.
     """
 
+    needs_evidence = True
+
     def __init__(
         self,
         *,
         gamma: float,
         max_draft_tokens: int,
-        belief: Belief,
-        discount: float,
         target: float = 0.9,
         memory: float = 0.5,
         gamma_memory: float = 0.9,
@@ -44,18 +113,12 @@ class DraftVerifyController:
     ) -> None:
         self._gamma = gamma
         self._ceiling = max_draft_tokens
-        self._belief = belief
-        self._discount = discount
         self._target = target
         self._memory = memory
         self._gamma_memory = gamma_memory
         self._step = step
         self._mean_share = 0.0
         self._was_unsure = False
-
-    @property
-    def needs_evidence(self) -> bool:
-        return True
 
     @property
     def gamma(self) -> float:
@@ -71,7 +134,6 @@ class DraftVerifyController:
         return True
 
     def observe(self, outcome: Outcome) -> None:
-        self._belief = self._belief.after(outcome, discount=self._discount)
         if not outcome.num_drafted:
             return
         share = outcome.num_accepted / outcome.num_drafted
@@ -83,9 +145,6 @@ class DraftVerifyController:
             aim -= self._step
         self._gamma = self._gamma_memory * self._gamma + (1.0 - self._gamma_memory) * aim
 
-    def belief(self) -> Belief:
-        return self._belief
-
 
 class EmaController:
     """One step beyond the moving average of accepted lengths, on a ladder of lengths.
@@ -96,12 +155,12 @@ class EmaController:
     and up while ema > current - 0.5; a = 0.2, interval 5, warm-up 10, ladder 1, 3, 7.
     """
 
+    needs_evidence = False
+
     def __init__(
         self,
         *,
         max_draft_tokens: int,
-        belief: Belief,
-        discount: float,
         ladder: Sequence[int] = (1, 3, 7),
         alpha: float = 0.2,
         interval: int = 5,
@@ -112,8 +171,6 @@ class EmaController:
         self._ladder = [step for step in ladder if step <= max_draft_tokens] or [max_draft_tokens]
         self._at = len(self._ladder) // 2
         self._ema = float(self._ladder[self._at] - 1)
-        self._belief = belief
-        self._discount = discount
         self._alpha = alpha
         self._interval = interval
         self._warm_up = warm_up
@@ -121,10 +178,6 @@ class EmaController:
         self._up = up_hysteresis
         self._rounds = 0
         self._drafted = 0
-
-    @property
-    def needs_evidence(self) -> bool:
-        return False
 
     @property
     def length(self) -> int:
@@ -139,7 +192,6 @@ class EmaController:
         return goes_on
 
     def observe(self, outcome: Outcome) -> None:
-        self._belief = self._belief.after(outcome, discount=self._discount)
         if not outcome.num_drafted:
             return
         self._ema += self._alpha * (outcome.num_accepted - self._ema)
@@ -155,9 +207,6 @@ class EmaController:
         while self._at < len(ladder) - 1 and self._ema > ladder[self._at] - 0.5 + self._up:
             self._at += 1
 
-    def belief(self) -> Belief:
-        return self._belief
-
 
 class UcbController:
     """The length of highest upper confidence bound on its tokens per second.
@@ -170,27 +219,23 @@ class UcbController:
     2510.20064).
     """
 
+    needs_evidence = False
+
     def __init__(
         self,
         *,
         cost: CostModel,
         max_draft_tokens: int,
-        belief: Belief,
         discount: float,
         exploration: float = 0.5,
     ) -> None:
         self._cost = cost
-        self._belief = belief
         self._discount = discount
         self._exploration = exploration
         self._counts = [0.0] * (max_draft_tokens + 1)
         self._tokens = [0.0] * (max_draft_tokens + 1)
         self._length = 0
         self._drafted = 0
-
-    @property
-    def needs_evidence(self) -> bool:
-        return False
 
     def begin_round(self) -> None:
         self._drafted = 0
@@ -202,16 +247,12 @@ class UcbController:
         return goes_on
 
     def observe(self, outcome: Outcome) -> None:
-        self._belief = self._belief.after(outcome, discount=self._discount)
         self._counts = [self._discount * count for count in self._counts]
         self._tokens = [self._discount * tokens for tokens in self._tokens]
         length = self._drafted if outcome.branches else outcome.num_drafted  # a tree's depth
         arm = min(length, len(self._counts) - 1)
         self._counts[arm] += 1.0
         self._tokens[arm] += 1.0 + outcome.num_accepted
-
-    def belief(self) -> Belief:
-        return self._belief
 
     def _index(self, length: int) -> float:
         count = self._counts[length]

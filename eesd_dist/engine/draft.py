@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
-from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
 from eesd_dist.model.exit_head import ExitHead

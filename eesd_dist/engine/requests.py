@@ -146,6 +146,6 @@ class EngineRequests:
         if self._recorder is not None:
             self._recorder.end(request_id)
         self._draft.forget(request_id)
-        self._policy.forget(request_id)
+        self._policy.end(request_id)
         if self._book is not None:
             self._book.finish(request_id)

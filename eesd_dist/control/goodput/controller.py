@@ -21,14 +21,14 @@ Refuses to know tensors, tokens and clocks.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.base import ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
-from eesd_dist.control.cost import NOMINAL_COST, CostModel
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput.allocation import (
     Allocation,
     Entry,
@@ -171,7 +171,6 @@ class _Round:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    belief: Belief
     rng: Random
     typical: _Typical
     own: Drift = field(default_factory=lambda: Drift(std=_OWN_STD, memory=_OWN_MEMORY))
@@ -191,18 +190,14 @@ class _Request:
 class Goodput:
     """The requests of one engine that are drafted for together. One thread."""
 
-    def __init__(
-        self,
-        *,
-        cost: CostModel | None,
-        calibrator: Calibrator | None,
-        speculation: SpeculationConfig,
-    ) -> None:
-        self._costs = _Costs(cost or NOMINAL_COST)
-        self._calibrator = calibrator or Calibrator()
-        self._ceiling = speculation.max_draft_tokens
-        self._discount = speculation.discount
-        self._learns = speculation.learn
+    needs_evidence = True
+
+    def __init__(self, setup: ControlSetup) -> None:
+        self._setup = setup
+        self._costs = _Costs(setup.assumed_cost)
+        self._calibrator = setup.calibrator
+        self._ceiling = setup.speculation.max_draft_tokens
+        self._learns = setup.speculation.learn
         self._requests: dict[RequestId, _Request] = {}
         self._round = _Round(num_requests=0, num_known=0, overlapped=False)
         self._pool = Drift(std=_POOL_STD, memory=_POOL_MEMORY)
@@ -220,17 +215,15 @@ class Goodput:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def admit(self, request_id: RequestId, belief: Belief, rng: Random) -> None:
-        """A request begins, or begins anew with a belief of somebody who knows more."""
-        self._requests[request_id] = _Request(belief=belief, rng=rng, typical=self._prior(belief))
+    def admit(self, request_id: RequestId, belief: Belief) -> None:
+        self._requests[request_id] = _Request(
+            rng=self._setup.rng(request_id), typical=self._prior(belief)
+        )
 
-    def forget(self, request_id: RequestId) -> None:
+    def end(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
 
-    def belief(self, request_id: RequestId) -> Belief:
-        return self._requests[request_id].belief
-
-    def recalibrate(self, calibrator: Calibrator) -> None:
+    def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         """Another exit head: what the old one was off by says nothing of it."""
         self._calibrator = calibrator
         self._pool = Drift(std=_POOL_STD, memory=_POOL_MEMORY)
@@ -243,27 +236,13 @@ class Goodput:
         mean = (_PRIOR_GUESSES * self._typical.mean + belief.weight * belief.mean) / weight
         return _Typical(mean=mean, weight=weight, memory=_TYPICAL_MEMORY)
 
-    def num_nodes(self, request_id: RequestId) -> int:
-        """Tokens drafted for it in the round under way."""
-        return len(self._requests[request_id].nodes)
-
     # -- a round --------------------------------------------------------------------------------
 
-    def begin_round(
-        self,
-        request_ids: Sequence[RequestId],
-        *,
-        overlapped: bool = False,
-        num_requests: int | None = None,
-        num_known: int | None = None,
-    ) -> None:
-        """`request_ids`: ours. The others of the round cost and yield what they do without us."""
-        count = len(request_ids) if num_requests is None else num_requests
-        known = max(count, num_known or 0)
-        turn = _Round(num_requests=count, num_known=known, overlapped=overlapped)
-        self._round = turn
-        if not request_ids:
-            return
+    def begin_round(self, load: RoundLoad) -> "Goodput":
+        request_ids = load.request_ids
+        turn = self._round = _Round(
+            num_requests=load.num_requests, num_known=load.num_known, overlapped=load.overlapped
+        )
         if self._learns:
             self._pool.forget_a_little()
         for request_id in request_ids:
@@ -275,9 +254,10 @@ class Goodput:
             request.best = ROOT
             request.turn = turn
         turn.num_ours = len(request_ids)
-        turn.drafting_s = self._costs.known(known)
+        turn.drafting_s = self._costs.known(load.num_known)
         self._set_rate(turn, request_ids)
         self._fill_purse(turn)
+        return self
 
     def _set_rate(self, turn: _Round, request_ids: Sequence[RequestId]) -> None:
         """What a second of this round is worth: the promise of the mean request at the best common
@@ -354,8 +334,7 @@ class Goodput:
         owners = self._best(request_ids, survival, survival, prices).owners
         return frozenset(request_ids[owner] for owner in owners)
 
-    def choose(self, offers: Sequence[Offer], *, given: int = 0) -> list[bool]:
-        """Which of one level's offers to draft; `given`: tokens others draft on this level."""
+    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
         if not offers:
             self._close_level(asked=given, taken=given)
             return []
@@ -472,7 +451,6 @@ class Goodput:
             request = self._requests.get(outcome.request_id)
             if request is None:
                 continue
-            request.belief = request.belief.after(outcome, discount=self._discount)
             for evidence, accepted in judged_tokens([outcome]):
                 self._learn(request, evidence, accepted)
             self._ranks.observe(outcome)
@@ -490,29 +468,3 @@ class Goodput:
         pool = self._pool.mean
         self._pool.observe(score + request.own.mean, accepted=accepted)
         request.own.observe(score + pool, accepted=accepted)
-
-
-class GoodputController:
-    """`goodput` for one request: a seat in a batch, its own or a shared one."""
-
-    def __init__(self, *, batch: Goodput, request_id: RequestId) -> None:
-        self._batch = batch
-        self._request_id = request_id
-
-    @property
-    def needs_evidence(self) -> bool:
-        return True
-
-    def begin_round(self) -> None:
-        self._batch.begin_round([self._request_id])
-
-    def keep_drafting(self, evidence: Evidence) -> bool:
-        parent = self._batch.num_nodes(self._request_id) - 1
-        offer = Offer(request_id=self._request_id, evidence=evidence, parent=parent)
-        return self._batch.choose([offer])[0]
-
-    def observe(self, outcome: Outcome) -> None:
-        self._batch.observe([outcome])
-
-    def belief(self) -> Belief:
-        return self._batch.belief(self._request_id)

@@ -1,28 +1,27 @@
 """Other people's controllers: the rules as published, and what they do in known worlds."""
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from eesd_dist.control import Belief, Controller, CostModel
+from eesd_dist.control import CostModel
 from eesd_dist.control.baselines import DraftVerifyController, EmaController, UcbController
 from eesd_dist.types import Branch, Outcome, RequestId
-from tests.unit.control.worlds import decode, draft_length, evidence, outcome, text
+from tests.unit.control.worlds import draft_length, evidence, outcome
 
 COST = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
 
 
 def _draft_verify(gamma: float = 0.6) -> DraftVerifyController:
-    return DraftVerifyController(gamma=gamma, max_draft_tokens=8, belief=Belief(), discount=0.98)
+    return DraftVerifyController(gamma=gamma, max_draft_tokens=8)
 
 
 def _ema(ceiling: int = 8) -> EmaController:
-    return EmaController(max_draft_tokens=ceiling, belief=Belief(), discount=0.98)
+    return EmaController(max_draft_tokens=ceiling)
 
 
 def _ucb() -> UcbController:
-    return UcbController(cost=COST, max_draft_tokens=4, belief=Belief(), discount=0.99)
+    return UcbController(cost=COST, max_draft_tokens=4, discount=0.99)
 
 
 def test_draft_verify_drafts_the_token_it_is_unsure_of_and_stops_behind_it() -> None:
@@ -66,9 +65,7 @@ def test_ema_waits_for_its_warm_up_and_its_interval() -> None:
 
 def test_ema_keeps_to_the_lengths_that_are_allowed() -> None:
     assert _ema(ceiling=2).length == 1
-    assert (
-        EmaController(max_draft_tokens=5, belief=Belief(), discount=0.98, ladder=(6, 9)).length == 5
-    )
+    assert EmaController(max_draft_tokens=5, ladder=(6, 9)).length == 5
 
 
 def test_ucb_tries_every_length_once_and_then_keeps_to_the_one_that_earns_most() -> None:
@@ -98,20 +95,9 @@ def test_ucb_follows_a_world_that_changes() -> None:
     assert shares[0] > 0.5 > 0.45 > shares[1]
 
 
-@pytest.mark.parametrize("make", [_draft_verify, _ema, _ucb])
-def test_they_keep_a_belief_for_whoever_reads_it(
-    make: Callable[[], Controller],
-) -> None:
-    one = make()
-    tokens = text(Random(1), ease=1.0, spread=1.0, num_tokens=600)
-    decode(one, tokens, ceiling=4)
-    share = sum(accepted for accepted, _ in tokens) / len(tokens)
-    assert one.belief().mean == pytest.approx(share, abs=0.12)
-
-
 def test_ucb_counts_a_trees_depth_and_not_its_tokens() -> None:
     cost = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05)
-    ucb = UcbController(cost=cost, max_draft_tokens=5, belief=Belief(), discount=0.98)
+    ucb = UcbController(cost=cost, max_draft_tokens=5, discount=0.98)
     lengths = []
     for _ in range(200):
         ucb.begin_round()

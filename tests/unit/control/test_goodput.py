@@ -9,8 +9,8 @@ import pytest
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.fitting import fit_calibrator
-from eesd_dist.control.policy import DraftPolicy, Offer
-from eesd_dist.errors import RequestError
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import Branch, ControllerName, Outcome, RequestId
 from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
 
@@ -278,17 +278,6 @@ def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
     assert [_one_level(policy, [0.8]) for _ in range(10)].count([True]) >= 8
 
 
-def test_who_does_not_look_at_evidence_spares_the_exit_head_its_last_guess() -> None:
-    policy, one = _policy(MEASURED, controller="fixed", fixed_length=2), RequestId("0")
-    _admitted(policy, 1).begin_round([one])
-    offer = Offer(request_id=one, evidence=evidence())
-    for _ in range(2):
-        assert policy.worth_a_guess([one]) == {one}
-        assert policy.worth_a_guess([one]) == {one}  # asked again, the answer is the same
-        assert policy.choose([offer]) == [True]
-    assert policy.worth_a_guess([one]) == frozenset()
-
-
 def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() -> None:
     """A text of which the calibration promises nine in ten, where first nothing is accepted."""
     cheap = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05, guess_s=0.06)
@@ -326,12 +315,3 @@ def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() 
     rounds(600, accepts=False)
     assert rounds(100, accepts=False) <= 5
     assert rounds(200, accepts=True) > 200
-
-
-def test_a_request_may_not_name_a_controller_that_wants_what_this_engine_does_not_know() -> None:
-    speculation = SpeculationConfig(controller="goodput", stop_rule="optimal")
-    policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
-    with pytest.raises(RequestError, match="start-up profile") as refused:
-        policy.check("beta")
-    assert refused.value.param == "speculation.controller"
-    policy.check(None)

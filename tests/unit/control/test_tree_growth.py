@@ -4,7 +4,8 @@ import pytest
 
 from eesd_dist.config import SpeculationConfig, TreeConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import FLOOR
 from eesd_dist.types import (
     Branch,

@@ -4,9 +4,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from eesd_dist.control import Belief, Controller, CostModel
-from eesd_dist.control.policy import DraftPolicy, Offer
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control import Belief, CostModel
+from eesd_dist.control.base import Controller
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
 
 Text = list[tuple[bool, float]]
@@ -24,6 +28,41 @@ def evidence(top1_prob: float = 0.5, *, depth: int = 0) -> Evidence:
     return Evidence(
         depth=depth, top1_prob=top1_prob, top2_margin=2 * abs(top1_prob - 0.5), entropy=0.5
     )
+
+
+class Alone:
+    """One request of a `DraftPolicy`, as a controller of its own: any registered one."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        belief: Belief | None = None,
+        cost: CostModel | None = None,
+        **config: Any,
+    ) -> None:
+        self.policy = DraftPolicy(
+            speculation=SpeculationConfig(**config), cost=cost, calibrator=None
+        )
+        self.policy.admit(ONE, name, belief or Belief())
+        self.begin_round()
+
+    @property
+    def needs_evidence(self) -> bool:
+        return self.policy.needs_evidence([ONE])
+
+    def begin_round(self) -> None:
+        self._drafted = 0
+        self.policy.begin_round([ONE])
+
+    def keep_drafting(self, evidence: Evidence) -> bool:
+        offer = Offer(request_id=ONE, evidence=evidence, parent=self._drafted - 1)
+        (is_taken,) = self.policy.choose([offer])
+        self._drafted += is_taken
+        return is_taken
+
+    def observe(self, outcome: Outcome) -> None:
+        self.policy.observe([outcome])
 
 
 def draft_length(controller: Controller, *, ceiling: int, top1_prob: float = 0.5) -> int:
@@ -179,4 +218,4 @@ def _judge(
         tokens, at = live[request_id]
         if at >= len(tokens):
             del live[request_id]
-            policy.forget(request_id)
+            policy.end(request_id)

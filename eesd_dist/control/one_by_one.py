@@ -1,0 +1,81 @@
+"""Presents controllers that decide for one request each as one controller of a batch."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from random import Random
+
+from eesd_dist.control.base import Controller, ControlSetup, RoundLoad
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.types import Evidence, Outcome, RequestId
+
+ControllerBuilder = Callable[[ControlSetup, Belief, Random], Controller]
+"""The controller of one request, warmed with a belief."""
+
+_NOT_COMPUTED = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
+
+
+class OneByOne:
+    """Every request has a controller of its own, all built alike."""
+
+    def __init__(self, build: ControllerBuilder, setup: ControlSetup) -> None:
+        """Raises ConfigError when the controller needs what `setup` lacks."""
+        self._build = build
+        self._setup = setup
+        self._controllers: dict[RequestId, Controller] = {}
+        self.needs_evidence = build(setup, Belief(), Random()).needs_evidence
+
+    def admit(self, request_id: RequestId, belief: Belief) -> None:
+        rng = self._setup.rng(request_id)
+        self._controllers[request_id] = self._build(self._setup, belief, rng)
+
+    def end(self, request_id: RequestId) -> None:
+        self._controllers.pop(request_id, None)
+
+    def begin_round(self, load: RoundLoad) -> "_Round":
+        controllers = {i: self._controllers[i] for i in load.request_ids}
+        for controller in controllers.values():
+            controller.begin_round()
+        return _Round(controllers, self._setup.trees)
+
+    def observe(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            controller = self._controllers.get(outcome.request_id)
+            if controller is not None:
+                controller.observe(outcome)
+
+    def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
+        self._setup = replace(self._setup, calibrator=calibrator)
+        for request_id, belief in beliefs.items():
+            self.admit(request_id, belief)
+
+
+class _Round:
+    """Each controller has one answer a level, asked about the likeliest next token."""
+
+    def __init__(self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth) -> None:
+        self._controllers = controllers
+        self._trees = trees
+        self._answers: dict[RequestId, bool] = {}
+        """Of this level, where no evidence was needed to answer."""
+
+    def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
+        return {request_id for request_id in request_ids if self._may_go_on(request_id)}
+
+    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
+        answers, self._answers = self._answers, {}
+        for offer in offers:
+            if offer.request_id not in answers:
+                controller = self._controllers[offer.request_id]
+                answers[offer.request_id] = controller.keep_drafting(offer.evidence)
+        return self._trees.choose(offers, answers)
+
+    def _may_go_on(self, request_id: RequestId) -> bool:
+        controller = self._controllers[request_id]
+        if controller.needs_evidence:
+            return True
+        if request_id not in self._answers:
+            self._answers[request_id] = controller.keep_drafting(_NOT_COMPUTED)
+        return self._answers[request_id]

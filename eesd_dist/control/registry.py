@@ -1,0 +1,51 @@
+"""The controllers by name. A new one is its own file and one line of `CONTROLLERS`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from eesd_dist.control import baselines, thompson
+from eesd_dist.control.base import BatchController, ControlSetup
+from eesd_dist.control.goodput.controller import Goodput
+from eesd_dist.control.one_by_one import ControllerBuilder, OneByOne
+from eesd_dist.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PerRequest:
+    """Decides for each request alone."""
+
+    build_one: ControllerBuilder
+
+    def build(self, setup: ControlSetup) -> BatchController:
+        return OneByOne(self.build_one, setup)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWide:
+    """Decides over all requests that name it, knowing what the others draft."""
+
+    build: Callable[[ControlSetup], BatchController]
+
+
+Entry = PerRequest | BatchWide
+
+CONTROLLERS: Mapping[str, Entry] = {
+    "fixed": PerRequest(baselines.fixed),
+    "threshold": PerRequest(baselines.threshold),
+    "beta": PerRequest(thompson.beta),
+    "calibration": PerRequest(thompson.calibration),
+    "goodput": BatchWide(Goodput),
+    "draft_verify": PerRequest(baselines.draft_verify),
+    "ema": PerRequest(baselines.ema),
+    "ucb": PerRequest(baselines.ucb),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """Raises ConfigError for a name that is not registered."""
+    entry = CONTROLLERS.get(name)
+    if entry is None:
+        raise ConfigError(
+            f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLERS)}"
+        )
+    return entry
