@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from eesd_dist.types import ControllerName, TreeShape
+from eesd_dist.types import TreeShape
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
@@ -138,11 +138,11 @@ class TreeConfig(Section):
 class SpeculationConfig(Section):
     """How far ahead we dare to guess."""
 
-    controller: ControllerName = "goodput"
-    """Who decides when to stop drafting, unless a request says otherwise. `goodput` weighs the
-    whole batch's tokens against the measured seconds; `beta` and `calibration` are Thompson
-    sampling for one request; `fixed`, `threshold`, `draft_verify`, `ema` and `ucb` are there to be
-    compared with."""
+    controller: str = "goodput"
+    """Name in `control.registry` of what decides when to stop drafting, unless a request names
+    another. `goodput` weighs the whole batch's tokens against the measured seconds; `beta` and
+    `calibration` are Thompson sampling for one request; the others are there to be compared
+    with."""
 
     max_draft_tokens: NonNegativeInt = 8
     """Ceiling on one draft; the controller usually stops sooner. 0 is plain decoding."""

@@ -63,18 +63,14 @@ class SamplingParams:
 TreeShape = Literal["none", "static", "dynamic"]
 """A draft is a chain, a tree of fixed widths, or one that grows where it is likely to survive."""
 
-ControllerName = Literal[
-    "fixed", "threshold", "beta", "calibration", "goodput", "draft_verify", "ema", "ucb"
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
     """What one request says about speculation: it changes how long a text takes, never the text."""
 
     mode: Literal["off", "auto"] = "auto"
-    controller: ControllerName | None = None
-    """None takes the service's default."""
+    controller: str | None = None
+    """Name in `control.registry`; None takes the service's default."""
     max_draft_tokens: int | None = None
     """None takes the service's ceiling."""
     tree: TreeShape | None = None

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from eesd_dist.config import EngineConfig, HomePath, Section
+from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.workers.messages import TelemetryOptions
 
@@ -297,10 +298,12 @@ def read_service_config(path: Path) -> dict[str, object]:
 def service_config(tree: dict[str, object]) -> ServiceConfig:
     """Checks a whole tree; the error names the key, what was found and what was expected."""
     try:
-        return ServiceConfig.model_validate(tree)
+        config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         more = error.error_count() - 1
         also = f" (and {more} more)" if more else ""
         raise ConfigError(f"{key}: {first['msg']}, found {first['input']!r}{also}") from error
+    entry_of(config.engine.speculation.controller)
+    return config

@@ -40,13 +40,13 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import (
-    ControllerName,
     Request,
     RequestId,
     SamplingParams,
@@ -54,7 +54,6 @@ from eesd_dist.types import (
     TreeShape,
 )
 
-CONTROLLERS: tuple[ControllerName, ...] = get_args(ControllerName)
 SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
 BATCHES = (1, 4, 16)
 SAMPLING: dict[str, SamplingParams] = {
@@ -242,7 +241,7 @@ def compare(
             )
         )
         group = Tally()
-        for third, controller in enumerate(CONTROLLERS):
+        for third, controller in enumerate(CONTROLLER_NAMES):
             shape = SHAPES[(first + second + third) % len(SHAPES)]
             speculative = runner.generate(
                 _requests(
@@ -382,7 +381,7 @@ def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     topologies = options.topology or (ACROSS if is_cluster else HERE)
     cases = cases_of(topologies, with_one_process=not is_cluster)
-    compared = len(cases) * len(CONTROLLERS) * len(SAMPLING) * len(BATCHES)
+    compared = len(cases) * len(CONTROLLER_NAMES) * len(SAMPLING) * len(BATCHES)
     # Texts end when they end: a third is added for those that end before they are cut.
     max_tokens = max(8, round(1.33 * options.tokens / compared))
     progress = Progress(num_groups=len(cases) * len(SAMPLING) * len(BATCHES), report=say)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
-from typing import get_args
 
 from eesd_dist.bench.crowds import BURSTS, Crowd, at_once, mixed
 from eesd_dist.bench.live import PLAIN
@@ -30,9 +29,10 @@ from eesd_dist.control.calibrator import (
     judged_tokens,
     reliability_table,
 )
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.control.regret import hindsight
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.types import ControllerName, RequestId, TreeShape
+from eesd_dist.types import RequestId, TreeShape
 
 _FIRST_ROUNDS = 8
 """A cold start and a change of class are judged by so many rounds."""
@@ -51,8 +51,7 @@ def fixed_variants(max_draft_tokens: int) -> list[Variant]:
 
 def adaptive_variants() -> list[Variant]:
     """Every controller as the service is configured."""
-    names: tuple[ControllerName, ...] = get_args(ControllerName)
-    return [Variant(label=name, controller=name) for name in names if name != "fixed"]
+    return [Variant(label=name, controller=name) for name in CONTROLLER_NAMES if name != "fixed"]
 
 
 def other_forms() -> list[Variant]:
@@ -80,10 +79,9 @@ def tree_variants() -> list[Variant]:
         "static": ", static tree",
         "dynamic": ", dynamic tree",
     }
-    names: tuple[ControllerName, ...] = ("goodput", "calibration")
     return [
         Variant(label=f"{name}{suffix}", controller=name, tree=shape)
-        for name in names
+        for name in ("goodput", "calibration")
         for shape, suffix in shapes.items()
     ]
 

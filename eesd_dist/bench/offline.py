@@ -39,7 +39,6 @@ from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import (
-    ControllerName,
     Outcome,
     Request,
     RequestId,
@@ -48,7 +47,7 @@ from eesd_dist.types import (
     SpeculationParams,
 )
 
-THOMPSON: tuple[ControllerName, ...] = ("beta", "calibration", "goodput")
+THOMPSON = ("beta", "calibration", "goodput")
 Decode = Callable[[Prompt, int], list[int]]
 
 

@@ -17,7 +17,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.types import ControllerName, Outcome, RequestId, SpeculationParams, TreeShape
+from eesd_dist.types import Outcome, RequestId, SpeculationParams, TreeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Variant:
     """One way of drafting that is held against the others."""
 
     label: str
-    controller: ControllerName | None
+    controller: str | None
     """None is plain decoding."""
     max_draft_tokens: int | None = None
     settings: tuple[tuple[str, object], ...] = ()

@@ -39,6 +39,7 @@ CONTROLLERS: Mapping[str, Entry] = {
     "ema": PerRequest(baselines.ema),
     "ucb": PerRequest(baselines.ucb),
 }
+CONTROLLER_NAMES = tuple(CONTROLLERS)
 
 
 def entry_of(name: str) -> Entry:
@@ -46,6 +47,6 @@ def entry_of(name: str) -> Entry:
     entry = CONTROLLERS.get(name)
     if entry is None:
         raise ConfigError(
-            f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLERS)}"
+            f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLER_NAMES)}"
         )
     return entry

@@ -14,6 +14,7 @@ from torch import Tensor
 from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.registry import entry_of
 from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
@@ -63,8 +64,9 @@ def layout_of(config: EngineConfig) -> Layout:
     """Reads the target's and the head's config files, and no weights.
 
     Raises CheckpointError when they do not fit each other, ConfigError when the wished lengths
-    do not fit the model.
+    do not fit the model or when there is no controller of that name.
     """
+    entry_of(config.speculation.controller)
     model = config.model
     spec = ModelSpec.from_folder(model.path)
     bundled = model.path / "exit_head"

@@ -20,8 +20,9 @@ from typing import get_args
 import yaml
 
 from eesd_dist.config import DTypeSetting, Numerics
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
-from eesd_dist.types import ControllerName, SpeculationParams, TreeShape
+from eesd_dist.types import SpeculationParams, TreeShape
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, read_service_config, service_config
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
@@ -367,7 +368,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
     add("--draft-tp", type=int, metavar="N", help="ranks of the draft stage (1)")
     add("--verify-tp", type=int, metavar="N", help="ranks of the verify stage (1)")
-    add("--controller", choices=get_args(ControllerName), help="who ends a draft")
+    add("--controller", choices=CONTROLLER_NAMES, help="decides when a draft ends")
     add("--tree", choices=get_args(TreeShape), help="alternatives beside first choices (none)")
     add("--max-draft-tokens", type=int, metavar="K", help="ceiling on a draft; 0 drafts nothing")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other key")

@@ -8,9 +8,19 @@ which of them are refused because ignoring them would change the answer.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import core_schema
 
-from eesd_dist.types import ControllerName, TreeShape
+from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.types import TreeShape
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
@@ -24,6 +34,21 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
 Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
+
+
+class _OneOf:
+    """Takes these strings alone, with the errors and the JSON schema of a `Literal`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.literal_schema(self._names)
+
+
+ControllerName = Annotated[str, _OneOf(CONTROLLER_NAMES)]
 
 
 class Fields(BaseModel):
@@ -53,7 +78,7 @@ class SpeculationFields(Fields):
 
     mode: Literal["off", "auto"] = "auto"
     controller: ControllerName | None = None
-    """Who decides how far to draft; the service's default when absent."""
+    """What decides how far to draft; the service's default when absent."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     """Ceiling on one draft; the service's own ceiling still holds."""
     workload: Annotated[str, Field(pattern=WORKLOAD_PATTERN)] | None = None

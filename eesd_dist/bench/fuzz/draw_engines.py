@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from random import Random
 
 from eesd_dist.bench.fuzz.cases import Device, EngineSetup, Link, World
-from eesd_dist.bench.fuzz.draw_requests import CONTROLLERS, SHAPES
+from eesd_dist.bench.fuzz.draw_requests import SHAPES
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig, TreeConfig
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.model.spec import ModelSpec
 
 _DEGREES = (1, 2, 3, 4)
@@ -81,7 +82,7 @@ def _likely(rng: Random, weights: Mapping[int, int]) -> int:
 
 def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:
     return SpeculationConfig(
-        controller=rng.choice(CONTROLLERS),
+        controller=rng.choice(CONTROLLER_NAMES),
         max_draft_tokens=max_draft_tokens,
         draft_ahead=rng.random() < 0.7,
         tree=TreeConfig(

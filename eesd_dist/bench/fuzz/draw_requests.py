@@ -9,8 +9,8 @@ from random import Random
 from typing import get_args
 
 from eesd_dist.bench.fuzz.models import KnownModel
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.types import (
-    ControllerName,
     Request,
     RequestId,
     SamplingParams,
@@ -21,7 +21,6 @@ from eesd_dist.types import (
 
 Prompt = tuple[TokenId, ...]
 
-CONTROLLERS: tuple[ControllerName, ...] = get_args(ControllerName)
 SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
 _SEEDS = (0, 1, -1, 2**31, 2**32, 2**32 + 1, -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 
@@ -53,7 +52,7 @@ def draw_speculation(rng: Random) -> SpeculationParams:
     if rng.random() < 0.1:
         return SpeculationParams(mode="off")
     return SpeculationParams(
-        controller=rng.choice((None, *CONTROLLERS)),
+        controller=rng.choice((None, *CONTROLLER_NAMES)),
         max_draft_tokens=rng.choice((None, None, None, 0, 1, 2, 5, 64)),
         tree=rng.choice((None, None, *SHAPES)),
     )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.config import (
@@ -37,13 +37,13 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation
 from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import (
-    ControllerName,
     Request,
     RequestId,
     RoundStats,
@@ -215,12 +215,12 @@ class Bench:
         prompts: Sequence[Prompt],
         *,
         max_tokens: int,
-        controller: ControllerName,
+        controller: str,
     ) -> None:
         self._runners = runners
         self._prompts = prompts
         self._max_tokens = max_tokens
-        self._controller: ControllerName = controller
+        self._controller = controller
         self._last: dict[Variant, int] = dict.fromkeys(runners, 0)
         """The last round of each that has been looked at."""
         self._num_asked = 0
@@ -389,7 +389,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
     add("--verify-tp", type=int, default=1, metavar="N", help="ranks of the verify stage (1)")
     add("--draft-tp", type=int, default=1, metavar="N", help="ranks of the draft stage (1)")
-    add("--controller", choices=get_args(ControllerName), default="fixed", help="(fixed, 4 tokens)")
+    add("--controller", choices=CONTROLLER_NAMES, default="fixed", help="(fixed, 4 tokens)")
     add("--max-tokens", type=int, help="of each text (64; 24 with --quick)")
     add("--repeats", type=int, help="turns of every variant (5; 1 with --quick)")
     add("--quick", action="store_true", help="two variants, batches of 1 and 4")

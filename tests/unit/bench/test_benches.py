@@ -8,6 +8,7 @@ import pytest
 
 from eesd_dist.bench import exact, offline
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -98,7 +99,7 @@ def test_exact_meets_every_controller_with_every_shape_under_every_sampling(mode
         Listening(), prompts, max_tokens=4, stop_token_ids=(), report=lambda _: None, label="l"
     )
     temperatures = {sampling.temperature for sampling in exact.SAMPLING.values()}
-    assert len(asked) == len(exact.CONTROLLERS) * len(exact.SHAPES) * len(temperatures)
+    assert len(asked) == len(CONTROLLER_NAMES) * len(exact.SHAPES) * len(temperatures)
 
 
 def test_online_figures_are_taken_from_what_clients_saw() -> None:

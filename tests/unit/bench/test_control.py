@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from eesd_dist.bench.replay import Arrival, Setting, Variant, replay
 from eesd_dist.bench.traces import Guess, Trace, TraceSet
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
-from eesd_dist.types import ControllerName, Evidence, TokenId
+from eesd_dist.types import Evidence, TokenId
 from tests.support.drafters import save_target
 from tests.support.tiny_service import write_tiny_service
 from tests.support.tiny_tokenizer import write_byte_level
@@ -122,7 +123,7 @@ def test_trees_are_raced_against_the_chains_of_the_same_controller(ran: Ran) -> 
 
 
 def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
-    names = {name for name in get_args(ControllerName) if name != "fixed"}
+    names = {name for name in CONTROLLER_NAMES if name != "fixed"}
     lengths = {"plain", *(f"fixed {length}" for length in range(1, 9))}
     replayed = ran.report["replay"]
     rows = [replayed["mixed"], *replayed["by_load"].values()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.draws import Deviate
-from eesd_dist.control.registry import CONTROLLERS
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.control.regret import hindsight
 from eesd_dist.control.thompson import CalibratedGaussianPosterior
 from eesd_dist.errors import ConfigError
@@ -142,7 +142,7 @@ def test_the_gaussian_form_mixes_by_precision() -> None:
     assert spread == pytest.approx(variance, rel=0.05)
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", CONTROLLER_NAMES)
 def test_the_same_seed_gives_the_same_choices(name: str) -> None:
     tokens = text(Random(1), ease=1.0, spread=1.5, num_tokens=300)
     runs = [decode(controller(name, cost=CHEAP), tokens, ceiling=8) for _ in range(2)]

@@ -11,7 +11,7 @@ from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.types import Branch, ControllerName, Outcome, RequestId
+from eesd_dist.types import Branch, Outcome, RequestId
 from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
 
 MEASURED = CostModel(
@@ -49,7 +49,7 @@ def _texts(ease: float, count: int, *, length: int = 100, seed: int = 5) -> list
     return [text(rng, ease=ease, spread=1.5, num_tokens=length) for _ in range(count)]
 
 
-def _policy(cost: CostModel, controller: ControllerName = "goodput", **config: Any) -> DraftPolicy:
+def _policy(cost: CostModel, controller: str = "goodput", **config: Any) -> DraftPolicy:
     speculation = SpeculationConfig(controller=controller, **config)
     return DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator())
 

@@ -6,8 +6,8 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.control.registry import CONTROLLERS
-from eesd_dist.errors import RequestError
+from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import RequestId
 from tests.unit.control.worlds import ONE, evidence, outcome
 
@@ -55,7 +55,7 @@ def test_every_request_of_a_round_is_answered_by_the_controller_it_names() -> No
     assert made.needs_evidence(ids.values())
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", CONTROLLER_NAMES)
 def test_a_request_that_has_ended_is_forgotten_and_its_late_verdict_passed_over(name: str) -> None:
     made = policy(name)
     made.admit(ONE, None, Belief())
@@ -100,7 +100,9 @@ def test_a_request_may_not_name_a_controller_that_needs_what_this_engine_does_no
 
 
 def test_a_name_that_is_not_registered_is_refused_with_the_list_of_those_that_are() -> None:
-    known = ", ".join(CONTROLLERS)
+    known = ", ".join(CONTROLLER_NAMES)
     with pytest.raises(RequestError, match=f"'magic', expected one of {known}") as refused:
         policy().check("magic")
     assert refused.value.param == "speculation.controller"
+    with pytest.raises(ConfigError, match=f"'magic', expected one of {known}"):
+        policy("magic")

@@ -9,7 +9,6 @@ from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import FLOOR
 from eesd_dist.types import (
     Branch,
-    ControllerName,
     Evidence,
     Outcome,
     RequestId,
@@ -37,7 +36,7 @@ def offer(
     return Offer(request_id=who, evidence=evidence, parent=parent, rank=rank, shape=shape)
 
 
-def policy(*names: ControllerName, **config: object) -> DraftPolicy:
+def policy(*names: str, **config: object) -> DraftPolicy:
     made = DraftPolicy(
         speculation=SpeculationConfig(tree=TreeConfig(), **config),  # type: ignore[arg-type]
         cost=None,

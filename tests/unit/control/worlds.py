@@ -11,7 +11,7 @@ from eesd_dist.control import Belief, CostModel
 from eesd_dist.control.base import Controller
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.types import ControllerName, Evidence, Outcome, RequestId
+from eesd_dist.types import Evidence, Outcome, RequestId
 
 Text = list[tuple[bool, float]]
 
@@ -130,7 +130,7 @@ def serve(
     max_running: int,
     ceiling: int = 8,
     belief: Belief | None = None,
-    name: ControllerName | None = None,
+    name: str | None = None,
 ) -> Served:
     """A drafter's questions level by level, a verifier's answers from the texts, and the cost
     model's clock, which counts guesses that are looked at and not taken."""

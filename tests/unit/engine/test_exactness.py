@@ -8,7 +8,6 @@ import pytest
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.types import (
-    ControllerName,
     FinishReason,
     Request,
     RequestId,
@@ -34,7 +33,7 @@ SAMPLING = {
         temperature=0.9, logit_bias=((7, 3.0), (11, -100.0)), max_tokens=24, top_logprobs=3
     ),
 }
-CONTROLLERS: tuple[ControllerName, ...] = ("fixed", "threshold", "beta", "calibration", "goodput")
+CONTROLLERS = ("fixed", "threshold", "beta", "calibration", "goodput")
 
 
 def prompts(count: int, *, seed: int = 0) -> list[tuple[TokenId, ...]]:

@@ -10,7 +10,7 @@ from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import ControllerName, SpeculationParams
+from eesd_dist.types import SpeculationParams
 from tests.unit.engine.conftest import MakeConfig
 from tests.unit.engine.test_exactness import SAMPLING, requests, texts
 
@@ -22,7 +22,7 @@ PINNED = CostModel(
     request_s=0.01,
     draft_rows_s=((8, 0.2),),
 )
-NEW: tuple[ControllerName, ...] = ("goodput", "draft_verify", "ema", "ucb")
+NEW = ("goodput", "draft_verify", "ema", "ucb")
 
 
 @pytest.fixture

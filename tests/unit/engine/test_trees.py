@@ -30,7 +30,6 @@ from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import (
-    ControllerName,
     Emission,
     Outcome,
     Request,
@@ -131,7 +130,7 @@ def run(engine: EngineCore, batch: list[Request]) -> Told:
 PLAIN = SpeculationParams(mode="off")
 
 
-def tree(shape: TreeShape, controller: ControllerName = "fixed") -> SpeculationParams:
+def tree(shape: TreeShape, controller: str = "fixed") -> SpeculationParams:
     return SpeculationParams(tree=shape, controller=controller)
 
 

@@ -50,3 +50,8 @@ def test_a_tilde_is_the_home_of_who_writes_the_configuration(
 def test_the_home_of_nobody_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"spool\.folder: .*~no-such-user/x: .*write the folder"):
         _config(spool={"folder": "~no-such-user/x"})
+
+
+def test_a_controller_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"controller is 'magic', expected one of fixed, .*ucb"):
+        _config(engine={"model": {"path": "/m"}, "speculation": {"controller": "magic"}})

@@ -8,8 +8,8 @@ import pytest
 from eesd_dist.bench.fuzz.cases import EngineSetup, engine_config, load_case, save_case
 from eesd_dist.bench.fuzz.draw_cases import GROUP_SIZE
 from eesd_dist.bench.fuzz.draw_engines import degrees_of
-from eesd_dist.bench.fuzz.draw_requests import CONTROLLERS
 from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.schedule.gate import Gate
@@ -67,7 +67,7 @@ def test_everything_that_can_be_drawn_is_drawn(make_source: MakeSource) -> None:
     setups: list[EngineSetup] = [setup for case in cases for setup in case.engines]
     assert {case.world.model for case in cases} == {model.name for model in source.models}
     assert {case.world.dtype for case in cases} == {"float32", "bfloat16"}
-    assert {setup.speculation.controller for setup in setups} == set(CONTROLLERS)
+    assert {setup.speculation.controller for setup in setups} == set(CONTROLLER_NAMES)
     assert {setup.scheduler.overlap for setup in setups} == {True, False, "auto"}
     assert {setup.link.kind for setup in setups} == {"inline", "thread"}
     assert {setup.speculation.tree.shape for setup in setups} == {"none", "static", "dynamic"}
