@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eesd_dist.control import baselines, thompson
 from eesd_dist.control.base import BatchController, ControlSetup
-from eesd_dist.control.goodput.controller import Goodput
+from eesd_dist.control.goodput import Goodput
 from eesd_dist.control.one_by_one import ControllerBuilder, OneByOne
 from eesd_dist.errors import ConfigError
 

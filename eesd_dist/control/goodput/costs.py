@@ -1,0 +1,42 @@
+"""The cost model as tables by the count."""
+
+from eesd_dist.control.cost import CostModel
+
+
+class CostTable:
+    """Asks the cost model for each figure once; more rows never cost less."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._steps = [0.0]
+        self._rows = [0.0]
+        self._known: dict[int, float] = {}
+        self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
+
+    def known(self, rows: int) -> float:
+        if rows not in self._known:
+            self._known[rows] = self._cost.known_batch(rows)
+        return self._known[rows]
+
+    def steps(self, most: int) -> list[float]:
+        """Seconds of levels of 0, 1, 2, ... and at least `most` tokens."""
+        steps = self._steps
+        while len(steps) <= most:
+            steps.append(max(steps[-1], self._cost.draft_batch(len(steps))))
+        return steps
+
+    def step(self, count: int) -> float:
+        return self.steps(count)[count]
+
+    def verify(self, rows: int, requests: int) -> float:
+        if rows >= len(self._rows):
+            self.verify_from(rows, 0, requests)
+        return self._rows[rows] + self._cost.request_s * max(requests - 1, 0)
+
+    def verify_from(self, rows: int, more: int, requests: int) -> list[float]:
+        """Seconds of verify passes over `rows` rows, one more, and so on."""
+        while len(self._rows) <= rows + more:
+            self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
+        found = self._rows[rows : rows + more + 1]
+        extra = self._cost.request_s * max(requests - 1, 0)
+        return [seconds + extra for seconds in found] if extra else found

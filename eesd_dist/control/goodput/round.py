@@ -1,0 +1,267 @@
+"""One round under `goodput`: which tokens of each level to look at, and which to draft."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from eesd_dist.control.base import RoundLoad
+from eesd_dist.control.goodput.allocation import (
+    Allocation,
+    Entry,
+    Prices,
+    best_allocation,
+    best_chain,
+)
+from eesd_dist.control.goodput.costs import CostTable
+from eesd_dist.control.goodput.exploration import Exploration
+from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
+from eesd_dist.control.offers import Offer
+from eesd_dist.control.survival import ROOT, Node, Siblings
+from eesd_dist.types import RequestId
+
+_LOOK_AHEAD = 16
+"""Possible tokens a level may consider, its own and later ones together: a small batch looks over
+the steps of the cost table, in a large one the next rows of the others lead over them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSetup:
+    """What every round of a batch is decided with."""
+
+    costs: CostTable
+    forecast: Forecast
+    exploration: Exploration
+    max_draft_tokens: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Draft:
+    """One request's draft, as far as it has grown."""
+
+    request: RequestForecast
+    chance: float
+    """The round's draw of chance, in standard deviations."""
+    nodes: list[Node] = field(default_factory=list)
+    """Of the drafted tokens, in the order they were taken."""
+    best: Node = ROOT
+    """The likeliest of the newest level."""
+
+    @property
+    def mean(self) -> float:
+        """What the request's next token is worth before its guess is known."""
+        return self.request.running_mean.mean
+
+    def node(self, index: int) -> Node:
+        return self.nodes[index] if index >= 0 else ROOT
+
+
+class GoodputRound:
+    """What the round costs so far, and what its seconds are worth."""
+
+    def __init__(
+        self,
+        setup: RoundSetup,
+        load: RoundLoad,
+        drafts: Mapping[RequestId, Draft],
+        *,
+        promise_ratio: float,
+    ) -> None:
+        self._setup = setup
+        self._costs = setup.costs
+        self._load = load
+        self._drafts = drafts
+        self._num_ours = len(drafts)
+        self._drafting_s = self._costs.known(load.num_known)
+        self._num_drafted = 0
+        self._level = 0
+        plain = load.num_requests / self._seconds()
+        self._promise = self._best_promise(plain)
+        self._rate = max(self._promise * promise_ratio, plain)
+        """Tokens a second is taken to be worth."""
+        probe_s = self._seconds(level=self._num_ours) - self._seconds()
+        self._probe_price = self._rate * probe_s
+        """In tokens: one token drafted for every request."""
+        self._is_probe = False
+        self._look_price = 0.0
+        """In tokens: of guesses of this level that are looked at in doubt."""
+        setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
+
+    @property
+    def share(self) -> float:
+        """One request's."""
+        return 1.0 / self._num_ours
+
+    @property
+    def promised(self) -> float:
+        """Tokens that one request's share of the round was to yield."""
+        return self._promise * self._seconds() / self._num_ours
+
+    def yielded(self, num_accepted: int) -> float:
+        """Tokens that it has yielded; the other controllers' requests bring a token each."""
+        return num_accepted + self._load.num_requests / self._num_ours
+
+    def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
+        """Before a guess its token is only known to be like others of its request."""
+        if not request_ids:
+            return frozenset()
+        drafts = [self._drafts[request_id] for request_id in request_ids]
+        expected = [draft.best.expected * draft.mean for draft in drafts]
+        wanted = self._worth(request_ids, expected, guess_weight=1.0)
+        if len(wanted) < len(request_ids):
+            # An easy token would be drafted, a hard one would not: at even chances of either, the
+            # guess is paid for twice over by the easy one alone.
+            spread = self._setup.forecast.spread
+            hopeful = [draft.best.expected * min(draft.mean + spread, 1.0) for draft in drafts]
+            looked = self._worth(request_ids, hopeful, guess_weight=2.0)
+            wanted = wanted | looked if wanted else self._looks_that_pay(looked)
+        affordable = self._setup.exploration.drafting >= self._probe_price
+        if self._level == 0 and not wanted and affordable:
+            self._is_probe = True
+            return frozenset(request_ids)
+        return wanted
+
+    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
+        if not offers:
+            self._close_level(asked=given, taken=given)
+            return []
+        nodes = self._nodes(offers)
+        taken = self._pick(offers, nodes, given)
+        newest: dict[RequestId, Node] = {}
+        for offer, node, is_taken in zip(offers, nodes, taken, strict=True):
+            if is_taken:
+                self._drafts[offer.request_id].nodes.append(node)
+                newest[offer.request_id] = max(newest.get(offer.request_id, node), node)
+        for request_id, node in newest.items():
+            self._drafts[request_id].best = node
+        self._close_level(
+            asked=given + sum(offer.rank == 0 for offer in offers), taken=given + sum(taken)
+        )
+        return taken
+
+    def _seconds(self, *, level: int = 0) -> float:
+        """Of the round as it stands, or with one more level of so many tokens."""
+        rows = self._load.num_known + self._num_drafted + level
+        verifying = self._costs.verify(rows, self._load.num_requests)
+        return self._both(self._drafting_s + self._costs.step(level), verifying)
+
+    def _both(self, drafting_s: float, verifying_s: float) -> float:
+        if self._load.overlapped:
+            return max(drafting_s, verifying_s)
+        return drafting_s + verifying_s
+
+    def _best_promise(self, plain: float) -> float:
+        """Tokens per second of the mean request at the best common length; so what a second is
+        worth follows the load at once."""
+        load, count = self._load, self._num_ours
+        theta = sum(draft.mean for draft in self._drafts.values()) / count
+        best, drafting_s = plain, self._drafting_s
+        tokens, survival = float(load.num_requests), 1.0
+        step_s = self._costs.step(count)
+        for length in range(1, self._setup.max_draft_tokens + 1):
+            survival *= theta
+            tokens += count * survival
+            drafting_s += step_s
+            verifying_s = self._costs.verify(load.num_known + length * count, load.num_requests)
+            best = max(best, tokens / self._both(drafting_s, verifying_s))
+        return best
+
+    def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
+        """Guesses of a level of doubtful worth: none where looks have not paid and the budget for
+        them is spent."""
+        if not looked:
+            return looked
+        price = self._rate * self._costs.guess_share * self._costs.step(len(looked))
+        if not self._setup.exploration.pay_for_look(price):
+            return frozenset()
+        self._look_price = price
+        return looked
+
+    def _worth(
+        self, request_ids: Sequence[RequestId], survival: list[float], *, guess_weight: float
+    ) -> frozenset[RequestId]:
+        prices = self._prices(len(request_ids), given=0, guess_weight=guess_weight)
+        owners = self._best(request_ids, survival, survival, prices).owners
+        return frozenset(request_ids[owner] for owner in owners)
+
+    def _pick(self, offers: Sequence[Offer], nodes: Sequence[Node], given: int) -> list[bool]:
+        exploration = self._setup.exploration
+        if self._is_probe and self._level == 0:
+            exploration.drafting -= self._probe_price
+            return [offer.rank == 0 for offer in offers]
+        ids = [offer.request_id for offer in offers]
+        drawn, expected = [node.drawn for node in nodes], [node.expected for node in nodes]
+        prices = self._prices(len(offers), given=given, guess_weight=0.0)
+        best = self._best(ids, drawn, expected, prices)
+        if best.expected_value < 0.0:
+            if -best.expected_value > exploration.drafting:
+                best = self._best(ids, expected, expected, prices)
+            else:
+                exploration.drafting += best.expected_value
+        if self._look_price:
+            exploration.looked(max(best.expected_value, 0.0) - self._look_price)
+            self._look_price = 0.0
+        return [index in best.owners for index in range(len(offers))]
+
+    def _nodes(self, offers: Sequence[Offer]) -> list[Node]:
+        """Survival of each offer. Of siblings, a later one counts when all before it are wrong, and
+        never more than the one before it: they are drafted in order of rank."""
+        forecast = self._setup.forecast
+        nodes: list[Node] = []
+        families: dict[tuple[RequestId, int], Siblings] = {}
+        for offer in offers:
+            key = (offer.request_id, offer.parent)
+            family = families.get(key)
+            if family is None:
+                draft = self._drafts[offer.request_id]
+                family = families[key] = forecast.siblings(
+                    draft.request,
+                    offer.evidence,
+                    parent=draft.node(offer.parent),
+                    chance=draft.chance,
+                )
+            nodes.append(family.next_node(forecast.share_of(offer.rank)))
+        return nodes
+
+    def _best(
+        self,
+        request_ids: Sequence[RequestId],
+        drawn: list[float],
+        expected: list[float],
+        prices: Prices,
+    ) -> Allocation:
+        """Over this level's tokens, and the later ones they may lead to."""
+        count = len(drawn)
+        levels = min(max(_LOOK_AHEAD // count, 1), self._setup.max_draft_tokens - self._level)
+        thetas = [self._drafts[request_id].mean for request_id in request_ids]
+        if count == 1:
+            return best_chain(drawn[0], expected[0], theta=thetas[0], levels=levels, prices=prices)
+        order: list[Entry] = []
+        for index, (survival, by_mean) in enumerate(zip(drawn, expected, strict=True)):
+            for level in range(max(levels, 1)):
+                order.append((-survival, level, index, -by_mean))
+                survival *= thetas[index]
+                by_mean *= thetas[index]
+        order.sort()
+        return best_allocation(order, prices)
+
+    def _prices(self, count: int, *, given: int, guess_weight: float) -> Prices:
+        """`guess_weight`: how much of the exit head's work this level has still to pay."""
+        costs, load = self._costs, self._load
+        steps = costs.steps(given + count)
+        part = 1.0 - costs.guess_share * (1.0 - guess_weight)
+        rows = load.num_known + self._num_drafted + given
+        most = count * max(_LOOK_AHEAD // count, 1)
+        return Prices(
+            rate=self._rate,
+            first_s=[part * seconds for seconds in steps[given : given + count + 1]],
+            later_s=steps,
+            verify_s=costs.verify_from(rows, most, load.num_requests),
+            drafting_s=self._drafting_s,
+            overlapped=load.overlapped,
+        )
+
+    def _close_level(self, *, asked: int, taken: int) -> None:
+        """Guesses that were looked at and not drafted have cost the exit head's work, too."""
+        costs, share = self._costs, self._costs.guess_share
+        self._drafting_s += share * costs.step(asked) + (1.0 - share) * costs.step(taken)
+        self._num_drafted += taken
+        self._level += 1
