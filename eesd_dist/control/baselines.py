@@ -93,7 +93,7 @@ class DraftVerifyController:
 
         mean AR <- b1 mean AR + (1 - b1) AR
         gamma'  =  gamma + e   where mean AR < alpha
-                   gamma - e   elsewhere; gamma where the draft was as long as may be
+                   gamma - e   otherwise; gamma where the draft was as long as may be
         gamma   <- b2 gamma + (1 - b2) gamma'
 
     with alpha = 0.9, b1 = 0.5, b2 = 0.9 and e = 0.01.

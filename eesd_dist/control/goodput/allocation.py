@@ -4,7 +4,7 @@ A possible token has a chance to survive: that it and all before it are accepted
 steps cost seconds, and a second is worth `rate` tokens. Tokens are added in order of survival, of
 all requests together, and the number of them that earns most above its price is kept: D-cut (arXiv
 2607.14647) and DSpark (2607.05147) add while the batch's rate rises; going through the whole order
-instead finds what lies behind a step of the cost table. Refuses to know requests and beliefs.
+instead finds what lies behind a step of the cost table. Knows no requests and no beliefs.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Entry = tuple[float, int, int, float]
-"""A possible token: less its survival, levels from now, whose it is, less its expected survival.
+"""A possible token: less its survival, levels from now, its owner, less its expected survival.
 
 Sorted, the likeliest comes first, a parent before its child, and of equals the lower owner's. Only
 tokens of level 0 are decided, the others are looked ahead to. The last figure is survival by the
@@ -49,7 +49,7 @@ class Allocation(NamedTuple):
     """What is taken, and what it earns above its price, in tokens."""
 
     owners: frozenset[int]
-    """Whose token of the level that is decided is taken."""
+    """Those whose token of the level that is decided is taken."""
     value: float
     expected_value: float
     """By the mean of what is believed."""
@@ -87,7 +87,7 @@ def best_chain(
 def best_allocation(order: Sequence[Entry], prices: Prices) -> Allocation:
     """What earns most of a sorted order: a prefix of it, of as many levels as pays.
 
-    A level has a price of its own, whoever is on it, so that every number of levels is tried: the
+    A level has a price of its own whatever is on it, so that every number of levels is tried: the
     first entry of a level that does not pay would keep away all less likely ones before it.
     """
     levels = 1 + max((level for _, level, _, _ in order), default=-1)

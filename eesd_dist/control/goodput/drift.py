@@ -21,7 +21,7 @@ class Drift:
         self._memory = memory
 
     def forget_a_little(self) -> None:
-        """Certainty goes, the mean stays: nobody has said otherwise."""
+        """Certainty goes, the mean stays."""
         self.variance = min(self.variance / self._memory, self._widest)
 
     def observe(self, score: float, *, accepted: bool) -> None:

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.types import (
     FinishReason,
@@ -73,6 +74,26 @@ def test_no_controller_changes_a_token(name: str, dtype: DType, make_config: Mak
         )
         assert texts(speculative) == texts(plain), controller
         assert [g.logprobs for g in speculative] == [g.logprobs for g in plain], controller
+
+
+@pytest.mark.parametrize("name", ["greedy", "warm"])
+def test_requests_of_one_batch_may_have_different_controllers(
+    name: str, make_config: MakeConfig
+) -> None:
+    llm = LocalEngine(make_config())
+    count = len(CONTROLLER_NAMES)
+    plain = llm.generate(requests(count, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
+    mixed = [
+        dataclasses.replace(request, speculation=SpeculationParams(controller=controller))
+        for request, controller in zip(
+            requests(count, SAMPLING[name], SpeculationParams(), "mixed"),
+            CONTROLLER_NAMES,
+            strict=True,
+        )
+    ]
+    done = llm.generate(mixed)
+    assert texts(done) == texts(plain)
+    assert sum(sum(g.accepted) for g in done) > 0
 
 
 @pytest.mark.parametrize("head", ["always", "sometimes", "never", "truncated"])

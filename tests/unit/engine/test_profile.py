@@ -8,6 +8,7 @@ import pytest
 
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import SpeculationParams
@@ -22,7 +23,6 @@ PINNED = CostModel(
     request_s=0.01,
     draft_rows_s=((8, 0.2),),
 )
-NEW = ("goodput", "draft_verify", "ema", "ucb")
 
 
 @pytest.fixture
@@ -80,13 +80,13 @@ def test_a_pinned_cost_model_is_taken_instead_of_measuring(
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalised"])
-def test_no_new_controller_changes_a_token(
+def test_no_registered_controller_changes_a_token(
     name: str, make_config: MakeConfig, cost_file: Path
 ) -> None:
     speculation = SpeculationConfig(max_draft_tokens=5, cost_file=cost_file)
     llm = LocalEngine(make_config(speculation=speculation))
     plain = llm.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
-    for controller in NEW:
+    for controller in CONTROLLER_NAMES:
         wished = SpeculationParams(controller=controller)
         done = llm.generate(requests(4, SAMPLING[name], wished, controller))
         assert texts(done) == texts(plain), controller
