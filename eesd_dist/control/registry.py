@@ -7,6 +7,7 @@ from eesd_dist.control import baselines, thompson
 from eesd_dist.control.base import BatchController, ControlSetup
 from eesd_dist.control.goodput import Goodput
 from eesd_dist.control.one_by_one import ControllerBuilder, OneByOne
+from eesd_dist.control.smartspec import SmartSpec
 from eesd_dist.errors import ConfigError
 
 
@@ -38,6 +39,7 @@ CONTROLLERS: Mapping[str, Entry] = {
     "draft_verify": PerRequest(baselines.draft_verify),
     "ema": PerRequest(baselines.ema),
     "ucb": PerRequest(baselines.ucb),
+    "smartspec": BatchWide(SmartSpec),
 }
 CONTROLLER_NAMES = tuple(CONTROLLERS)
 
