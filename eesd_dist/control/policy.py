@@ -6,8 +6,9 @@ in flight, and not where beliefs are pooled. The replaying benchmark asks it the
 the engine does.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.base import BatchController, ControlSetup, DraftRound, RoundLoad
@@ -25,8 +26,8 @@ from eesd_dist.types import Outcome, RequestId
 class _Request:
     group: BatchController
     belief: Belief
-    advice: Belief | None = None
-    """The router's, which counts from the next round on; None: no news."""
+    advice: deque[Belief] = field(default_factory=lambda: deque(maxlen=1))
+    """The router's latest, which counts from the next round on. Another thread appends to it."""
 
 
 class DraftPolicy:
@@ -83,7 +84,7 @@ class DraftPolicy:
         for request_id, belief in beliefs.items():
             request = self._requests.get(request_id)
             if request is not None:
-                request.advice = belief
+                request.advice.append(belief)
 
     def recalibrate(self, calibrator: Calibrator) -> None:
         """Another exit head has come with a calibration of its own; beliefs stay what they are."""
@@ -180,8 +181,10 @@ class DraftPolicy:
         """Where the router knows more rounds than this engine's own, or where neither has seen one
         yet and the router has the better prior."""
         request = self._requests[request_id]
-        advice, request.advice = request.advice, None
-        if advice is None or 0 < request.belief.num_rounds >= advice.num_rounds:
+        if not request.advice:
+            return
+        advice = request.advice.pop()
+        if 0 < request.belief.num_rounds >= advice.num_rounds:
             return
         request.belief = advice
         request.group.admit(request_id, advice)
