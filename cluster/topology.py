@@ -15,8 +15,8 @@ from typing import Literal, NotRequired, TypedDict, cast
 import click
 import jsonschema
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
 
+from cluster.ray_compat import prepared_cluster_config
 from eesd_dist.errors import ConfigError
 
 AuthMode = Literal["token", "disabled"]
@@ -123,8 +123,7 @@ def _read_mapping(path: Path) -> dict[str, object]:
 
 def _prepare(path: Path, content: dict[str, object]) -> _Prepared:
     try:
-        prepared = prepare_config(content)
-        validate_config(prepared)
+        prepared = prepared_cluster_config(content)
     except jsonschema.ValidationError as error:
         where = "/".join(str(step) for step in error.absolute_path) or "top level"
         raise ConfigError(f"{path}: {where}: {error.message} (Ray's schema)") from error

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
@@ -19,10 +19,10 @@ import ray
 from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayTaskError
-from ray.serve.config import HTTPOptions, ProxyLocation
-from ray.serve.context import _get_global_client
+from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
+from cluster.ray_compat import ServeStatus, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
 from serve_app.config import ServiceConfig, TelemetryConfig
@@ -169,17 +169,12 @@ def _start_serve(config: ServiceConfig) -> str:
     already; what others run stays as it is.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if _get_global_client(raise_if_no_controller_running=False) is None:
+    if serve_status() is None:
         _start_new_serve(config)
-    client = _get_global_client()
-    details = client.get_serve_details()
-    require_place(
-        config,
-        listens=client.http_config,
-        location=details["proxy_location"],
-        others={name: app["route_prefix"] for name, app in details["applications"].items()},
-    )
-    return _url(config, has_tls=client.http_config.ssl_certfile is not None)
+    running = serve_status()
+    assert running is not None, "it has just been started, or was there"
+    require_place(config, running)
+    return _url(config, has_tls=running.has_tls)
 
 
 def _start_new_serve(config: ServiceConfig) -> None:
@@ -197,30 +192,24 @@ def _start_new_serve(config: ServiceConfig) -> None:
         ) from error
 
 
-def require_place(
-    config: ServiceConfig,
-    *,
-    listens: HTTPOptions,
-    location: ProxyLocation,
-    others: Mapping[str, str | None],
-) -> None:
+def require_place(config: ServiceConfig, running: ServeStatus) -> None:
     """Raises ConfigError where a Serve like this one cannot serve this configuration.
 
-    Serve keeps to what it was first started with, whatever it is told later. `others` are the
-    routes of the applications it has: one of the same name would be replaced.
+    Serve keeps to what it was first started with, whatever it is told later. An application of the
+    same name would be replaced.
     """
-    if location == ProxyLocation.Disabled:
+    if running.proxy_location == ProxyLocation.Disabled:
         raise ConfigError(
             "Serve runs in this cluster without HTTP (proxy_location Disabled): end it with `serve "
             "shutdown`, and a new one will listen"
         )
-    if (listens.host, listens.port) != (config.host, config.port):
+    if (running.host, running.port) != (config.host, config.port):
         raise ConfigError(
-            f"Serve runs in this cluster and listens on {_at(listens.host, listens.port)}, "
-            f"expected {_at(config.host, config.port)}: give --host {listens.host} --port "
-            f"{listens.port}, or end it and all that it serves with `serve shutdown`"
+            f"Serve runs in this cluster and listens on {_at(running.host, running.port)}, "
+            f"expected {_at(config.host, config.port)}: give --host {running.host} --port "
+            f"{running.port}, or end it and all that it serves with `serve shutdown`"
         )
-    for name, route in others.items():
+    for name, route in running.route_prefixes.items():
         if name == config.app_name or route == "/":
             raise ConfigError(
                 f"Serve runs in this cluster and has application {name!r} at {route}, expected "

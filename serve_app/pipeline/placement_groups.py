@@ -12,12 +12,11 @@ wait for ever: it is placed again, kept to nothing.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -26,6 +25,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.ray_compat import available_resources
 from eesd_dist.errors import ConfigError
 from serve_app.config import PlacementConfig, Strategy
 from serve_app.pipeline.placement import (
@@ -238,7 +238,7 @@ def _table(group: PlacementGroup) -> dict[str, Any]:
 def nodes_now() -> tuple[Node, ...]:
     """The nodes that are alive, with what is free on them."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    free = available_resources()
     count = Counter(node["NodeName"] for node in alive)
     return tuple(
         Node(

@@ -1,13 +1,14 @@
 """What `eesd serve` looks at before it starts a service, and what it says when one is there."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
 from ray.serve import Application
-from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.config import ProxyLocation
 
+from cluster.ray_compat import ServeStatus
 from eesd_dist.errors import ConfigError
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
 from serve_app.operations import serving
@@ -45,26 +46,34 @@ def test_a_port_is_tried_here_only_where_serve_will_listen_here(host: str, shown
     serving._check_early(config, is_ours=True)
 
 
+def _running(
+    host: str = "127.0.0.1",
+    *,
+    location: ProxyLocation = ProxyLocation.HeadOnly,
+    routes: Mapping[str, str | None] | None = None,
+) -> ServeStatus:
+    return ServeStatus(
+        host=host, port=8000, has_tls=False, proxy_location=location, route_prefixes=routes or {}
+    )
+
+
 def test_a_serve_that_listens_elsewhere_is_not_asked_to_serve() -> None:
-    where = {"listens": HTTPOptions(host="0.0.0.0", port=8000), "location": ProxyLocation.HeadOnly}
-    require_place(_config("0.0.0.0", 8000), others={}, **where)
+    require_place(_config("0.0.0.0", 8000), _running("0.0.0.0"))
     expected = r"listens on 0\.0\.0\.0:8000, expected \[::1\]:8001: give --host 0\.0\.0\.0 --port"
     with pytest.raises(ConfigError, match=expected):
-        require_place(_config("::1", 8001), others={}, **where)
+        require_place(_config("::1", 8001), _running("0.0.0.0"))
 
 
 def test_a_serve_without_http_is_not_asked_to_serve() -> None:
-    listens = HTTPOptions(host="127.0.0.1", port=8000)
     with pytest.raises(ConfigError, match=r"runs in this cluster without HTTP"):
-        require_place(_config(), listens=listens, location=ProxyLocation.Disabled, others={})
+        require_place(_config(), _running(location=ProxyLocation.Disabled))
 
 
 def test_no_application_that_is_there_is_replaced() -> None:
-    where = {"listens": HTTPOptions(), "location": ProxyLocation.EveryNode}
-    require_place(_config(), others={"mine": "/mine", "inner": None}, **where)
+    require_place(_config(), _running(routes={"mine": "/mine", "inner": None}))
     for others in ({"eesd": "/elsewhere"}, {"another": "/"}):
         with pytest.raises(ConfigError, match=rf"has application '{next(iter(others))}' at /"):
-            require_place(_config(), others=others, **where)
+            require_place(_config(), _running(routes=others))
 
 
 def test_the_key_of_who_starts_the_service_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:

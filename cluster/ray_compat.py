@@ -1,0 +1,59 @@
+"""Every call into Ray that Ray does not promise to keep, in one place.
+
+Written for Ray 2.60. Each function says what it relies on, and has a test in
+`tests/serve/test_ray_compat.py` or `tests/unit/cluster/test_ray_compat.py` that fails when Ray
+changes it. Ray reads the environment when it is imported; so the imports stand in the functions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def available_resources() -> Mapping[str, Mapping[str, float]]:
+    """Returns what each living node has free, by node id.
+
+    `ray.available_resources()` sums over nodes; the state API asks the dashboard, which a local Ray
+    here does not start.
+    """
+    from ray._private.state import available_resources_per_node
+
+    return dict(available_resources_per_node())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeStatus:
+    """The Serve instance of the connected cluster."""
+
+    host: str
+    port: int
+    has_tls: bool
+    proxy_location: str
+    route_prefixes: Mapping[str, str | None]
+    """By application name."""
+
+
+def serve_status() -> ServeStatus | None:
+    """Returns None when no Serve runs. `serve.status()` starts one, and tells no addresses."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return None
+    details = client.get_serve_details()
+    return ServeStatus(
+        host=client.http_config.host,
+        port=client.http_config.port,
+        has_tls=client.http_config.ssl_certfile is not None,
+        proxy_location=details["proxy_location"],
+        route_prefixes={name: app["route_prefix"] for name, app in details["applications"].items()},
+    )
+
+
+def prepared_cluster_config(content: Mapping[str, object]) -> dict[str, Any]:
+    """Returns a cluster file as `ray up` fills it in; raises what Ray raises for a bad one."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared: dict[str, Any] = prepare_config(content)
+    validate_config(prepared)
+    return prepared

@@ -1,0 +1,31 @@
+"""What Ray does not promise is as `cluster.ray_compat` relies on."""
+
+import ray
+from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from cluster.ray_compat import available_resources, serve_status
+from tests.support.running import Running
+
+
+def test_free_resources_are_told_by_node_and_follow_what_is_taken(ray_port: int) -> None:
+    (node_id,) = available_resources()
+    assert node_id == ray.get_runtime_context().get_node_id()
+    before = available_resources()[node_id]["CPU"]
+    group = placement_group([{"CPU": 1}])
+    assert group.wait(60)
+    try:
+        assert available_resources()[node_id]["CPU"] == before - 1
+    finally:
+        remove_placement_group(group)
+
+
+def test_a_serve_tells_where_it_listens_and_what_it_serves(service: Running) -> None:
+    status = serve_status()
+    assert status is not None
+    assert f"http://{status.host}:{status.port}" == service.url
+    assert status.proxy_location == ProxyLocation.HeadOnly
+    assert not status.has_tls
+    assert status.route_prefixes[service.config.app_name] == "/"
+    assert set(status.route_prefixes) == set(serve.status().applications)
