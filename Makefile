@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DURATIONS := --durations=25 --durations-min=2
 SOURCES := eesd_dist serve_app cluster tests infra
 
 .PHONY: install serve test test-hosts test-slow check format gpu-check bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
@@ -21,8 +22,10 @@ $(STAMP): pyproject.toml infra/constraints.txt
 serve: install
 	$(BIN)/eesd serve
 
+# Tests without a service in two processes, one core each; those of a service one after the other.
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=60 --durations-min=2
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root and iproute2; skipped with a reason elsewhere.
 test-hosts: install

@@ -141,6 +141,7 @@ def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_on
     assert on == in_one_process.tokens(PROMPTS, (GREEDY, SAMPLED), max_tokens=_SHORT)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
     service: HostsService, cluster: RayHosts, undisturbed: list[int], whole: dict[str, Any]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
     assert service.pipeline()["generation"] == after["generation"]
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_when_a_link_is_mended_before_anybody_gave_the_host_up(
     service: HostsService, cluster: RayHosts, undisturbed: list[int], whole: dict[str, Any]
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_stream_goes_on_when_a_whole_host_dies(
     assert service.host_of("verify rank 0") != victim
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_host_and_what_it_was_to_do(
     service: HostsService, undisturbed: list[int], whole: dict[str, Any]
 ) -> None:

@@ -21,6 +21,7 @@ STEPS = 400
 DEADLINE_S = 100.0
 
 
+@pytest.mark.slow
 def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
     ray_port: int, tmp_path: Path
 ) -> None:

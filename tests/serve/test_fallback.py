@@ -21,7 +21,13 @@ from tests.support.running import Running, tokens_of, until
 MAX_TOKENS = 300
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one draft rank", "two draft ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one draft rank"),
+        pytest.param(2, id="two draft ranks", marks=pytest.mark.slow),
+    ],
+)
 def relieved(
     request: pytest.FixtureRequest, ray_port: int, tiny_service: Path
 ) -> Iterator[Running]:

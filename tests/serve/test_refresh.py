@@ -73,6 +73,7 @@ def served(service: Running, one: Request) -> tuple[list[int], int]:
     return tokens, sum(emission.num_accepted for emission in emissions)
 
 
+@pytest.mark.slow
 def test_a_service_drafts_with_what_its_own_requests_have_taught(
     spooling: Running, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def run(
     return report
 
 
+@pytest.mark.slow
 def test_a_fixed_seed_finds_nothing_in_three_thousand_tokens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -59,7 +60,9 @@ def test_a_fixed_seed_finds_nothing_in_three_thousand_tokens(
     assert "commit" in alone["provenance"]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize(
+    "plant", [p if p == "page" else pytest.param(p, marks=pytest.mark.slow) for p in PLANTS]
+)
 def test_a_planted_error_is_found_and_seen_again(
     plant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

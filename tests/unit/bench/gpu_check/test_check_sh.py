@@ -82,6 +82,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     return Check(status=done.returncode, lines=done.stdout.splitlines(), report=report)
 
 
+@pytest.mark.slow
 def test_all_sections_run_and_nothing_fails(check: Check) -> None:
     assert check.status == 0
     assert check.report["failed"] == []
@@ -98,12 +99,14 @@ def test_all_sections_run_and_nothing_fails(check: Check) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_needs_a_gpu_says_so(check: Check) -> None:
     told = {row["name"] for row in check.report["rows"] if row["value"] == "needs cuda"}
     assert {"GPU, driver, CUDA, NCCL", "NCCL group of one, of two", "section"} <= told
     assert check.rows("nccl")["NCCL abort while a kernel is stuck"]["value"] == "needs 2 GPUs"
 
 
+@pytest.mark.slow
 def test_what_a_cpu_can_prove_is_proven(check: Check) -> None:
     proven = {
         section: {name for name, row in check.rows(section).items() if row["ok"] is True}
@@ -115,6 +118,7 @@ def test_what_a_cpu_can_prove_is_proven(check: Check) -> None:
     assert proven["nccl"] == {"Gloo, two ranks, tensors from cpu"}
 
 
+@pytest.mark.slow
 def test_times_are_told_and_not_judged(check: Check) -> None:
     times = check.rows("times")
     assert {"bundled, verify(1)", "bundled, draft step", "bundled, transformers, batch 2"} <= set(
@@ -124,6 +128,7 @@ def test_times_are_told_and_not_judged(check: Check) -> None:
     assert all(row["value"] > 0 for row in times.values())
 
 
+@pytest.mark.slow
 def test_the_table_is_short_and_sums_up(check: Check) -> None:
     head = next(at for at, line in enumerate(check.lines) if line.startswith("section"))
     table = check.lines[head:]
@@ -132,6 +137,7 @@ def test_the_table_is_short_and_sums_up(check: Check) -> None:
     assert ", 0 failed, " in table[-1]
 
 
+@pytest.mark.slow
 def test_the_json_says_where_it_comes_from(check: Check) -> None:
     provenance = check.report["provenance"]
     assert "torch" in provenance["versions"]
