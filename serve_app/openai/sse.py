@@ -1,8 +1,8 @@
 """Server-sent events, as OpenAI's clients read them.
 
 One `data:` line per object, `[DONE]` exactly once at the end, errors inside the stream once it
-has begun. The stream ends with its client: when the client leaves, what makes the events is
-closed at once, not when the next event would have been sent.
+has begun, comments while nothing comes. The stream ends with its client: when the client leaves,
+the source of the events is closed at once, not when the next event would have been sent.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
+from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.openai.errors import http_error_of
 
@@ -22,6 +23,12 @@ T = TypeVar("T")
 Objects = AsyncGenerator[Mapping[str, object], None]
 
 DONE = b"data: [DONE]\n\n"
+
+KEEP_ALIVE_S = 10.0
+"""Interval of comments while there is no token: a proxy would take a silent stream for dead."""
+
+# A pipeline that drains ends its streams itself, with their last token.
+AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class ClientGone(Exception):
@@ -58,38 +65,37 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves, and closes their source either way."""
-
-    media_type = "text/event-stream"
 
     def __init__(self, first: Mapping[str, object], rest: Objects) -> None:
         """The first object is there already: what fails earlier gets a real status instead."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first = first
+        super().__init__(
+            _events(first, rest),
+            headers={"Cache-Control": "no-cache"},
+            sep="\n",
+            ping=KEEP_ALIVE_S,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            client_close_handler_callable=_log_departure,
+        )
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_listened_to(receive, lambda: self._send_all(send))
-        except ClientGone:
-            logger.info("client left a stream")
+            await super().__call__(scope, receive, send)
         finally:
             await self._rest.aclose()
 
-    async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        await _send(event(self._first), send)
-        try:
-            async for content in self._rest:
-                await _send(event(content), send)
-        except Exception as error:  # the status has left: the stream itself has to say it
-            await _send(event(http_error_of(error).body), send)
-        await _send(DONE, send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+async def _events(first: Mapping[str, object], rest: Objects) -> AsyncGenerator[bytes, None]:
+    yield event(first)
+    try:
+        async for content in rest:
+            yield event(content)
+    except Exception as error:  # the status has left: the stream itself has to say it
+        yield event(http_error_of(error).body)
+    yield DONE
 
 
-async def _send(chunk: bytes, send: Send) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+async def _log_departure(_: Message) -> None:
+    logger.info("client left a stream")

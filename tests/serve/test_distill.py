@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from psutil import Process
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of, shard_name
 from serve_app.cli.main import main
-from serve_app.session.processes import Process, descendants, end, running_after
+from serve_app.session.processes import descendants, end, running_after
 from tests.support.tiny_service import write_tiny_service
 
 WORDS = (

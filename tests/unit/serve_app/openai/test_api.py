@@ -10,6 +10,7 @@ import pytest
 
 from eesd_dist.errors import EngineError, Poisonous, QueueFull
 from eesd_dist.types import FinishReason
+from serve_app.openai import sse
 from serve_app.openai.api import build_api
 from serve_app.openai.preparation import choice_seed
 from tests.support.live_server import serving
@@ -106,6 +107,22 @@ def test_the_wire_has_one_done_and_null_usage_on_the_way(api: Api) -> None:
     assert all(event.startswith("data: ") for event in events[:-1])
     assert all(chunk["usage"] is None for chunk in objects[:-1])
     assert objects[-1]["choices"] == []
+
+
+def test_a_stream_that_waits_for_tokens_says_that_it_is_alive(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    api.engine.delay_s = 0.3
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 6, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{api.url}/v1/completions", json=body, timeout=20) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    comments = [line for line in lines if line.startswith(":")]
+    assert set(comments) == {": keep-alive"}
+    assert len(comments) >= 2
+    events = [line for line in lines if line not in comments]
+    assert all(line.startswith("data: ") for line in events)
+    assert events[-1] == "data: [DONE]"
 
 
 def test_the_async_client_streams_too(api: Api) -> None:

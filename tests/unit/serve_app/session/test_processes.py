@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from serve_app.session.processes import Process, descendants, end, running_after
+from psutil import Process
+
+from serve_app.session.processes import descendants, end, running_after
 
 _GRANDCHILD = """
 import subprocess, sys, time
@@ -31,9 +33,15 @@ def test_a_grandchild_in_a_session_of_its_own_is_found_and_ended() -> None:
 def test_a_number_that_was_given_to_another_process_is_not_taken_for_ours() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         (real,) = {p for p in descendants() if p.pid == child.pid}
-        stranger = Process(real.pid, real.started_ticks - 1)
-        assert real.is_running
-        assert not stranger.is_running
+        stranger = Process(child.pid)
+        stranger._ident = (child.pid, real.create_time() - 1)
+        assert running_after([real, stranger], wait_s=0.0) == {real}
         end([stranger])
         assert child.poll() is None
         child.kill()
+
+
+def test_a_process_that_has_gone_has_no_descendants() -> None:
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+    assert descendants(child.pid) == set()
