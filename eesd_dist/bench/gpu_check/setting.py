@@ -64,7 +64,7 @@ class Section:
     needs_cuda: bool = False
 
 
-_HERE = "eesd_dist.bench.gpu_check"
+_HERE = "eesd_dist.bench.gpu_check.sections"
 
 SECTIONS = (
     Section(name="versions", module=f"{_HERE}.versions", share=2.5),

@@ -151,7 +151,7 @@ def test_a_planted_error_is_exit_status_1(tmp_path: Path) -> None:
         "from importlib.abc import MetaPathFinder\n"
         "class _Plant(MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'eesd_dist.bench.gpu_check.noise':\n"
+        "        if name == 'eesd_dist.bench.gpu_check.sections.noise':\n"
         "            sys.meta_path.remove(self)\n"
         "            from eesd_dist.sampling import noise\n"
         "            true = noise.gumbel\n"

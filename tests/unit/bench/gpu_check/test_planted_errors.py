@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.bench.gpu_check import attending, exactness, noise, spans
-from eesd_dist.bench.gpu_check.products import first_difference
-from eesd_dist.bench.gpu_check.pytests import marked_files
-from eesd_dist.bench.gpu_check.ranks import run_ranks
 from eesd_dist.bench.gpu_check.rows import Row, Rows
+from eesd_dist.bench.gpu_check.sections import attending, exactness, noise, spans
+from eesd_dist.bench.gpu_check.sections.products import first_difference
+from eesd_dist.bench.gpu_check.sections.pytests import marked_files
+from eesd_dist.bench.gpu_check.sections.ranks import run_ranks
+from eesd_dist.bench.gpu_check.sections.timer import time_of
 from eesd_dist.bench.gpu_check.setting import Setting
-from eesd_dist.bench.gpu_check.timer import time_of
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]

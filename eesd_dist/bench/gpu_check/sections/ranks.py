@@ -1,6 +1,6 @@
 """One rank of a small group, in a process of its own; says in one line of JSON how it went.
 
-python -m eesd_dist.bench.gpu_check.ranks JOB RANK SIZE PORT DEVICE
+python -m eesd_dist.bench.gpu_check.sections.ranks JOB RANK SIZE PORT DEVICE
 """
 
 import json

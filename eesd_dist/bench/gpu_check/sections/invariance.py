@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from eesd_dist.bench.gpu_check.attending import AttentionShape
-from eesd_dist.bench.gpu_check.attending import examine as examine_attention
-from eesd_dist.bench.gpu_check.products import ProductFinding
-from eesd_dist.bench.gpu_check.products import examine as examine_product
 from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.sections.attending import AttentionShape
+from eesd_dist.bench.gpu_check.sections.attending import examine as examine_attention
+from eesd_dist.bench.gpu_check.sections.products import ProductFinding
+from eesd_dist.bench.gpu_check.sections.products import examine as examine_product
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.shapes import LARGE, Width
 from eesd_dist.config import DType

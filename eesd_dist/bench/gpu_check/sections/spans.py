@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.gpu_check.checkpoints import FAMILIES, write_small
 from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.sections.stages import PAGE_SIZE, TwoSpans
 from eesd_dist.bench.gpu_check.setting import Setting
-from eesd_dist.bench.gpu_check.stages import PAGE_SIZE, TwoSpans
 from eesd_dist.config import DType
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.gpu_check.checkpoints import drawn_on, write_stack
 from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.sections.timer import copy_rates, synchronize, time_of
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.shapes import LLAMA_8B, Width
-from eesd_dist.bench.gpu_check.timer import copy_rates, synchronize, time_of
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,

@@ -7,8 +7,8 @@ from importlib import metadata
 import torch
 
 from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.sections.timer import copy_rates, time_of
 from eesd_dist.bench.gpu_check.setting import Setting
-from eesd_dist.bench.gpu_check.timer import copy_rates, time_of
 
 _PACKAGES = ("triton", "transformers", "numpy", "pydantic")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from eesd_dist.bench.gpu_check.rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 

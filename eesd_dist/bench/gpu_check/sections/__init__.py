@@ -1,0 +1,1 @@
+"""What is checked, one module a section; `setting.Section` names them in order."""
