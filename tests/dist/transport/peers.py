@@ -156,8 +156,9 @@ def follow(port: int, timeout_s: float) -> None:
 
 def lead_and_stall(port: int, timeout_s: float) -> None:
     """Joins the verify stage and never shares a round."""
-    join_verify_stage(port, 0, timeout_s=timeout_s)
+    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
     time.sleep(60)
+    del stage  # kept until here: a group that is collected closes its connections
 
 
 def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[], None]) -> None:
