@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.losses import Comparison, DraftVocabulary, KeptTargets
+from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 

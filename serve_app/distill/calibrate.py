@@ -23,17 +23,17 @@ from eesd_dist.control.calibrator import (
     reliability_table,
 )
 from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.folders import write_json
+from eesd_dist.distill.plots import draw_reliability
+from eesd_dist.distill.rounds import Asked, Machine, Ran, drafting_engine, run_rounds
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence
-from serve_app.distill._checks import require_positive, require_temperatures
-from serve_app.distill._folder import write_json
-from serve_app.distill._kept_aside import add_flags, machine_and_prompts
-from serve_app.distill._plots import draw_reliability
-from serve_app.distill._rounds import Asked, Machine, Ran, drafting_engine, run_rounds
-from serve_app.distill._words import Say, on_stderr
+from serve_app.distill.kept_aside import add_flags, machine_and_prompts
+from serve_app.distill.words import Say, on_stderr
 
 DEFAULT_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 _FOLDS = 4

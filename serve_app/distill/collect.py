@@ -20,7 +20,8 @@ from typing import get_args
 from tqdm import tqdm
 
 from eesd_dist.config import DType
-from eesd_dist.distill.collect import (
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.collector import (
     Chunk,
     Recipe,
     done_already,
@@ -34,14 +35,13 @@ from eesd_dist.distill.features import (
     ShardEntry,
     weights_fingerprint,
 )
+from eesd_dist.distill.folders import only_one, write_json
+from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, read_texts
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
 from serve_app.config import BUNDLED_MODEL
-from serve_app.distill._checks import require_positive, require_temperatures
-from serve_app.distill._folder import only_one, write_json
-from serve_app.distill._prompts import NUM_HELD_OUT, SHIPPED_PROMPTS, read_prompts, read_texts
-from serve_app.distill._words import Say, on_stderr
+from serve_app.distill.words import Say, on_stderr
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
 _PROGRESS_FILE = "progress.json"
@@ -214,7 +214,7 @@ def _make(
     # Its core reports as an error how Ray Data makes its own actors.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # Ray reads the environment when it is imported.
-    from serve_app.distill._collect_job import Job, run_job
+    from serve_app.distill.collect_job import Job, run_job
 
     workers, gpus = _crew_of(request, num_chunks=len(chunks))
     job = Job(

@@ -23,17 +23,10 @@ from tqdm import tqdm
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.overlap import Overlap, overlap_of
-from eesd_dist.distill.target import FrozenTarget, target_embedding
-from eesd_dist.model.exit_head import TrainableExitHead
-from eesd_dist.model.spec import ModelSpec
-from eesd_dist.provenance import collect_provenance
-from eesd_dist.text.prompts import Prompt
-from eesd_dist.types import Outcome
-from serve_app.distill._checks import require_positive, require_temperatures
-from serve_app.distill._folder import write_json
-from serve_app.distill._kept_aside import add_flags, machine_and_prompts
-from serve_app.distill._rounds import (
+from eesd_dist.distill.rounds import (
     MAX_DRAFT_TOKENS,
     Asked,
     Machine,
@@ -41,8 +34,15 @@ from serve_app.distill._rounds import (
     drafting_engine,
     run_rounds,
 )
-from serve_app.distill._timing import Speed, Timing, speed_of, time_head
-from serve_app.distill._words import Say, on_stderr
+from eesd_dist.distill.target import FrozenTarget, target_embedding
+from eesd_dist.distill.timing import Speed, Timing, speed_of, time_head
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome
+from serve_app.distill.kept_aside import add_flags, machine_and_prompts
+from serve_app.distill.words import Say, on_stderr
 
 EVALUATION_FILE = "evaluation.json"
 _TEMPERATURES = (0.0, 0.7, 1.0)

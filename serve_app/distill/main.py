@@ -16,8 +16,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from eesd_dist.distill.checks import require_distill_extra
 from eesd_dist.errors import ConfigError
-from serve_app.distill._checks import require_distill_extra
 
 COMMANDS = ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh")
 

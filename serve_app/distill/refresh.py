@@ -25,19 +25,19 @@ from typing import Any
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.compare import Difference, HeldOutFigures, difference, figures, judge
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
-from eesd_dist.distill.run_folder import put_in_place
+from eesd_dist.distill.folders import only_one, write_json
 from eesd_dist.distill.spooled import take_aside
 from eesd_dist.distill.target import target_embedding
-from eesd_dist.distill.train import TrainOptions, TrainRequest
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
+from eesd_dist.distill.train.run_folder import put_in_place
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
 from serve_app.config import BUNDLED_MODEL, RouterConfig
-from serve_app.distill._folder import only_one, write_json
-from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.train import train
+from serve_app.distill.words import Say, on_stderr
 from serve_app.operations.promotion import promote
 
 REPORT_FILE = "refresh.json"

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import get_args
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
-from eesd_dist.distill.train import TrainOptions, TrainRequest
+from eesd_dist.distill.folders import only_one, write_json
+from eesd_dist.distill.held_out import PromptParts, read_prompts
+from eesd_dist.distill.rounds import Machine
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import read_json
 from serve_app.distill import collect as collecting
-from serve_app.distill._folder import only_one, write_json
-from serve_app.distill._prompts import PromptParts, read_prompts
-from serve_app.distill._rounds import Machine
-from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
 from serve_app.distill.collect import CollectRequest, collect, planned, recipe_of
 from serve_app.distill.evaluate import EVALUATION_FILE, EvaluateRequest, evaluate
 from serve_app.distill.train import train
+from serve_app.distill.words import Say, on_stderr
 
 RUN_FILE = "run.json"
 DEFAULT_MINUTES = 16.0

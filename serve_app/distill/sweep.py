@@ -27,22 +27,22 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
+from eesd_dist.distill.checks import require_positive, require_temperatures
 from eesd_dist.distill.features import FeatureStore, identity_of
-from eesd_dist.distill.train import TrainOptions, TrainRequest
+from eesd_dist.distill.folders import only_one, write_json
+from eesd_dist.distill.held_out import read_prompts, require_kept_aside
+from eesd_dist.distill.rounds import Machine
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import read_json
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from serve_app.distill import collect as collecting
-from serve_app.distill._checks import require_positive, require_temperatures
-from serve_app.distill._folder import only_one, write_json
-from serve_app.distill._prompts import read_prompts, require_kept_aside
-from serve_app.distill._rounds import Machine
-from serve_app.distill._words import Say, on_stderr
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
 from serve_app.distill.evaluate import EVALUATION_FILE, EvaluateRequest, evaluate
 from serve_app.distill.train import train
+from serve_app.distill.words import Say, on_stderr
 
 SWEEP_FILE = "sweep.json"
 _ASKED_FILE = "asked.json"

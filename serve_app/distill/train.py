@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import get_args
 
 from eesd_dist.config import DType
-from eesd_dist.distill.losses import Divergence, LossOptions
-from eesd_dist.distill.train import TrainOptions, TrainRequest, alone, require_fit, train_rank
+from eesd_dist.distill.folders import only_one
+from eesd_dist.distill.train.learner import (
+    TrainOptions,
+    TrainRequest,
+    alone,
+    require_fit,
+    train_rank,
+)
+from eesd_dist.distill.train.losses import Divergence, LossOptions
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
 from serve_app.config import BUNDLED_MODEL
-from serve_app.distill._folder import only_one
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
 __all__ = ["TrainOptions", "TrainRequest", "main", "train"]
@@ -70,7 +76,7 @@ def _train_with_ray(request: TrainRequest, address: str | None) -> None:
     else:
         prepare_for_cluster()
     # Ray reads the environment when it is imported.
-    from serve_app.distill._train_job import run_job
+    from serve_app.distill.train_job import run_job
 
     run_job(_from_anywhere(request), address=address, threads=num_threads(request))
 

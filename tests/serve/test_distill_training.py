@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eesd_dist.distill.train import TrainOptions, TrainRequest
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
 from serve_app.distill.train import train
 from serve_app.session.processes import descendants
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target

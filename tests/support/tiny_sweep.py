@@ -3,10 +3,10 @@
 import random
 from pathlib import Path
 
-from eesd_dist.distill.train import TrainOptions
+from eesd_dist.distill.rounds import Machine
+from eesd_dist.distill.train.learner import TrainOptions
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
-from serve_app.distill._rounds import Machine
 from serve_app.distill.sweep import Combination, SweepRequest
 
 VOCAB = 96

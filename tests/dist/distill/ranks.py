@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from eesd_dist.distill.train import TrainRequest, train_rank
+from eesd_dist.distill.train.learner import TrainRequest, train_rank
 
 
 def train_as_rank(

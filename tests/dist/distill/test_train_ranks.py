@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eesd_dist.distill.train import TrainOptions, TrainRequest, alone, train_rank
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest, alone, train_rank
 from eesd_dist.errors import ConfigError
 from tests.dist.distill.ranks import train_as_rank
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target

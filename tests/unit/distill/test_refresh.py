@@ -18,7 +18,7 @@ from eesd_dist.distill.features import (
     write_shard,
 )
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.train import TrainOptions
+from eesd_dist.distill.train.learner import TrainOptions
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.distill.collect import Recipe
+from eesd_dist.distill.collector import Recipe
+from eesd_dist.distill.held_out import split_prompts
+from eesd_dist.distill.rounds import Machine
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
 from serve_app.cli import main as cli
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill import main as distill
-from serve_app.distill._collect_job import ChunkWorker, Job, cause_of
-from serve_app.distill._prompts import split_prompts
-from serve_app.distill._rounds import Machine
 from serve_app.distill.calibrate import CalibrateRequest
 from serve_app.distill.collect import CollectRequest, recipe_of
+from serve_app.distill.collect_job import ChunkWorker, Job, cause_of
 from serve_app.distill.evaluate import EvaluateRequest
 
 MACHINE = Machine(model=BUNDLED_MODEL, head=BUNDLED_MODEL / "exit_head")
@@ -51,7 +51,7 @@ def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.Mon
     found = importlib.util.find_spec
     missing = {"deepspeed", "pyarrow"}
     monkeypatch.setattr(
-        "serve_app.distill._checks.find_spec",
+        "eesd_dist.distill.checks.find_spec",
         lambda name: None if name in missing else found(name),
     )
     with pytest.raises(ConfigError, match=r"needs deepspeed, pyarrow.*eesd-dist\[distill\]"):

@@ -9,11 +9,11 @@ import pytest
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.distill.rounds import MAX_DRAFT_TOKENS, Asked, Machine, Ran
+from eesd_dist.distill.timing import Timing, speed_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome, RequestId, TokenId
-from serve_app.distill._rounds import MAX_DRAFT_TOKENS, Asked, Machine, Ran
-from serve_app.distill._timing import Timing, speed_of
 from serve_app.distill.calibrate import CalibrateRequest, calibrate
 from serve_app.distill.evaluate import (
     EvaluateRequest,

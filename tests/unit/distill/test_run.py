@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.distill.collect import finish
+from eesd_dist.distill.collector import finish
 from eesd_dist.distill.features import ShardEntry
+from eesd_dist.distill.folders import only_one, write_json
 from eesd_dist.errors import CheckpointError, ConfigError
 from serve_app.config import BUNDLED_MODEL
 from serve_app.distill import main as distill
-from serve_app.distill._folder import only_one, write_json
 from serve_app.distill.collect import CollectRequest, collect, planned, recipe_of
 from serve_app.distill.run import RUN_FILE, RunRequest, asked_of, run
 

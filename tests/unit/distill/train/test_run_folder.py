@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.distill.run_folder import RunFolder, put_in_place
+from eesd_dist.distill.train.run_folder import RunFolder, put_in_place
 from eesd_dist.errors import CheckpointError, ConfigError
 
 JOB = {"seed": 1, "options": {"rows": 8}}
@@ -42,7 +42,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: 
     save(folder, 10)
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from eesd_dist.distill.run_folder import RunFolder\n"
+        "from eesd_dist.distill.train.run_folder import RunFolder\n"
         "unfinished = RunFolder(Path(sys.argv[1])).unfinished(20)\n"
         "unfinished.mkdir()\n"
         "(unfinished / 'state.bin').write_bytes(b'half')\n"

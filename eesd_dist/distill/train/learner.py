@@ -25,13 +25,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from eesd_dist.distill.batches import Batch, PlannedBatch, Row
-from eesd_dist.distill.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
-from eesd_dist.distill.run_folder import RunFolder, put_in_place, require_free
 from eesd_dist.distill.target import FrozenTarget, target_embedding
-from eesd_dist.distill.train_request import TrainOptions, TrainRequest
-from eesd_dist.distill.train_run import Figures, Progress, Run, TrainSummary
-from eesd_dist.distill.train_setting import Setting, device_of, first_head
+from eesd_dist.distill.train.batches import Batch, PlannedBatch, Row
+from eesd_dist.distill.train.inputs import Setting, device_of, first_head
+from eesd_dist.distill.train.loop import Figures, Progress, Run, TrainSummary
+from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train.run_folder import RunFolder, put_in_place, require_free
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 

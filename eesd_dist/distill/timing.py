@@ -14,11 +14,7 @@ from tqdm import tqdm
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
-from eesd_dist.engine.core import EngineCore
-from eesd_dist.errors import ConfigError
-from eesd_dist.text.prompts import Prompt
-from eesd_dist.types import Outcome, SpeculationParams, TokenId
-from serve_app.distill._rounds import (
+from eesd_dist.distill.rounds import (
     MAX_DRAFT_TOKENS,
     Asked,
     Machine,
@@ -26,6 +22,10 @@ from serve_app.distill._rounds import (
     request_of,
     serving_engine,
 )
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.errors import ConfigError
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome, SpeculationParams, TokenId
 
 _RESAMPLES = 1000
 

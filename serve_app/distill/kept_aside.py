@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import get_args
 
 from eesd_dist.config import DType
-from serve_app.config import BUNDLED_MODEL
-from serve_app.distill._prompts import (
+from eesd_dist.distill.held_out import (
     NUM_HELD_OUT,
     SHIPPED_PROMPTS,
     PromptParts,
     read_prompts,
     require_unseen,
 )
-from serve_app.distill._rounds import Machine
+from eesd_dist.distill.rounds import Machine
+from serve_app.config import BUNDLED_MODEL
 
 
 def add_flags(

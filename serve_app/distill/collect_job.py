@@ -31,7 +31,7 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.distill.collect import Chunk, Collector, Recipe
+from eesd_dist.distill.collector import Chunk, Collector, Recipe
 from eesd_dist.distill.features import ShardEntry
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine.llm import LLM

@@ -25,7 +25,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from tqdm import tqdm
 
 from eesd_dist.config import EngineConfig, ModelConfig
-from eesd_dist.distill.train import TrainRequest, train_rank
+from eesd_dist.distill.train.learner import TrainRequest, train_rank
 from eesd_dist.errors import EesdError, EngineError
 from serve_app.config import ServiceConfig
 from serve_app.session.local_ray import joined_ray, local_ray

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.distill.losses import (
+from eesd_dist.distill.train.losses import (
     Comparison,
     Divergence,
     DraftVocabulary,

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from tqdm import tqdm
 
-from eesd_dist.distill.batches import BatchReader, PlannedBatch, Position, Row, in_order, read_rows
-from eesd_dist.distill.run_folder import RunFolder, put_in_place
-from eesd_dist.distill.schedule import LearningRate, Pace
-from eesd_dist.distill.train_request import TrainRequest
-from eesd_dist.distill.train_setting import Setting
+from eesd_dist.distill.train.batches import (
+    BatchReader,
+    PlannedBatch,
+    Position,
+    Row,
+    in_order,
+    read_rows,
+)
+from eesd_dist.distill.train.inputs import Setting
+from eesd_dist.distill.train.request import TrainRequest
+from eesd_dist.distill.train.run_folder import RunFolder, put_in_place
+from eesd_dist.distill.train.schedule import LearningRate, Pace
 from eesd_dist.provenance import collect_provenance
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eesd_dist.distill.features import FeatureSequence, FeatureStore
-from eesd_dist.distill.losses import KeptTargets
+from eesd_dist.distill.train.losses import KeptTargets
 from eesd_dist.errors import ConfigError
 
 _POOL_BATCHES = 16

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS as BENCH_PROMPTS
-from eesd_dist.errors import ConfigError
-from eesd_dist.model.spec import ModelSpec
-from eesd_dist.text.prompts import Prompt
-from eesd_dist.types import TokenId
-from serve_app.config import BUNDLED_MODEL
-from serve_app.distill._prompts import (
+from eesd_dist.distill.held_out import (
     SHIPPED_PROMPTS,
     read_prompts,
     read_texts,
@@ -20,6 +15,11 @@ from serve_app.distill._prompts import (
     require_unseen,
     split_prompts,
 )
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import TokenId
+from serve_app.config import BUNDLED_MODEL
 from tests.support.tiny_features import write_tiny_features, write_tiny_target
 
 

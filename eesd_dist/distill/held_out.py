@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eesd_dist.distill.checks import require_positive
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureManifest
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
-from serve_app.distill._checks import require_positive
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """Arithmetic as chat and raw code, for the bundled model; `infra/demo_model` says where from."""

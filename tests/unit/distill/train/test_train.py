@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from eesd_dist.distill.features import FeatureStore
-from eesd_dist.distill.losses import LossOptions
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.train import TrainOptions, TrainRequest
-from eesd_dist.distill.train_setting import draft_tokens
+from eesd_dist.distill.train.inputs import draft_tokens
+from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
+from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec

@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 import torch
 
-from eesd_dist.distill.batches import (
+from eesd_dist.distill.features import FeatureStore
+from eesd_dist.distill.train.batches import (
     Batch,
     BatchReader,
     BatchShape,
@@ -17,7 +18,6 @@ from eesd_dist.distill.batches import (
     in_order,
     read_rows,
 )
-from eesd_dist.distill.features import FeatureStore
 from eesd_dist.errors import ConfigError
 from tests.support.tiny_features import (
     EXIT_LAYER,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from eesd_dist.config import DType
-from eesd_dist.distill.batches import BatchShape
-from eesd_dist.distill.losses import LossOptions
+from eesd_dist.distill.train.batches import BatchShape
+from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
-from eesd_dist.distill.train_request import TrainOptions, TrainRequest
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec

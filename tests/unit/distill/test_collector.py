@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from eesd_dist.distill.collect import (
+from eesd_dist.distill.collector import (
     Chunk,
     Collector,
     Recipe,
