@@ -1,52 +1,36 @@
-"""What the target writes and thinks, made into shards of features.
+"""One chunk of prompts and texts made into one shard of features.
 
-A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard. The
-target writes after the prompts (`Writer`), then reads each whole sequence once more
-(`FrozenTarget`), and what it thought at every token is kept. Every shard carries a stamp over the
-recipe and its chunk: one that is there already is not made again, and one made otherwise is
-refused. Knows no Ray, no engine and no text; who works on which chunk is decided above.
+The target writes after the prompts (`Writer`), then reads each whole sequence once more
+(`FrozenTarget`), and what it computed at every token is kept. The shard carries a stamp over the
+recipe and its chunk. Which chunks there are is decided by `collect`, which process works on which
+of them by an `Executor`.
 """
 
 # Shapes: T tokens of a sequence.
 
 import hashlib
 import json
-import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
-from eesd_dist.distill.features import (
-    FeatureManifest,
-    FeatureSequence,
-    ShardEntry,
-    inspect_shard,
-    shard_name,
-    write_shard,
-)
+from eesd_dist.config import DType, ModelConfig, SpeculationConfig
+from eesd_dist.distill.features import FeatureSequence, ShardEntry, write_shard
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.errors import ConfigError
+from eesd_dist.distill.writer import EngineWriter, Writer, engine_config
+from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 
 _VIEW_TOKENS = 2048
 """The frozen pass takes sequences of about this many tokens together."""
-
-
-class Written(Protocol):
-    """What the target wrote for one request."""
-
-    @property
-    def tokens(self) -> Sequence[TokenId]: ...
-
-
-class Writer(Protocol):
-    """The target, taking requests to their ends."""
-
-    def generate(self, requests: Sequence[Request]) -> Sequence[Written]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +57,7 @@ class Recipe:
     max_length: int
     """Longest sequence."""
     stop_token_ids: tuple[int, ...]
-    dtype: str
+    dtype: DType
     """In which the target is computed."""
     seed: int
 
@@ -108,88 +92,73 @@ class Chunk:
         return {"index": self.index, "sources": [asdict(source) for source in self.sources]}
 
 
-def plan(
-    prompts: Sequence[tuple[str, Sequence[int]]],
-    texts: Sequence[Sequence[int]],
-    *,
-    recipe: Recipe,
-    temperatures: Sequence[float],
-    passes: int,
-    chunk_size: int,
-) -> list[Chunk]:
-    """All prompts (class, tokens), answered `passes` times at temperatures that take turns, and all
-    texts, cut to the longest length; shuffled by the recipe's seed, so that any first part of the
-    shards is a fair sample. Raises ConfigError when nothing is left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """All that a worker has to know to make shards."""
+
+    model: Path
+    folder: Path
+    """Of the store; with workers on several nodes, one that all of them see."""
+    recipe: Recipe
+    batch: int
+    """Prompts of one chunk, generated together."""
+    threads: int
+    """CPU threads of one worker."""
+    workers: int | None
+    """Processes; None: one per `threads` CPUs, or per GPU."""
+    allowed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeShard:
+    """A shard, and how long its worker had been working when it was done."""
+
+    entry: ShardEntry
+    spent_s: float
+
+
+class ShardWorker:
+    """Makes shards in this process until its time is spent.
+
+    The target is loaded with the first chunk, so that an error is raised by `make`; the time counts
+    from then on, so that a slow start does not use up a short one.
     """
-    room = recipe.max_length - recipe.max_tokens
-    sources = [
-        Source(
-            tokens=tuple(tokens),
-            workload=workload,
-            is_prompt=True,
-            temperature=temperatures[(number + turn) % len(temperatures)],
-            seed=recipe.seed + turn * len(prompts) + number,
-        )
-        for turn in range(passes)
-        for number, (workload, tokens) in enumerate(prompts)
-        if len(tokens) <= room
-    ]
-    sources += [
-        Source(tokens=tuple(piece), workload="text", is_prompt=False)
-        for text in texts
-        for piece in _pieces(text, length=recipe.max_length)
-    ]
-    if not sources:
-        raise ConfigError(
-            f"found {len(prompts)} prompts and {len(texts)} texts, none of which fits: expected a "
-            f"prompt of at most {room} tokens (max_length less max_tokens), or a text of two"
-        )
-    random.Random(f"plan/{recipe.seed}").shuffle(sources)
-    return [
-        Chunk(index=index, sources=tuple(sources[first : first + chunk_size]))
-        for index, first in enumerate(range(0, len(sources), chunk_size))
-    ]
+
+    def __init__(self, job: ShardJob) -> None:
+        self._job = job
+
+    def make(self, chunk: Chunk) -> MadeShard | None:
+        """None when the time is spent."""
+        collector, ready = self._loaded
+        if time.monotonic() - ready > self._job.allowed_s:
+            return None
+        entry = collector.collect(self._job.folder, chunk)
+        return MadeShard(entry=entry, spent_s=time.monotonic() - ready)
+
+    @cached_property
+    def _loaded(self) -> tuple["Collector", float]:
+        return collector_of(self._job), time.monotonic()
 
 
-def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:
-    """One hash for the whole plan; a manifest carries it."""
-    stamps = "\n".join(chunk.stamp(recipe) for chunk in chunks)
-    return hashlib.sha256(stamps.encode()).hexdigest()
-
-
-def done_already(folder: Path, chunks: Sequence[Chunk], recipe: Recipe) -> dict[int, ShardEntry]:
-    """Chunks whose shard is there. Raises CheckpointError for a shard of another plan."""
-    return {
-        chunk.index: inspect_shard(folder / shard_name(chunk.index), stamp=chunk.stamp(recipe))
-        for chunk in chunks
-        if (folder / shard_name(chunk.index)).exists()
-    }
-
-
-def finish(
-    folder: Path,
-    entries: Sequence[ShardEntry],
-    chunks: Sequence[Chunk],
-    recipe: Recipe,
-    *,
-    num_held_out: int | None = None,
-) -> FeatureManifest:
-    """Writes the manifest: from now on the store is whole."""
-    if not entries:
-        raise ConfigError(f"{folder}: the time was spent before one shard was made: allow more")
-    manifest = FeatureManifest(
-        verifier=recipe.verifier,
-        weights_sha256=recipe.weights_sha256,
-        exits=recipe.exits,
-        top_k=recipe.top_k,
-        seed=recipe.seed,
-        max_length=recipe.max_length,
-        shards=tuple(sorted(entries, key=lambda entry: entry.name)),
-        plan_sha256=plan_sha256(chunks, recipe),
-        num_held_out=num_held_out,
+def collector_of(job: ShardJob) -> "Collector":
+    """The engine that writes and the frozen target that reads, in this process."""
+    torch.set_num_threads(job.threads)
+    config = engine_config(
+        ModelConfig(path=job.model, dtype=job.recipe.dtype, numerics="fast"),
+        SpeculationConfig(max_draft_tokens=0),
+        batch=job.batch,
+        max_length=job.recipe.max_length,
+        threads=job.threads,
     )
-    manifest.write(folder)
-    return manifest
+    target = FrozenTarget(
+        job.model,
+        ModelSpec.from_folder(job.model),
+        job.recipe.exits,
+        dtype=job.recipe.dtype,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    writer = EngineWriter(build_local_engine(config, book=BeliefBook()))
+    return Collector(writer=writer, target=target, recipe=job.recipe)
 
 
 class Collector:
@@ -231,7 +200,7 @@ class Collector:
         """By the source's number in its chunk."""
         numbers = [number for number, source in enumerate(chunk.sources) if source.is_prompt]
         requests = [self._request(chunk, number) for number in numbers]
-        written = self._writer.generate(requests) if requests else []
+        written = self._writer.write(requests) if requests else []
         return {number: w.tokens for number, w in zip(numbers, written, strict=True)}
 
     def _request(self, chunk: Chunk, number: int) -> Request:
@@ -260,10 +229,3 @@ def _alike(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         batch.append(number)
     if batch:
         yield batch
-
-
-def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
-    """A text longer than the target is shown at once is several; one token teaches nothing."""
-    for first in range(0, len(text), length):
-        if len(piece := text[first : first + length]) > 1:
-            yield piece

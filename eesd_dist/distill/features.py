@@ -12,7 +12,6 @@ A shard appears under its name whole or not at all: it is written beside it and 
 
 import hashlib
 import json
-import os
 import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from eesd_dist.distill.folders import write_whole
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
@@ -145,11 +145,6 @@ class FeatureSequence:
     def num_tokens(self) -> int:
         return int(self.tokens_T.shape[0])
 
-    def tail_mass(self) -> Tensor:
-        """[T] probability outside the kept logits."""
-        kept_T = (self.top_logits_TK - self.lse_T.unsqueeze(-1)).exp().sum(dim=-1)
-        return (1.0 - kept_T).clamp(min=0.0)
-
 
 class FeatureStore:
     """A finished store. Shards are read, and their checksums held against it, when asked for."""
@@ -190,10 +185,6 @@ class FeatureStore:
     @property
     def num_sequences(self) -> int:
         return self.manifest.num_sequences
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.manifest.shards)
 
     def shard(self, index: int) -> list[FeatureSequence]:
         """The sequences of one shard, in order. Raises CheckpointError when it was damaged."""
@@ -323,22 +314,6 @@ def weights_fingerprint(folder: Path) -> str:
     for file in files:
         _digest_samples(digest, file)
     return digest.hexdigest()
-
-
-def write_whole(file: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """The file has its old content or the new one, whatever kills us in between."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        with os.fdopen(os.open(partial, flags, mode), "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(file)  # a full disk does not say where
-        raise
-    partial.replace(file)
 
 
 def identity_of(target_path: Path) -> VerifierIdentity:

@@ -1,6 +1,6 @@
-"""The time a head saves: texts written with and without speculation, in turn, on one engine.
+"""The time a head saves: texts written with and without speculation, in turn, by one writer.
 
-The controller is the default one. Which texts, and what else is said of a head, is `evaluate`'s.
+The controller is the default one. Which texts, and what else is measured, is up to `evaluate`.
 """
 
 import math
@@ -9,23 +9,21 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Literal
 
 from tqdm import tqdm
 
+from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
-from eesd_dist.distill.rounds import (
-    MAX_DRAFT_TOKENS,
-    Asked,
-    Machine,
-    request_id_of,
-    request_of,
-    serving_engine,
-)
-from eesd_dist.engine.core import EngineCore
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Asked, Machine
+from eesd_dist.distill.executor import Executor
+from eesd_dist.distill.writer import Written
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
-from eesd_dist.types import Outcome, SpeculationParams, TokenId
+from eesd_dist.types import Outcome
 
 _RESAMPLES = 1000
 
@@ -61,6 +59,7 @@ class Timing:
 
 
 def time_head(
+    executor: Executor,
     machine: Machine,
     prompts: Sequence[Prompt],
     *,
@@ -68,78 +67,50 @@ def time_head(
     max_tokens: int,
     max_length: int,
     seed: int,
-    stop_token_ids: tuple[int, ...],
 ) -> tuple[list[Timing], CostModel]:
     """One request at a time; with and without speculation take turns in going first, so that a
-    machine that slows down slows both. The costs are what the engine measured at its start."""
-    engine = serving_engine(machine, max_length=max_length)
-    if engine.cost is None:
+    machine that slows down slows both. The costs are what the writer measured at its start."""
+    stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
+    speculation = SpeculationConfig(max_draft_tokens=MAX_DRAFT_TOKENS)
+    writer = executor.writer(machine.engine(speculation, batch=1, max_length=max_length))
+    if writer.cost is None:
         raise ConfigError(f"{machine.head}: the engine drafts nothing with this head")
+
+    names = (f"speed-{number}" for number in count(1))
+
+    def timed(one: Asked, mode: Literal["off", "auto"]) -> tuple[float, Written]:
+        request = one.request(
+            next(names), max_tokens=max_tokens, stop_token_ids=stop_token_ids, mode=mode
+        )
+        began = time.perf_counter()
+        (written,) = writer.write([request])
+        return time.perf_counter() - began, written
+
     asked = [
         Asked(prompt=prompt, temperature=temperature, seed=seed + number)
         for number, prompt in enumerate(prompts)
         for temperature in temperatures
     ]
-    write = _Stopwatch(engine, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-    write(asked[0], "auto")  # allocates, warms the caches
+    timed(asked[0], "auto")  # allocates, warms the caches
     timings: list[Timing] = []
     for number, one in enumerate(
         tqdm(asked, desc="speed", unit="text", file=sys.stderr, disable=None)
     ):
         if number % 2:
-            drafted, plain = write(one, "auto"), write(one, "off")
+            (drafted_s, drafted), (plain_s, plain) = timed(one, "auto"), timed(one, "off")
         else:
-            plain, drafted = write(one, "off"), write(one, "auto")
+            (plain_s, plain), (drafted_s, drafted) = timed(one, "off"), timed(one, "auto")
         timings.append(
             Timing(
                 temperature=one.temperature,
-                plain_s=plain.seconds,
-                drafted_s=drafted.seconds,
+                plain_s=plain_s,
+                drafted_s=drafted_s,
                 num_tokens=len(plain.tokens),
                 is_equal=plain.tokens == drafted.tokens,
                 outcomes=tuple(drafted.outcomes),
             )
         )
-    return timings, engine.cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    seconds: float
-    tokens: list[TokenId]
-    outcomes: list[Outcome]
-
-
-class _Stopwatch:
-    """Writes one text after the other, and says how long each took."""
-
-    def __init__(
-        self, engine: EngineCore, *, max_tokens: int, stop_token_ids: tuple[int, ...]
-    ) -> None:
-        self._engine = engine
-        self._max_tokens = max_tokens
-        self._stop_token_ids = stop_token_ids
-        self._count = 0
-
-    def __call__(self, asked: Asked, mode: str) -> _Written:
-        self._count += 1
-        request = request_of(
-            request_id_of("speed", self._count),
-            asked,
-            max_tokens=self._max_tokens,
-            stop_token_ids=self._stop_token_ids,
-            speculation=SpeculationParams(mode="off" if mode == "off" else "auto"),
-        )
-        tokens: list[TokenId] = []
-        outcomes: list[Outcome] = []
-        began = time.perf_counter()
-        self._engine.add(request)
-        while self._engine.has_work:
-            result = self._engine.step(wait_s=0.0)
-            outcomes.extend(result.outcomes)
-            for emission in result.emissions:
-                tokens.extend(emission.tokens)
-        return _Written(seconds=time.perf_counter() - began, tokens=tokens, outcomes=outcomes)
+    return timings, writer.cost
 
 
 def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:

@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 from tqdm import tqdm
 
-from eesd_dist.config import EngineConfig, ModelConfig
-from eesd_dist.distill.train.learner import TrainRequest, train_rank
+from eesd_dist.distill.train.loop import train_rank
+from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import EesdError, EngineError
-from serve_app.config import ServiceConfig
-from serve_app.session.local_ray import joined_ray, local_ray
+from serve_app.distill.ray_session import ray_at
 
 _MAX_FAILURES = 3
 _LOOK_S = 0.5
@@ -36,11 +36,17 @@ _TIMEOUT_S = 300
 """How long a worker waits for another one in the middle of a step."""
 
 
-def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None:
+def train(request: TrainRequest, *, address: str | None) -> None:
     """Trains with `request.workers` processes. Raises what a worker raised, if it is ours."""
+    request = _with_absolute_paths(request)
+    threads = request.threads_of_worker
     uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
-    notes = request.checkpoints.resolve() / "ray"
-    with _ray_at(address, request), _bar(request), _interrupts_restored():
+    notes = request.run_folder / "ray"
+    with (
+        ray_at(address, request.model, min_cpus=request.workers),
+        _bar(request),
+        _interrupts_restored(),
+    ):
         _be_quiet()
         trainer = TorchTrainer(
             _work,
@@ -49,7 +55,7 @@ def run_job(request: TrainRequest, *, address: str | None, threads: int) -> None
             scaling_config=ScalingConfig(
                 num_workers=request.workers,
                 use_gpu=uses_gpu,
-                # Here CPUs are logical and few; in a cluster they decide who stands where.
+                # Here CPUs are logical and few; in a cluster they decide which node a worker is on.
                 resources_per_worker={"CPU": 0.5 if address is None else threads}
                 | ({"GPU": 1} if uses_gpu else {}),
             ),
@@ -77,13 +83,16 @@ def _work(config: dict[str, Any]) -> None:
     )
 
 
-def _ray_at(address: str | None, request: TrainRequest) -> AbstractContextManager[Any]:
-    if ray.is_initialized():
-        return nullcontext()
-    if address is not None:
-        return joined_ray(address, shows_logs=False)
-    config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=request.model)))
-    return local_ray(config, shows_logs=False, min_cpus=request.workers)
+def _with_absolute_paths(request: TrainRequest) -> TrainRequest:
+    """Workers have other working directories."""
+    return replace(
+        request,
+        model=request.model.resolve(),
+        features=request.features.resolve(),
+        out=request.out.resolve(),
+        checkpoints=request.run_folder.resolve(),
+        start=None if request.start is None else request.start.resolve(),
+    )
 
 
 def _be_quiet() -> None:
@@ -108,7 +117,7 @@ def _interrupts_restored() -> Iterator[None]:
 def _bar(request: TrainRequest) -> Iterator[None]:
     """Follows the run's log, which the first worker writes elsewhere."""
     done = threading.Event()
-    log = request.checkpoints / "log.jsonl"
+    log = request.run_folder / "log.jsonl"
 
     def follow() -> None:
         with tqdm(total=request.max_steps, unit="step", file=sys.stderr, disable=None) as bar:

@@ -3,11 +3,12 @@
 import random
 from pathlib import Path
 
-from eesd_dist.distill.rounds import Machine
-from eesd_dist.distill.train.learner import TrainOptions
+from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.held_out import PromptParts
+from eesd_dist.distill.sweep import Combination, SweepOptions, SweepRequest
+from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
-from serve_app.distill.sweep import Combination, SweepRequest
 
 VOCAB = 96
 
@@ -26,13 +27,10 @@ def sweep_request(target: Path, features: Path, out: Path, *tried: Combination) 
         features=features,
         out=out,
         combinations=tried,
-        calibrated=prompts(6, seed=1),
-        judged=prompts(4, seed=2),
-        minutes_each=None,
-        max_steps=4,
-        draft_vocab=48,
+        parts=PromptParts(learnt=(), calibrated=prompts(6, seed=1), judged=prompts(4, seed=2)),
+        options=SweepOptions(
+            draft_vocab=48, minutes_each=None, steps_each=4, timed_prompts=2, timed_tokens=12
+        ),
         max_tokens=12,
-        num_timed=2,
-        timed_tokens=12,
-        options=TrainOptions(rows=8, length=32, threads=1),
+        training=TrainOptions(rows=8, length=32),
     )

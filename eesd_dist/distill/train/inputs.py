@@ -20,7 +20,7 @@ from eesd_dist.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TrainInputs:
     """The target's shape, the store and its split."""
 
     spec: ModelSpec
@@ -58,10 +58,10 @@ class Setting:
         return {**request.job(), "features_sha256": self.features_sha256}
 
 
-def first_head(request: TrainRequest, setting: Setting) -> TrainableExitHead:
+def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
     """A head to train on, or one that begins as the target's last layer."""
     if request.start is not None:
-        head = TrainableExitHead.read(request.start, target=setting.spec, target_path=request.model)
+        head = TrainableExitHead.read(request.start, target=inputs.spec, target_path=request.model)
         found = (head.config.kind, head.exit_layer, head.reads_embedding)
         wanted = (request.head, request.exit_layer, request.reads_embedding)
         if found != wanted:
@@ -72,12 +72,10 @@ def first_head(request: TrainRequest, setting: Setting) -> TrainableExitHead:
         return head
     draft_vocab = None
     if request.head == "truncated":
-        draft_vocab = draft_tokens(
-            setting.store, setting.learnt, count=request.draft_vocab
-        ).tolist()
+        draft_vocab = draft_tokens(inputs.store, inputs.learnt, count=request.draft_vocab).tolist()
     return TrainableExitHead.from_target(
         request.model,
-        setting.spec,
+        inputs.spec,
         request.exit_layer,
         head=request.head,
         draft_vocab=draft_vocab,

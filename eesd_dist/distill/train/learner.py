@@ -1,23 +1,20 @@
-"""Trains one exit head to say what the frozen target will say, on one rank or on many.
+"""Moves the weights of one exit head, on one rank of as many as there are.
 
 DeepSpeed moves gradients and optimizer state (ZeRO stages 0 to 3); only the head's own parameters
-are trained, and every rank runs `train_rank`, which does the same in all of them. What a run has
-done is in its folder: killed at any moment and started again it goes on from its last checkpoint
-along the same curve, bit for bit on the same machine with as many processes and threads.
-
-The only module that imports DeepSpeed. It knows the features or the target, never Ray, text or an
-engine. Whoever calls it has made the default process group (`alone` makes one for one process).
+are trained. The only module that imports DeepSpeed; the default process group exists before a
+learner does (`alone` makes one for one process).
 """
 
 # Shapes: B rows, T positions, D hidden size, N = B x T positions, K tokens kept, V vocabulary.
 
+import json
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,66 +22,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.target import FrozenTarget, target_embedding
-from eesd_dist.distill.train.batches import Batch, PlannedBatch, Row
-from eesd_dist.distill.train.inputs import Setting, device_of, first_head
-from eesd_dist.distill.train.loop import Figures, Progress, Run, TrainSummary
+from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
+from eesd_dist.distill.train.inputs import TrainInputs, device_of, first_head
 from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
-from eesd_dist.distill.train.run_folder import RunFolder, put_in_place, require_free
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 
-__all__ = [
-    "TrainOptions",
-    "TrainRequest",
-    "TrainSummary",
-    "alone",
-    "require_fit",
-    "train_rank",
-]
-
 _LEAST_WEIGHT = 1e-9
 """A batch of nothing but prompts may weigh nothing: its loss is 0, and stays it."""
-
-_OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
-    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
-)
-"""What DeepSpeed uses of torch and will have to stop using: nothing the reader can do."""
-
-
-def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> TrainSummary:
-    """Trains to the end, from the last checkpoint if there is one; the same call in every rank.
-
-    Raises ConfigError for what does not fit together, before any step is taken.
-    """
-    if world_size != request.workers:
-        raise ConfigError(f"{world_size} processes for a run of {request.workers} workers")
-    setting = Setting.of(request)
-    folder = RunFolder(request.checkpoints)
-    if rank == 0:
-        folder.claim(setting.job(request))
-    with warnings.catch_warnings():
-        for message, category in _OTHERS_WARNINGS:
-            warnings.filterwarnings("ignore", message=message, category=category)
-        learner = DeepSpeedLearner(request, setting, rank=rank, world_size=world_size)
-        try:
-            return Run(request, setting, folder, learner, is_writer=rank == 0).to_the_end()
-        finally:
-            learner.close()
-
-
-def require_fit(request: TrainRequest) -> None:
-    """Raises ConfigError for what can be seen to be wrong without training; what stands in
-    `request.out` afterwards is this job's own head, or nothing."""
-    setting = Setting.of(request)
-    job = setting.job(request)
-    RunFolder(request.checkpoints).require_own(job)
-    if request.start is not None:
-        first_head(request, setting)
-    require_free(request.out, job)
-    _deepspeed(force_cpu=setting.device.type == "cpu")
 
 
 @contextmanager
@@ -93,7 +41,7 @@ def alone(options: TrainOptions) -> Iterator[None]:
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "0"
     on_cuda = device_of(options).type == "cuda"
-    deepspeed = _deepspeed(force_cpu=not on_cuda)
+    deepspeed = load_deepspeed(force_cpu=not on_cuda)
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
@@ -108,31 +56,41 @@ def alone(options: TrainOptions) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-class _Source(Protocol):
-    """Where hidden states and targets of a batch come from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """How well a head says what the target says, over some positions."""
 
-    def features(self, batch: Batch) -> tuple[Tensor, KeptTargets]: ...
-
-
-class _Cached:
-    """As they were collected."""
-
-    def features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
-        return batch.hidden_BTD, batch.kept
+    loss: float
+    agreement: float
+    """Share of positions where both put the same token first."""
+    one_minus_tv: float
+    """What rejection sampling would accept at temperature 1, at least."""
 
 
-class _Live:
-    """From the frozen target, now: over each row as if it were a whole text, all logits kept."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run stands; what a checkpoint holds beside DeepSpeed's own state."""
 
-    def __init__(self, request: TrainRequest, setting: Setting) -> None:
-        self._exit_layer = request.exit_layer
-        self._target = FrozenTarget(
-            request.model, setting.spec, [request.exit_layer], device=setting.device
-        )
+    step: int = 0
+    """Optimizer steps taken."""
+    spent_s: float = 0.0
+    total_steps: int | None = None
+    """None until a budget in minutes has been turned into steps."""
+    position: Position = field(default_factory=Position)
+    held_out: Figures | None = None
+    """Of the last evaluation."""
+    best_one_minus_tv: float | None = None
+    best_step: int | None = None
 
-    def features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
-        hidden, logits_BTV = self._target.forward(batch.tokens_BT, [self._exit_layer])
-        return hidden[self._exit_layer], KeptTargets.whole(logits_BTV.flatten(0, 1))
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        said = json.loads(text)
+        if said["held_out"] is not None:
+            said["held_out"] = Figures(**said["held_out"])
+        return cls(**{**said, "position": Position(**said["position"])})
 
 
 class _HeadLoss(nn.Module):
@@ -173,16 +131,16 @@ class _HeadLoss(nn.Module):
 
 
 class DeepSpeedLearner:
-    """The head under DeepSpeed's engine: learns from batches, judges, saves and loads."""
+    """The head under DeepSpeed's engine; all ranks make the same calls."""
 
     def __init__(
-        self, request: TrainRequest, setting: Setting, *, rank: int, world_size: int
+        self, request: TrainRequest, inputs: TrainInputs, *, rank: int, world_size: int
     ) -> None:
-        deepspeed = _deepspeed(force_cpu=setting.device.type == "cpu")
+        deepspeed = load_deepspeed(force_cpu=inputs.device.type == "cpu")
         options = request.options
-        head = first_head(request, setting).to(setting.device)
+        head = first_head(request, inputs).to(inputs.device)
         vocabulary = DraftVocabulary(
-            head.vocab_ids, vocab_size=setting.spec.vocab_size, device=setting.device
+            head.vocab_ids, vocab_size=inputs.spec.vocab_size, device=inputs.device
         )
         module = _HeadLoss(head, vocabulary, options.loss)
         if request.zero_stage == 3:
@@ -205,10 +163,14 @@ class DeepSpeedLearner:
         self._head = head
         self._embed: Callable[[Tensor], Tensor] | None = None
         if head.reads_embedding:
-            self._embed = target_embedding(request.model, setting.spec, device=setting.device)
-        self._source: _Source = _Live(request, setting) if options.source == "live" else _Cached()
+            self._embed = target_embedding(request.model, inputs.spec, device=inputs.device)
+        self._target: FrozenTarget | None = None
+        if options.source == "live":
+            self._target = FrozenTarget(
+                request.model, inputs.spec, [head.exit_layer], device=inputs.device
+            )
         self._options = options
-        self._device = setting.device
+        self._device = inputs.device
         self._rank = rank
         self._world_size = world_size
 
@@ -299,7 +261,7 @@ class DeepSpeedLearner:
         self, rows: Sequence[Row], prompt_weight: float, *, wants_figures: bool
     ) -> tuple[Tensor, Tensor]:
         batch = Batch.of(rows, prompt_weight=prompt_weight, device=self._device)
-        hidden_BTD, kept = self._source.features(batch)
+        hidden_BTD, kept = self._features(batch)
         embedding_BTD = None if self._embed is None else self._embed(batch.tokens_BT)
         if self._is_partitioned and torch.is_grad_enabled():
             # ZeRO-3 lets go of the parameters when the gradient of an input is there; without one
@@ -315,6 +277,13 @@ class DeepSpeedLearner:
             wants_figures,
         )
         return loss, sums
+
+    def _features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
+        """As collected, or computed by the target over each row as if it were a whole text."""
+        if self._target is None:
+            return batch.hidden_BTD, batch.kept
+        hidden, logits_BTV = self._target.forward(batch.tokens_BT, self._target.exits)
+        return hidden[self._head.exit_layer], KeptTargets.whole(logits_BTV.flatten(0, 1))
 
 
 def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
@@ -337,7 +306,7 @@ def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
     }
 
 
-def _deepspeed(*, force_cpu: bool) -> Any:
+def load_deepspeed(*, force_cpu: bool) -> Any:
     """DeepSpeed without its shared-memory all-reduce, which wants a compiler on the machine and
     stays on one host (DeepSpeed issue 7625), and without asking the compiler about other ops."""
     if force_cpu:

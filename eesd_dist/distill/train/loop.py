@@ -1,33 +1,29 @@
 """The steps of a training run, and what is kept of them: log, evaluations, checkpoints, the head.
 
-Decides when something is due. The learner, which moves weights, is behind a seam: this module knows
-neither DeepSpeed nor how many ranks share the work, only whether it is the one that writes.
+Every rank runs `train_rank`. What a run has done is in its folder: killed at any moment and started
+again it goes on from its last checkpoint along the same curve, bit for bit on the same machine with
+as many processes and threads. It decides when something is due; the learner moves the weights.
 """
 
-import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tqdm import tqdm
 
-from eesd_dist.distill.train.batches import (
-    BatchReader,
-    PlannedBatch,
-    Position,
-    Row,
-    in_order,
-    read_rows,
-)
-from eesd_dist.distill.train.inputs import Setting
+from eesd_dist.distill.folders import put_in_place
+from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, in_order, read_rows
+from eesd_dist.distill.train.inputs import TrainInputs
+from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
 from eesd_dist.distill.train.request import TrainRequest
-from eesd_dist.distill.train.run_folder import RunFolder, put_in_place
+from eesd_dist.distill.train.run_folder import RunFolder
 from eesd_dist.distill.train.schedule import LearningRate, Pace
+from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
 
 if TYPE_CHECKING:
@@ -37,68 +33,32 @@ logger = logging.getLogger(__name__)
 
 _MEASURED = range(3, 13)
 """Steps whose time says how many fit into a budget; the first ones still warm up the machine."""
+_OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+)
+"""What DeepSpeed uses of torch and will have to stop using: nothing the reader can do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """How well a head says what the target says, over some positions."""
+def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
+    """Trains to the end, from the last checkpoint if there is one; the same call in every rank.
 
-    loss: float
-    agreement: float
-    """Share of positions where both put the same token first."""
-    one_minus_tv: float
-    """What rejection sampling would accept at temperature 1, at least."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a run stands; what a checkpoint holds beside DeepSpeed's own state."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-    spent_s: float = 0.0
-    total_steps: int | None = None
-    """None until a budget in minutes has been turned into steps."""
-    position: Position = field(default_factory=Position)
-    held_out: Figures | None = None
-    """Of the last evaluation."""
-    best_one_minus_tv: float | None = None
-    best_step: int | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        said = json.loads(text)
-        if said["held_out"] is not None:
-            said["held_out"] = Figures(**said["held_out"])
-        return cls(**{**said, "position": Position(**said["position"])})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSummary:
-    """What came of a run."""
-
-    steps: int
-    seconds: float
-    best_step: int | None
-    held_out: Figures | None
-    """Of the last step."""
-
-
-class Learner(Protocol):
-    """A head that learns, on one rank of as many as there are; all ranks call the same."""
-
-    def learn(
-        self, planned: PlannedBatch, *, rate: float, wants_figures: bool, flag: float
-    ) -> tuple[Figures | None, float]: ...
-    def judge(self, batches: Sequence[Sequence[Row]]) -> Figures: ...
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]: ...
-    def save(self, folder: Path, progress: Progress) -> None: ...
-    def load(self, folder: Path) -> Progress: ...
-    def save_head(self, final: Path, *, provenance: Mapping[str, object]) -> None: ...
-    def wait_for_all(self) -> None: ...
+    Raises ConfigError for what does not fit together, before any step is taken.
+    """
+    if world_size != request.workers:
+        raise ConfigError(f"{world_size} processes for a run of {request.workers} workers")
+    inputs = TrainInputs.of(request)
+    folder = RunFolder(request.run_folder)
+    if rank == 0:
+        folder.claim(inputs.job(request))
+    with warnings.catch_warnings():
+        for message, category in _OTHERS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        learner = DeepSpeedLearner(request, inputs, rank=rank, world_size=world_size)
+        try:
+            Run(request, inputs, folder, learner, is_writer=rank == 0).to_the_end()
+        finally:
+            learner.close()
 
 
 class Run:
@@ -107,31 +67,29 @@ class Run:
     def __init__(
         self,
         request: TrainRequest,
-        setting: Setting,
+        inputs: TrainInputs,
         folder: RunFolder,
-        learner: Learner,
+        learner: DeepSpeedLearner,
         *,
         is_writer: bool,
     ) -> None:
         options = request.options
         self._request = request
-        self._job = setting.job(request)
+        self._job = inputs.job(request)
         self._options = options
         self._folder = folder
         self._learner = learner
         self._is_writer = is_writer
         self._recipe = collect_provenance(seed=request.seed).as_json() if is_writer else {}
         self._reader = BatchReader(
-            setting.store,
+            inputs.store,
             exit_layer=request.exit_layer,
-            only=setting.learnt,
+            only=inputs.learnt,
             shape=request.shape,
             seed=request.seed,
             window_bytes=options.window_mib * 2**20,
         )
-        held_out = read_rows(
-            setting.store, setting.judged, request.exit_layer, length=options.length
-        )
+        held_out = read_rows(inputs.store, inputs.judged, request.exit_layer, length=options.length)
         self._held_out = in_order(held_out, options.rows)
         self._progress = Progress()
         if request.max_steps is not None and (
@@ -145,7 +103,7 @@ class Run:
         self._step_s: list[float] = []
         self._evaluation_s = 0.0
 
-    def to_the_end(self) -> TrainSummary:
+    def to_the_end(self) -> None:
         self._resume()
         with self._shown() as shown:
             if self._progress.step == 0:
@@ -157,13 +115,6 @@ class Run:
         if self._folder_step != self._progress.step:
             self._save()
         self._write_head()
-        progress = self._progress
-        return TrainSummary(
-            steps=progress.step,
-            seconds=progress.spent_s,
-            best_step=progress.best_step,
-            held_out=progress.held_out,
-        )
 
     def _advance(self, planned: PlannedBatch, shown: "_Shown") -> None:
         """One step, and what is due after it."""

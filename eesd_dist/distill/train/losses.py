@@ -16,7 +16,7 @@ batches and no optimiser.
 # V draft vocabulary, W target vocabulary.
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ class LossOptions:
     made to sum to one again.
     """
 
-    soft: float = 0.7
-    temperature: float = 1.0
-    divergence: Divergence = "forward_kl"
+    soft: Annotated[float, "share of the divergence in the loss"] = 0.7
+    temperature: Annotated[float, "of both distributions in a KL"] = 1.0
+    divergence: Annotated[Divergence, "between the target and the head"] = "forward_kl"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.soft <= 1.0:

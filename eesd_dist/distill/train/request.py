@@ -3,11 +3,13 @@
 Decides the defaults and refuses what does not fit together; knows no files, no DeepSpeed, no Ray.
 """
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from eesd_dist.config import DType
+from eesd_dist.distill.checks import require_positive
 from eesd_dist.distill.train.batches import BatchShape
 from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.errors import ConfigError
@@ -18,52 +20,39 @@ from eesd_dist.model.head_config import HeadKind
 class TrainOptions:
     """How a head is trained. The defaults fit a small model on a CPU."""
 
-    rows: int = 16
-    """Rows of one optimizer step, over all workers and accumulated micro-batches."""
-    length: int = 256
-    """Tokens of a row, at most."""
-    accumulation: int = 1
-    """Micro-batches a step."""
-    learning_rate: float = 2e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """Largest norm of a gradient."""
+    rows: Annotated[int, "of one step, over all workers and accumulated micro-batches"] = 16
+    length: Annotated[int, "tokens of a row, at most"] = 256
+    accumulation: Annotated[int, "micro-batches of a step"] = 1
+    learning_rate: Annotated[float, "highest learning rate"] = 2e-3
+    warmup_steps: Annotated[int, "over which the rate rises"] = 20
+    weight_decay: Annotated[float, "of AdamW"] = 0.0
+    clip: Annotated[float, "largest norm of a gradient"] = 1.0
     loss: LossOptions = field(default_factory=LossOptions)
-    prompt_weight: float = 1.0
-    """What a position within a prompt weighs against one that the target wrote."""
-    source: Literal["features", "live"] = "features"
-    """`live`: only the store's tokens are used, and the target runs at every step."""
-    held_out_share: float = 0.1
-    """Of the store's sequences: judged on, never learnt from."""
-    held_out_sequences: int = 64
-    """So many of them are judged, at most."""
-    evaluate_every: int = 200
-    log_every: int = 10
-    checkpoint_every_s: float = 60.0
-    checkpoint_every_steps: int | None = None
-    """Beside the seconds."""
-    keep: Literal["best", "last"] = "best"
-    """`best`: the head that rejection sampling accepts most of, on held-out text."""
-    offload_optimizer: bool = False
-    """Optimizer state in host memory; with ZeRO stages 1 to 3."""
-    bfloat16: bool = False
-    """Train in bfloat16 with float32 master weights; wants a machine that computes in it."""
-    save_dtype: DType = "bfloat16"
-    threads: int | None = None
-    """CPU threads of one worker; None shares the machine out evenly."""
-    window_mib: int = 2048
-    """Features in memory at a time, per worker."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    prompt_weight: Annotated[float, "of a position in a prompt; one in an answer weighs 1"] = 1.0
+    source: Annotated[
+        Literal["features", "live"], "live: the target runs at every step, only tokens are read"
+    ] = "features"
+    held_out_share: Annotated[float, "of the sequences: judged on, never learnt from"] = 0.1
+    held_out_sequences: Annotated[int, "so many of them are judged, at most"] = 64
+    evaluate_every: Annotated[int, "steps"] = 200
+    log_every: Annotated[int, "steps"] = 10
+    checkpoint_every_s: Annotated[float, "seconds"] = 60.0
+    checkpoint_every_steps: Annotated[int | None, "steps, beside the seconds"] = None
+    keep: Annotated[
+        Literal["best", "last"], "which head to save; best: by 1 - TV on held-out text"
+    ] = "best"
+    offload_optimizer: Annotated[
+        bool, "optimizer state in host memory; with ZeRO stages 1 to 3"
+    ] = False
+    bfloat16: Annotated[bool, "train in it, on machines that compute in it"] = False
+    save_dtype: Annotated[DType, "of the saved head"] = "bfloat16"
+    window_mib: Annotated[int, "features in memory at a time, per worker"] = 2048
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: CUDA where there is one"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length", "accumulation", "warmup_steps", "evaluate_every"):
-            _require_positive(name, getattr(self, name))
-        for name in ("log_every", "learning_rate", "clip", "checkpoint_every_s", "window_mib"):
-            _require_positive(name, getattr(self, name))
-        for name in ("checkpoint_every_steps", "threads"):
-            if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+        require_positive(self, "rows", "length", "accumulation", "warmup_steps", "evaluate_every")
+        require_positive(self, "log_every", "learning_rate", "clip", "window_mib")
+        require_positive(self, "checkpoint_every_s", "checkpoint_every_steps")
         if not 0.0 <= self.held_out_share < 1.0:
             raise ConfigError(f"held_out_share is {self.held_out_share}: from 0 up to, not with, 1")
         if self.prompt_weight < 0.0 or self.weight_decay < 0.0:
@@ -74,37 +63,31 @@ class TrainOptions:
 class TrainRequest:
     """One head to train, from which target and features, and where everything goes."""
 
-    model: Path
-    """Folder of the target."""
-    features: Path
-    out: Path
-    """Folder of the head; written when training has ended."""
-    checkpoints: Path
-    """Folder of the run: checkpoints, log, TensorBoard. With several nodes, one that all see."""
-    exit_layer: int
-    head: HeadKind = "truncated"
-    draft_vocab: int = 2048
-    """Tokens of a truncated head."""
-    reads_embedding: bool = False
-    """Whether the head also sees the embedding of each position's own token (arXiv 2404.19124)."""
-    minutes: float | None = None
-    max_steps: int | None = None
-    workers: int = 1
-    zero_stage: int = 0
-    start: Path | None = None
-    """A head to train on; None begins with the target's last layer."""
+    model: Annotated[Path, "folder of the target (the bundled one)"]
+    features: Annotated[Path, "what `eesd distill collect` wrote"]
+    out: Annotated[Path, "folder of the head; written when training has ended"]
+    checkpoints: Annotated[Path | None, "folder of the run (OUT.run); all nodes must see it"] = None
+    exit_layer: Annotated[int, "the head reads the state after so many layers"] = 1
+    head: Annotated[HeadKind, "whose LM head"] = "truncated"
+    draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
+    reads_embedding: Annotated[
+        bool, "the head also sees each token's embedding (arXiv 2404.19124)"
+    ] = False
+    minutes: Annotated[float | None, "of training"] = None
+    max_steps: Annotated[int | None, "end after so many steps"] = None
+    workers: Annotated[int, "processes"] = 1
+    zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
+    start: Annotated[
+        Path | None, "a head to train on; without it, the target's last layer is the start"
+    ] = None
     seed: int = 0
+    threads: Annotated[int | None, "CPU threads of one worker (an even share)"] = None
     options: TrainOptions = field(default_factory=TrainOptions)
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.max_steps is None:
             raise ConfigError("neither minutes nor max_steps: say when training is to end")
-        if self.minutes is not None:
-            _require_positive("minutes", self.minutes)
-        if self.max_steps is not None:
-            _require_positive("max_steps", self.max_steps)
-        _require_positive("workers", self.workers)
-        _require_positive("draft_vocab", self.draft_vocab)
+        require_positive(self, "minutes", "max_steps", "workers", "draft_vocab", "threads")
         if self.zero_stage not in range(4):
             raise ConfigError(f"zero_stage is {self.zero_stage}: DeepSpeed has 0, 1, 2 and 3")
         if self.options.offload_optimizer and self.zero_stage == 0:
@@ -115,10 +98,19 @@ class TrainRequest:
         _ = self.shape
 
     @property
+    def run_folder(self) -> Path:
+        """Of checkpoints, log and TensorBoard."""
+        return self.checkpoints or self.out.with_name(f"{self.out.name}.run")
+
+    @property
     def shape(self) -> BatchShape:
         options = self.options
         shares = self.workers * options.accumulation
         return BatchShape(rows=options.rows, length=options.length, num_shares=shares)
+
+    @property
+    def threads_of_worker(self) -> int:
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
 
     def job(self) -> dict[str, object]:
         """What may not change while a run goes on."""
@@ -126,18 +118,13 @@ class TrainRequest:
         said["options"] = {
             name: value for name, value in said["options"].items() if name not in _MAY_CHANGE
         }
-        for name in ("out", "checkpoints"):
+        for name in ("out", "checkpoints", "threads"):
             del said[name]
-        if self.zero_stage == 0:  # the optimizer's state is whole, whoever reads it
+        if self.zero_stage == 0:  # any number of workers can read the optimizer's state
             del said["workers"]
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in said.items()}
 
 
 _MAY_CHANGE = frozenset(
-    {"log_every", "checkpoint_every_s", "checkpoint_every_steps", "threads", "device", "keep"}
+    {"log_every", "checkpoint_every_s", "checkpoint_every_steps", "device", "keep"}
 )
-
-
-def _require_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ConfigError(f"{name} is {value}: it must be above 0")

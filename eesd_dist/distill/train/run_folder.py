@@ -17,7 +17,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.distill.folders import claim, require_same
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import read_json
 
 _KEPT = 2
 
@@ -35,16 +37,11 @@ class RunFolder:
     def require_own(self, job: Mapping[str, object]) -> None:
         """Raises ConfigError when the folder is another job's; changes nothing."""
         if self._job.exists():
-            _require_same(self._job, _read_json(self._job), json.loads(json.dumps(job)))
+            require_same(self._job, job)
 
     def claim(self, job: Mapping[str, object]) -> None:
         """Makes the folder this job's, and clears away what a kill left."""
-        self.require_own(job)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._job.exists():
-            partial = self._job.with_suffix(".partial")
-            partial.write_text(json.dumps(job, indent=2) + "\n", encoding="utf-8")
-            partial.replace(self._job)
+        claim(self._job, job)
         for left in self.folder.glob("saving-*"):
             shutil.rmtree(left)
 
@@ -91,19 +88,6 @@ class RunFolder:
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
 
 
-def put_in_place(folder: Path, final: Path) -> None:
-    """`final` becomes `folder`; what stood there goes."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    aside = final.with_name(f".{final.name}.old")
-    if aside.exists():
-        shutil.rmtree(aside)
-    if final.exists():
-        final.rename(aside)
-    folder.rename(final)
-    if aside.exists():
-        shutil.rmtree(aside)
-
-
 def require_free(out: Path, job: Mapping[str, object]) -> None:
     """Raises ConfigError when a head cannot be put there without taking away what is not this
     job's: its own head, found by what its config.json says of its training, may stand there."""
@@ -112,7 +96,7 @@ def require_free(out: Path, job: Mapping[str, object]) -> None:
     if not out.is_dir():
         raise ConfigError(f"{out}: found a file, expected a folder for the head: name another one")
     config = out / "config.json"
-    provenance = _read_json(config).get("provenance") if config.exists() else None
+    provenance = read_json(config).get("provenance") if config.exists() else None
     training = provenance.get("training") if isinstance(provenance, dict) else None
     made_by = training if isinstance(training, dict) else {}
     is_ours = all(made_by.get(key) == said for key, said in json.loads(json.dumps(job)).items())
@@ -121,28 +105,6 @@ def require_free(out: Path, job: Mapping[str, object]) -> None:
             f"{out}: found a folder with something in it that this training did not make, expected "
             "none: name another folder with --out, or remove this one"
         )
-
-
-def _require_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    differing = [key for key in wanted if found.get(key) != wanted[key]]
-    if differing:
-        key = differing[0]
-        raise ConfigError(
-            f"{file}: found a run with {key} {found.get(key)!r}, asked for {wanted[key]!r}: "
-            "ask for the same to go on with it, or name another folder for the checkpoints"
-        )
-
-
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(
-            file=file, found=f"no JSON ({error})", expected="what a run was asked for"
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(file=file, found="no object", expected="what a run was asked for")
-    return found
 
 
 def _to_disk(path: Path) -> None:

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS as BENCH_PROMPTS
-from eesd_dist.distill.held_out import (
-    SHIPPED_PROMPTS,
-    read_prompts,
-    read_texts,
-    require_kept_aside,
-    require_unseen,
-    split_prompts,
-)
+from eesd_dist.distill.held_out import SHIPPED_PROMPTS, PromptChoice, read_texts
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
@@ -28,16 +21,17 @@ def _prompts(count: int) -> list[Prompt]:
 
 
 def test_the_three_parts_are_a_partition_and_always_the_same() -> None:
-    parts = split_prompts(_prompts(50), num_held_out=10, seed=3)
+    choice = PromptChoice(held_out=10, seed=3)
+    parts = choice.split(_prompts(50))
     assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (5, 5, 40)
     together = [*parts.calibrated, *parts.judged, *parts.learnt]
     assert sorted(p.tokens for p in together) == [p.tokens for p in _prompts(50)]
-    assert split_prompts(_prompts(50), num_held_out=10, seed=3) == parts
-    assert split_prompts(_prompts(50), num_held_out=10, seed=4) != parts
+    assert choice.split(_prompts(50)) == parts
+    assert replace(choice, seed=4).split(_prompts(50)) != parts
 
 
 def test_a_prompt_that_occurs_twice_is_not_on_both_sides() -> None:
-    parts = split_prompts([*_prompts(20), *_prompts(20)], num_held_out=10, seed=0)
+    parts = PromptChoice(held_out=10).split([*_prompts(20), *_prompts(20)])
     held = {*parts.calibrated, *parts.judged}
     assert len(held) == 10
     assert held.isdisjoint(parts.learnt)
@@ -45,14 +39,14 @@ def test_a_prompt_that_occurs_twice_is_not_on_both_sides() -> None:
 
 
 def test_a_small_file_keeps_half_of_its_prompts_to_learn_from() -> None:
-    parts = split_prompts(_prompts(8), num_held_out=64, seed=0)
+    parts = PromptChoice(held_out=64).split(_prompts(8))
     assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (2, 2, 4)
     with pytest.raises(ConfigError, match="found 3 different prompts, expected at least 4"):
-        split_prompts(_prompts(3), num_held_out=64, seed=0)
+        PromptChoice(held_out=64).split(_prompts(3))
 
 
 def test_what_ships_can_be_read_and_shares_nothing_with_the_benchmarks() -> None:
-    parts = read_prompts(BUNDLED_MODEL, SHIPPED_PROMPTS, num_held_out=64, seed=0)
+    parts = PromptChoice().read(BUNDLED_MODEL)
     assert len(parts.learnt) > 400
     assert {p.workload for p in parts.learnt} == {"arithmetic", "code"}
     ours, theirs = (
@@ -93,7 +87,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: bytes, says: st
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "one"}\n\n' + line + b"\n")
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:3: .*{says}"):
-        read_prompts(BUNDLED_MODEL, file, num_held_out=2, seed=0)
+        PromptChoice(prompts=file, held_out=2).read(BUNDLED_MODEL)
 
 
 @pytest.mark.parametrize("line", [b"5", b'{"text": "\xff"}', b'{"text": "\\ud800"}'])
@@ -109,26 +103,29 @@ def test_prompts_too_long_for_the_target_are_in_no_part(tmp_path: Path) -> None:
     room = ModelSpec.from_folder(BUNDLED_MODEL).max_position_embeddings - 1
     lines = [json.dumps({"prompt": f"number {n}"}) for n in range(8)]
     file.write_text("\n".join([json.dumps({"prompt": "x y " * room}), *lines]))
-    parts = read_prompts(BUNDLED_MODEL, file, num_held_out=4, seed=0)
+    choice = PromptChoice(prompts=file, held_out=4)
+    parts = choice.read(BUNDLED_MODEL)
     kept = [*parts.learnt, *parts.calibrated, *parts.judged]
     assert (parts.num_skipped, len(kept)) == (1, 8)
     assert max(len(prompt.tokens) for prompt in kept) <= room
     file.write_text("\n".join(lines[:2]))
     with pytest.raises(ConfigError, match=r"prompts\.jsonl: found 2 different prompts"):
-        read_prompts(BUNDLED_MODEL, file, num_held_out=4, seed=0)
+        choice.read(BUNDLED_MODEL)
 
 
 def test_other_prompts_kept_aside_than_when_collecting_are_refused(tmp_path: Path) -> None:
     target = write_tiny_target(tmp_path / "target")
     manifest = write_tiny_features(tmp_path / "features", target).manifest
-    require_kept_aside(tmp_path / "features", num_held_out=9, seed=9)  # nobody planned these
+    PromptChoice(held_out=9, seed=9).require_kept_aside_from(
+        tmp_path / "features"
+    )  # nobody planned these
     replace(manifest, plan_sha256="made", num_held_out=8).write(tmp_path / "features")
-    require_kept_aside(tmp_path / "features", num_held_out=8, seed=0)
+    PromptChoice(held_out=8).require_kept_aside_from(tmp_path / "features")
     with pytest.raises(ConfigError, match="collected with --seed 0, asked for 1"):
-        require_kept_aside(tmp_path / "features", num_held_out=8, seed=1)
+        PromptChoice(held_out=8, seed=1).require_kept_aside_from(tmp_path / "features")
     head = tmp_path / "head"
     head.mkdir()
     made = {"training": {"features": str(tmp_path / "features")}}
     (head / "config.json").write_text(json.dumps({"provenance": made}))
     with pytest.raises(ConfigError, match="collected with --held-out 8, asked for 16"):
-        require_unseen(head, num_held_out=16, seed=0)
+        PromptChoice(held_out=16).require_unseen_by(head)

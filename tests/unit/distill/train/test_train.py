@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.inputs import draft_tokens
-from eesd_dist.distill.train.learner import TrainOptions, TrainRequest
 from eesd_dist.distill.train.losses import LossOptions
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train.step import train as train_with
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
-from serve_app.distill.train import train
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 
 OPTIONS = TrainOptions(
@@ -28,7 +29,6 @@ OPTIONS = TrainOptions(
     evaluate_every=10,
     checkpoint_every_steps=20,
     save_dtype="float32",
-    threads=1,
 )
 
 
@@ -52,12 +52,17 @@ def request_(target: Path, store: FeatureStore, tmp_path: Path) -> TrainRequest:
         exit_layer=EXIT_LAYER,
         head="own",
         max_steps=40,
+        threads=1,
         options=OPTIONS,
     )
 
 
+def train(request: TrainRequest) -> Path:
+    return train_with(request, executor=LocalExecutor())
+
+
 def log_of(request: TrainRequest) -> list[dict[str, Any]]:
-    lines = (request.checkpoints / "log.jsonl").read_text().splitlines()
+    lines = (request.run_folder / "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -80,7 +85,7 @@ def test_a_head_learns_its_target_and_is_saved_with_its_provenance(
     best = max(range(5), key=lambda at: judged[at]["one_minus_tv"])
     assert training["step"] == 10 * best
     assert training["held_out"] == judged[best]
-    assert list((request_.checkpoints / "tensorboard").glob("events*"))
+    assert list((request_.run_folder / "tensorboard").glob("events*"))
 
 
 def test_the_saved_head_is_as_good_on_held_out_text_as_the_log_says(
@@ -165,21 +170,23 @@ def test_training_goes_on_from_a_head(request_: TrainRequest, tmp_path: Path) ->
 
 def test_a_finished_run_is_not_run_again(request_: TrainRequest) -> None:
     train(request_)
-    before = (request_.checkpoints / "log.jsonl").read_bytes()
+    before = (request_.run_folder / "log.jsonl").read_bytes()
     weights = (request_.out / "model.safetensors").read_bytes()
     train(request_)
-    assert (request_.checkpoints / "log.jsonl").read_bytes() == before
+    assert (request_.run_folder / "log.jsonl").read_bytes() == before
     assert (request_.out / "model.safetensors").read_bytes() == weights
 
 
-def test_a_finished_head_keeps_what_was_put_beside_it(request_: TrainRequest) -> None:
+def test_a_finished_head_keeps_what_was_put_beside_it(
+    request_: TrainRequest, tmp_path: Path
+) -> None:
     request = replace(request_, max_steps=2)
     train(request)
     (request.out / "calibration.json").write_text("fitted")
     assert train(request) == request.out
     assert (request.out / "calibration.json").read_text() == "fitted"
     with pytest.raises(ConfigError, match=r"this training did not make.*name another folder"):
-        train(replace(request, seed=1, checkpoints=request.checkpoints.with_name("other")))
+        train(replace(request, seed=1, checkpoints=tmp_path / "other"))
     assert (request.out / "calibration.json").read_text() == "fitted"
 
 
@@ -193,7 +200,7 @@ def test_what_stands_at_the_heads_place_is_left_alone(request_: TrainRequest) ->
     with pytest.raises(ConfigError, match=r"diary\.txt: found a file, expected a folder"):
         train(replace(request_, out=file))
     assert file.read_text() == "dear"
-    assert not request_.checkpoints.exists()
+    assert not request_.run_folder.exists()
 
 
 def test_batches_of_prompts_that_weigh_nothing_change_nothing(

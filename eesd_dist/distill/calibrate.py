@@ -8,11 +8,11 @@ calibration.json it writes reliability.json and reliability.png: forecasts again
 before (the head's own top-1 probability) and after. What is fitted is a `Calibrator`.
 """
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
@@ -23,38 +23,33 @@ from eesd_dist.control.calibrator import (
     reliability_table,
 )
 from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.distill.answers import Answer, Machine, answer
 from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json
-from eesd_dist.distill.plots import draw_reliability
-from eesd_dist.distill.rounds import Asked, Machine, Ran, drafting_engine, run_rounds
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence
-from serve_app.distill.kept_aside import add_flags, machine_and_prompts
-from serve_app.distill.words import Say, on_stderr
 
-DEFAULT_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 _FOLDS = 4
-
-RELIABILITY_FILE = "reliability.json"
-PLOT_FILE = "reliability.png"
+_RELIABILITY_FILE = "reliability.json"
+_PLOT_FILE = "reliability.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateRequest:
-    machine: Machine
-    prompts: tuple[Prompt, ...]
-    """Kept aside: the head has learnt from none of them."""
-    out: Path | None = None
-    """None: the head's own folder, where serving looks for it."""
-    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
-    max_tokens: int = 144
-    seed: int = 0
+class CalibrateOptions:
+    out: Annotated[Path | None, "folder to write to (the head's, where serving looks)"] = None
+    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (
+        0.0,
+        0.5,
+        0.8,
+        1.0,
+    )
+    max_tokens: Annotated[int, "longest answer"] = 144
 
     def __post_init__(self) -> None:
-        require_positive(max_tokens=self.max_tokens)
+        require_positive(self, "max_tokens")
         require_temperatures(self.temperatures)
 
 
@@ -79,24 +74,31 @@ class CalibrationReport:
     after: Reliability
 
 
-def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
-    """Fits, judges and writes; calibration.json whole, and before the plot."""
-    machine = request.machine
-    spec = ModelSpec.from_folder(machine.model)
-    out = request.out or machine.head
-    longest = max(len(prompt.tokens) for prompt in request.prompts) + request.max_tokens
-    ran = run_rounds(
-        drafting_engine(machine, max_length=longest),
-        _asked(request),
-        max_tokens=request.max_tokens,
-        stop_token_ids=spec.eos_token_ids,
+def calibrate(
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    options: CalibrateOptions,
+    *,
+    seed: int,
+    executor: Executor,
+    say: Say,
+) -> CalibrationReport:
+    """Fits, judges and writes; calibration.json whole, and before the plot. The head must have
+    learnt from none of the prompts."""
+    answers = answer(
+        executor,
+        machine,
+        prompts,
+        temperatures=options.temperatures,
+        max_tokens=options.max_tokens,
+        seed=seed,
         title="calibrate",
     )
-    judged = _judged(ran)
-    forecasts = _forecasts_of_others(request.prompts, ran)
+    judged = _judged(answers)
+    forecasts = _forecasts_of_others(prompts, answers)
     if not judged or not forecasts:
         raise ConfigError(
-            f"{machine.head}: {len(judged)} draft tokens of {len(request.prompts)} prompts are not "
+            f"{machine.head}: {len(judged)} draft tokens of {len(prompts)} prompts are not "
             "enough to fit on some and judge by others: hold more prompts out"
         )
     calibrator = fit_calibrator(judged)
@@ -107,13 +109,14 @@ def calibrate(request: CalibrateRequest, *, say: Say) -> CalibrationReport:
         before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
         after=_reliability(forecasts),
     )
+    out = options.out or machine.head
     out.mkdir(parents=True, exist_ok=True)
-    provenance = collect_provenance(seed=request.seed).as_json()
-    write_json(out / RELIABILITY_FILE, {**asdict(report), "provenance": provenance})
+    provenance = collect_provenance(seed=seed).as_json()
+    write_json(out / _RELIABILITY_FILE, {**asdict(report), "provenance": provenance})
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=out) as aside:
         calibrator.save(Path(aside)).replace(out / CALIBRATION_FILE)
-    draw_reliability(
-        out / PLOT_FILE,
+    _draw_reliability(
+        out / _PLOT_FILE,
         before=report.before.bins,
         after=report.after.bins,
         title=f"{report.num_judged} judged tokens: ECE {report.before.ece:.3f} before, "
@@ -131,30 +134,24 @@ def described(report: CalibrationReport) -> str:
     )
 
 
-def _forecasts_of_others(prompts: Sequence[Prompt], ran: Sequence[Ran]) -> list[tuple[float, bool]]:
+def _forecasts_of_others(
+    prompts: Sequence[Prompt], answers: Sequence[Answer]
+) -> list[tuple[float, bool]]:
     """Every judged token's forecast by a calibrator that has seen none of its prompt: the prompts
     in four folds, each judged by a fit on the other three."""
     fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
     forecasts: list[tuple[float, bool]] = []
     for fold in range(_FOLDS):
-        seen = _judged([one for one in ran if fold_of[one.asked.prompt] != fold])
-        unseen = _judged([one for one in ran if fold_of[one.asked.prompt] == fold])
+        seen = _judged([one for one in answers if fold_of[one.asked.prompt] != fold])
+        unseen = _judged([one for one in answers if fold_of[one.asked.prompt] == fold])
         if seen:
             calibrator = fit_calibrator(seen)
             forecasts += [(calibrator.probability(e), accepted) for e, accepted in unseen]
     return forecasts
 
 
-def _asked(request: CalibrateRequest) -> list[Asked]:
-    return [
-        Asked(prompt=prompt, temperature=temperature, seed=request.seed + number)
-        for temperature in request.temperatures
-        for number, prompt in enumerate(request.prompts)
-    ]
-
-
-def _judged(ran: Sequence[Ran]) -> list[tuple[Evidence, bool]]:
-    return judged_tokens(outcome for one in ran for outcome in one.outcomes)
+def _judged(answers: Sequence[Answer]) -> list[tuple[Evidence, bool]]:
+    return judged_tokens(outcome for one in answers for outcome in one.outcomes)
 
 
 def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
@@ -165,24 +162,37 @@ def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="eesd distill calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _draw_reliability(
+    file: Path, *, before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin], title: str
+) -> None:
+    """Forecasts against shares accepted; the area of a point is its share of the tokens."""
+    # Loaded when a plot is drawn, without a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.0, 5.0), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([0.0, 1.0], [0.0, 1.0], color="0.6", linewidth=0.8, linestyle="--")
+    for bins, label, colour in (
+        (before, "head's own top-1 probability", "#d1495b"),
+        (after, "calibrated", "#1b6ca8"),
+    ):
+        total = sum(one.num_judged for one in bins)
+        forecasts = [one.mean_forecast for one in bins]
+        shares = [one.accepted_share for one in bins]
+        axes.plot(forecasts, shares, color=colour, linewidth=1.0)
+        sizes = [10.0 + 600.0 * one.num_judged / total for one in bins]
+        axes.scatter(forecasts, shares, s=sizes, color=colour, alpha=0.6, label=label)
+    axes.set(
+        xlim=(0.0, 1.0),
+        ylim=(0.0, 1.0),
+        xlabel="forecast",
+        ylabel="share accepted",
+        aspect="equal",
     )
-    add_flags(parser, temperatures=DEFAULT_TEMPERATURES, max_tokens=144)
-    add = parser.add_argument
-    add("--out", type=Path, help="folder to write to (the head's)")
-    options = parser.parse_args(argv)
-    machine, parts = machine_and_prompts(options)
-    request = CalibrateRequest(
-        machine=machine,
-        prompts=parts.calibrated,
-        out=options.out,
-        temperatures=tuple(options.temperatures),
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
-    calibrate(request, say=on_stderr)
-    return 0
+    axes.set_title(title, fontsize=9)
+    axes.legend(loc="upper left", fontsize=8, markerscale=0.4)
+    partial = file.with_name(f".{file.name}.partial")
+    figure.savefig(partial, format="png")
+    partial.replace(file)

@@ -12,28 +12,22 @@ figures and their recipe go to evaluation.json.
 Measured alone, this machine's time counts; what else runs on it is in the figures too.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from tqdm import tqdm
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Machine, answer, longest
 from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.compare import Judged, overlap_of
+from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json
-from eesd_dist.distill.overlap import Overlap, overlap_of
-from eesd_dist.distill.rounds import (
-    MAX_DRAFT_TOKENS,
-    Asked,
-    Machine,
-    Ran,
-    drafting_engine,
-    run_rounds,
-)
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.distill.timing import Speed, Timing, speed_of, time_head
 from eesd_dist.model.exit_head import TrainableExitHead
@@ -41,34 +35,20 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome
-from serve_app.distill.kept_aside import add_flags, machine_and_prompts
-from serve_app.distill.words import Say, on_stderr
 
 EVALUATION_FILE = "evaluation.json"
-_TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateRequest:
-    machine: Machine
-    prompts: tuple[Prompt, ...]
-    """Neither learnt from nor calibrated on."""
-    out: Path | None = None
-    """None: the head's own folder."""
-    temperatures: tuple[float, ...] = _TEMPERATURES
-    max_tokens: int = 128
-    num_timed: int = 12
-    """Prompts that are also timed, at every temperature."""
-    timed_tokens: int = 96
-    seed: int = 0
+class EvaluateOptions:
+    out: Annotated[Path | None, "folder of evaluation.json (the head's)"] = None
+    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (0.0, 0.7, 1.0)
+    max_tokens: Annotated[int, "longest answer"] = 128
+    timed_prompts: Annotated[int, "prompts that are also timed, at every temperature"] = 12
+    timed_tokens: Annotated[int, "longest timed answer"] = 96
 
     def __post_init__(self) -> None:
-        require_positive(
-            num_prompts=len(self.prompts),
-            max_tokens=self.max_tokens,
-            num_timed=self.num_timed,
-            timed_tokens=self.timed_tokens,
-        )
+        require_positive(self, "max_tokens", "timed_prompts", "timed_tokens")
         require_temperatures(self.temperatures)
 
 
@@ -129,74 +109,71 @@ class Evaluation:
     cost_model: CostModel
 
 
-def evaluate(request: EvaluateRequest, *, say: Say) -> Evaluation:
-    """Runs, measures and writes evaluation.json, last and whole."""
-    machine = request.machine
+def evaluate(
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    options: EvaluateOptions,
+    *,
+    seed: int,
+    executor: Executor,
+    say: Say,
+) -> Evaluation:
+    """Runs, measures and writes evaluation.json, last and whole. The prompts must have been neither
+    learnt from nor calibrated on."""
     spec = ModelSpec.from_folder(machine.model)
     head = TrainableExitHead.read(machine.head, target=spec, target_path=machine.model)
-    ran = _full_drafts(request, spec.eos_token_ids)
-    likeness = list(_likeness(request, spec, head, ran))
-    timings, cost = time_head(
+    answers = answer(
+        executor,
         machine,
-        request.prompts[: request.num_timed],
-        temperatures=request.temperatures,
-        max_tokens=request.timed_tokens,
-        max_length=_longest(request, request.timed_tokens),
-        seed=request.seed,
-        stop_token_ids=spec.eos_token_ids,
+        prompts,
+        temperatures=options.temperatures,
+        max_tokens=options.max_tokens,
+        seed=seed,
+        title="acceptance",
+    )
+    compared = list(_compared(machine, spec, head, answers))
+    timings, cost = time_head(
+        executor,
+        machine,
+        prompts[: options.timed_prompts],
+        temperatures=options.temperatures,
+        max_tokens=options.timed_tokens,
+        max_length=longest(prompts) + options.timed_tokens,
+        seed=seed,
     )
     evaluation = Evaluation(
         exit_layer=head.exit_layer,
         head_kind=head.config.kind,
         num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
         temperatures=tuple(
-            _at(temperature, ran, likeness, timings, cost=cost, seed=request.seed)
-            for temperature in request.temperatures
+            _at(temperature, compared, timings, cost=cost, seed=seed)
+            for temperature in options.temperatures
         ),
-        speed=speed_of(timings, cost=cost, seed=request.seed),
+        speed=speed_of(timings, cost=cost, seed=seed),
         cost_model=cost,
     )
     content = {
         **asdict(evaluation),
         "cost_model": cost.to_json(),
         "settings": {
-            "prompts": len(request.prompts),
-            "max_tokens": request.max_tokens,
-            "timed_prompts": min(request.num_timed, len(request.prompts)),
-            "timed_tokens": request.timed_tokens,
+            "prompts": len(prompts),
+            "max_tokens": options.max_tokens,
+            "timed_prompts": min(options.timed_prompts, len(prompts)),
+            "timed_tokens": options.timed_tokens,
             "max_draft_tokens": MAX_DRAFT_TOKENS,
             "dtype": machine.dtype,
             "threads": machine.threads,
         },
-        "provenance": collect_provenance(seed=request.seed).as_json(),
+        "provenance": collect_provenance(seed=seed).as_json(),
     }
-    out = request.out or machine.head
-    write_json(out / EVALUATION_FILE, content)
+    write_json((options.out or machine.head) / EVALUATION_FILE, content)
     say(table(evaluation))
     return evaluation
 
 
-# -- acceptance -----------------------------------------------------------------------------------
-
-
-def _full_drafts(request: EvaluateRequest, stop_token_ids: tuple[int, ...]) -> list[Ran]:
-    asked = [
-        Asked(prompt=prompt, temperature=temperature, seed=request.seed + number)
-        for temperature in request.temperatures
-        for number, prompt in enumerate(request.prompts)
-    ]
-    return run_rounds(
-        drafting_engine(request.machine, max_length=_longest(request, request.max_tokens)),
-        asked,
-        max_tokens=request.max_tokens,
-        stop_token_ids=stop_token_ids,
-        title="acceptance",
-    )
-
-
-def acceptance_of(ran: Sequence[Ran]) -> Acceptance:
+def acceptance_of(answers: Sequence[Answer]) -> Acceptance:
     """The last round of a text, cut by its length, counts as far as it was judged."""
-    outcomes = _drafted(ran)
+    outcomes = _drafted(answers)
     judged = sum(min(o.num_accepted + 1, o.num_drafted) for o in outcomes)
     accepted = sum(o.num_accepted for o in outcomes)
     return Acceptance(
@@ -208,32 +185,28 @@ def acceptance_of(ran: Sequence[Ran]) -> Acceptance:
     )
 
 
-def _drafted(ran: Sequence[Ran]) -> list[Outcome]:
-    return [outcome for one in ran for outcome in one.outcomes if outcome.num_drafted]
-
-
-# -- likeness -------------------------------------------------------------------------------------
+def _drafted(answers: Sequence[Answer]) -> list[Outcome]:
+    return [outcome for one in answers for outcome in one.outcomes if outcome.num_drafted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compared:
-    """One text beside what the head would have guessed."""
+    """One text, and how near the head's distributions are to the target's over it."""
 
-    asked: Asked
-    overlap: Overlap
+    answer: Answer
+    judged: Judged
 
 
-def _likeness(
-    request: EvaluateRequest, spec: ModelSpec, head: TrainableExitHead, ran: Sequence[Ran]
+def _compared(
+    machine: Machine, spec: ModelSpec, head: TrainableExitHead, answers: Sequence[Answer]
 ) -> Iterator[_Compared]:
     """Whole logits of both over the text the target wrote at each temperature."""
-    machine = request.machine
     torch.set_num_threads(machine.threads)
     target = FrozenTarget(machine.model, spec, [head.exit_layer], dtype=machine.dtype)
     embed = target_embedding(machine.model, spec) if head.reads_embedding else None
-    for one in tqdm(ran, desc="likeness", unit="text", file=sys.stderr, disable=None):
+    for one in tqdm(answers, desc="likeness", unit="text", file=sys.stderr, disable=None):
         prompt = one.asked.prompt.tokens
-        overlap = overlap_of(
+        judged = overlap_of(
             head,
             target,
             [*prompt, *one.tokens],
@@ -241,56 +214,48 @@ def _likeness(
             temperature=one.asked.temperature,
             embed=embed,
         )
-        yield _Compared(asked=one.asked, overlap=overlap)
+        yield _Compared(answer=one, judged=judged)
 
 
 def _likeness_of(compared: Sequence[_Compared]) -> Likeness:
-    positions = max(sum(one.overlap.num_positions for one in compared), 1)
+    positions = max(sum(one.judged.num_positions for one in compared), 1)
     return Likeness(
         num_positions=positions,
-        agreement=sum(one.overlap.agreed for one in compared) / positions,
-        one_minus_tv=sum(one.overlap.shared for one in compared) / positions,
+        agreement=sum(one.judged.agreed for one in compared) / positions,
+        one_minus_tv=sum(one.judged.accepted for one in compared) / positions,
     )
-
-
-# -- together -------------------------------------------------------------------------------------
 
 
 def _at(
     temperature: float,
-    ran: Sequence[Ran],
-    likeness: Sequence[_Compared],
+    compared: Sequence[_Compared],
     timings: Sequence[Timing],
     *,
     cost: CostModel,
     seed: int,
 ) -> AtTemperature:
-    here = [one for one in ran if one.asked.temperature == temperature]
-    alike = [one for one in likeness if one.asked.temperature == temperature]
-    classes = sorted({one.asked.prompt.workload for one in here})
-    seen = hindsight(_drafted(here), cost=cost, max_length=MAX_DRAFT_TOKENS)
+    here = [one for one in compared if one.answer.asked.temperature == temperature]
+    answers = [one.answer for one in here]
+    by_class = {
+        name: [one for one in here if one.answer.asked.prompt.workload == name]
+        for name in sorted({one.asked.prompt.workload for one in answers})
+    }
+    seen = hindsight(_drafted(answers), cost=cost, max_length=MAX_DRAFT_TOKENS)
+    timed = [timing for timing in timings if timing.temperature == temperature]
     return AtTemperature(
         temperature=temperature,
-        acceptance=acceptance_of(here),
+        acceptance=acceptance_of(answers),
         by_class={
-            name: acceptance_of([one for one in here if one.asked.prompt.workload == name])
-            for name in classes
+            name: acceptance_of([one.answer for one in some]) for name, some in by_class.items()
         },
-        likeness=_likeness_of(alike),
-        likeness_by_class={
-            name: _likeness_of([one for one in alike if one.asked.prompt.workload == name])
-            for name in classes
-        },
+        likeness=_likeness_of(here),
+        likeness_by_class={name: _likeness_of(some) for name, some in by_class.items()},
         prediction=Prediction(
             best_fixed_length=seen.best_fixed_length,
             best_fixed=seen.best_fixed_rate / seen.plain_rate,
             oracle=seen.oracle_rate / seen.plain_rate,
         ),
-        speed=speed_of(
-            [timing for timing in timings if timing.temperature == temperature],
-            cost=cost,
-            seed=seed,
-        ),
+        speed=speed_of(timed, cost=cost, seed=seed),
     )
 
 
@@ -336,34 +301,3 @@ def _speed_cells(speed: Speed) -> str:
         f"{speed.plain_tokens_per_s:>12.1f}{speed.tokens_per_s:>8.1f}{speed.over_plain:>9.2f}x"
         f"{interval:>17}{speed.predicted_over_plain:>10.2f}x"
     )
-
-
-def _longest(request: EvaluateRequest, num_tokens: int) -> int:
-    return max(len(prompt.tokens) for prompt in request.prompts) + num_tokens
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="eesd distill evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_flags(parser, temperatures=_TEMPERATURES, max_tokens=128)
-    add = parser.add_argument
-    add("--out", type=Path, help="folder of evaluation.json (the head's)")
-    add("--timed-prompts", type=int, default=12)
-    add("--timed-tokens", type=int, default=96)
-    options = parser.parse_args(argv)
-    machine, parts = machine_and_prompts(options)
-    request = EvaluateRequest(
-        machine=machine,
-        prompts=parts.judged,
-        out=options.out,
-        temperatures=tuple(options.temperatures),
-        max_tokens=options.max_tokens,
-        num_timed=options.timed_prompts,
-        timed_tokens=options.timed_tokens,
-        seed=options.seed,
-    )
-    evaluate(request, say=on_stderr)
-    return 0

@@ -1,0 +1,311 @@
+"""`eesd distill collect`: features of the target over text it writes itself.
+
+    eesd distill collect --model TARGET --out FEATURES --exits 1 2 4 [--prompts FILE.jsonl]
+
+A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard, made by
+one worker. Stopped or killed, the same command goes on: shards that are there are kept, one that
+was made otherwise is refused. The folder must be one that every worker sees.
+"""
+
+import hashlib
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tqdm import tqdm
+
+from eesd_dist.config import DType
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.collector import Chunk, Recipe, ShardJob, Source
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.features import (
+    MANIFEST_FILE,
+    FeatureManifest,
+    ShardEntry,
+    inspect_shard,
+    shard_name,
+    weights_fingerprint,
+)
+from eesd_dist.distill.folders import only_one, write_json
+from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, PromptChoice, read_texts
+from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.spec import ModelSpec, read_json
+
+_PROGRESS_FILE = "progress.json"
+"""Seconds that earlier runs spent on an unfinished store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectOptions:
+    """Which text is collected, and how."""
+
+    model: Annotated[Path, "folder of the target (the bundled one)"]
+    prompts: Annotated[Path | None, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
+    text: Annotated[Path | None, "JSON lines of {text}: read as it is, beside the prompts"] = None
+    limit: Annotated[int | None, "take so many prompts"] = None
+    held_out: Annotated[int, "prompts kept aside for judging"] = NUM_HELD_OUT
+    temperatures: Annotated[tuple[float, ...], "each prompt's next answer takes the next one"] = (
+        0.0,
+        0.8,
+    )
+    passes: Annotated[int, "answers to each prompt"] = 2
+    max_tokens: Annotated[int, "longest answer"] = 144
+    max_length: Annotated[int, "longest sequence"] = 1024
+    top_k: Annotated[int, "logits kept per token"] = 32
+    chunk_size: Annotated[int, "sequences in a shard"] = 32
+    dtype: Annotated[DType, "in which the target is computed"] = "bfloat16"
+    seed: int = 0
+    workers: Annotated[int | None, "processes (as many as there are GPUs, or CPUs)"] = None
+    threads: Annotated[int, "CPU threads of each"] = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self, "limit", "held_out", "passes", "max_tokens", "max_length", "top_k")
+        require_positive(self, "chunk_size", "workers", "threads")
+        require_temperatures(self.temperatures)
+
+    def prompt_choice(self) -> PromptChoice:
+        if self.prompts is None:
+            raise ConfigError(
+                "no prompts: a head is calibrated and judged on some that are kept aside"
+            )
+        return PromptChoice(prompts=self.prompts, held_out=self.held_out, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectRequest:
+    """What is to be collected, and where it goes."""
+
+    options: CollectOptions
+    out: Annotated[Path, "folder of the features; on a cluster, one that all nodes share"]
+    exits: Annotated[tuple[int, ...], "layers after which states are kept"] = (1,)
+    minutes: Annotated[float | None, "begin no shard later than this"] = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes")
+
+    def recipe(self) -> Recipe:
+        """Reads the target's config files, and a little of its weights."""
+        options = self.options
+        spec = ModelSpec.from_folder(options.model)
+        for exit_layer in self.exits:
+            if not 0 < exit_layer < spec.num_layers:
+                raise ConfigError(
+                    f"exit layer {exit_layer}: expected 1 to {spec.num_layers - 1}, since the "
+                    f"target has {spec.num_layers} layers"
+                )
+        max_length = min(options.max_length, spec.max_position_embeddings)
+        if not 0 < options.max_tokens < max_length:
+            raise ConfigError(
+                f"{options.max_tokens} tokens are to be written and {max_length} to be kept with "
+                "the prompt: raise max_length or lower max_tokens"
+            )
+        return Recipe(
+            verifier=VerifierIdentity.of(options.model, spec),
+            weights_sha256=weights_fingerprint(options.model),
+            exits=tuple(sorted(set(self.exits))),
+            top_k=min(options.top_k, spec.vocab_size),
+            max_tokens=options.max_tokens,
+            max_length=max_length,
+            stop_token_ids=spec.eos_token_ids,
+            dtype=options.dtype,
+            seed=options.seed,
+        )
+
+
+def collect(request: CollectRequest, *, executor: Executor, say: Say) -> FeatureManifest:
+    """Makes what is missing and writes the manifest; a finished store is left as it is.
+
+    Raises CheckpointError when the folder holds features made otherwise.
+    """
+    recipe = request.recipe()
+    chunks = planned(request.options, recipe, say=say)
+    with only_one(request.out):
+        if (request.out / MANIFEST_FILE).exists():
+            return _finished(request.out, plan_sha256(chunks, recipe), say=say)
+        entries = done_already(request.out, chunks, recipe)
+        left = [chunk for chunk in chunks if chunk.index not in entries]
+        say(f"collect: {len(chunks)} shards planned, {len(entries)} there already")
+        made = _make(request, recipe, left, executor, num_done=len(entries)) if left else []
+        manifest = finish(
+            request.out,
+            [*entries.values(), *made],
+            chunks,
+            recipe,
+            num_held_out=None if request.options.prompts is None else request.options.held_out,
+        )
+        (request.out / _PROGRESS_FILE).unlink(missing_ok=True)
+    say(f"collect: {described(manifest)}")
+    return manifest
+
+
+def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]:
+    """All chunks of a finished store, if time allows; reads the prompts."""
+    prompts: list[tuple[str, Sequence[int]]] = []
+    num_skipped = 0
+    if options.prompts is not None:
+        parts = options.prompt_choice().read(options.model)
+        prompts = [(prompt.workload, prompt.tokens) for prompt in parts.learnt[: options.limit]]
+        room = recipe.max_length - recipe.max_tokens
+        num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
+    texts = [] if options.text is None else read_texts(options.model, options.text)
+    chunks = plan(prompts, texts, options, recipe)
+    if num_skipped:
+        say(f"collect: {num_skipped} prompts of {options.prompts} are too long and skipped")
+    return chunks
+
+
+def plan(
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    texts: Sequence[Sequence[int]],
+    options: CollectOptions,
+    recipe: Recipe,
+) -> list[Chunk]:
+    """All prompts (class, tokens), answered `passes` times at temperatures that take turns, and all
+    texts, cut to the longest length; shuffled by the recipe's seed, so that any first part of the
+    shards is a fair sample. Raises ConfigError when nothing is left.
+    """
+    room = recipe.max_length - recipe.max_tokens
+    temperatures, size = options.temperatures, options.chunk_size
+    sources = [
+        Source(
+            tokens=tuple(tokens),
+            workload=workload,
+            is_prompt=True,
+            temperature=temperatures[(number + turn) % len(temperatures)],
+            seed=recipe.seed + turn * len(prompts) + number,
+        )
+        for turn in range(options.passes)
+        for number, (workload, tokens) in enumerate(prompts)
+        if len(tokens) <= room
+    ]
+    sources += [
+        Source(tokens=tuple(piece), workload="text", is_prompt=False)
+        for text in texts
+        for piece in _pieces(text, length=recipe.max_length)
+    ]
+    if not sources:
+        files = " and ".join(str(file) for file in (options.prompts, options.text) if file)
+        raise ConfigError(
+            f"{files or 'neither prompts nor text'}: found {len(prompts)} prompts and {len(texts)} "
+            f"texts, none of which fits: expected a prompt of at most {room} tokens (max_length "
+            "less max_tokens), or a text of two"
+        )
+    random.Random(f"plan/{recipe.seed}").shuffle(sources)
+    return [
+        Chunk(index=index, sources=tuple(sources[first : first + size]))
+        for index, first in enumerate(range(0, len(sources), size))
+    ]
+
+
+def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:
+    """One hash for the whole plan; a manifest carries it."""
+    stamps = "\n".join(chunk.stamp(recipe) for chunk in chunks)
+    return hashlib.sha256(stamps.encode()).hexdigest()
+
+
+def done_already(folder: Path, chunks: Sequence[Chunk], recipe: Recipe) -> dict[int, ShardEntry]:
+    """Chunks whose shard is there. Raises CheckpointError for a shard of another plan."""
+    return {
+        chunk.index: inspect_shard(folder / shard_name(chunk.index), stamp=chunk.stamp(recipe))
+        for chunk in chunks
+        if (folder / shard_name(chunk.index)).exists()
+    }
+
+
+def finish(
+    folder: Path,
+    entries: Sequence[ShardEntry],
+    chunks: Sequence[Chunk],
+    recipe: Recipe,
+    *,
+    num_held_out: int | None = None,
+) -> FeatureManifest:
+    """Writes the manifest: from now on the store is whole."""
+    if not entries:
+        raise ConfigError(f"{folder}: the time was spent before one shard was made: allow more")
+    manifest = FeatureManifest(
+        verifier=recipe.verifier,
+        weights_sha256=recipe.weights_sha256,
+        exits=recipe.exits,
+        top_k=recipe.top_k,
+        seed=recipe.seed,
+        max_length=recipe.max_length,
+        shards=tuple(sorted(entries, key=lambda entry: entry.name)),
+        plan_sha256=plan_sha256(chunks, recipe),
+        num_held_out=num_held_out,
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def described(manifest: FeatureManifest) -> str:
+    """The size of a store, as one line of text."""
+    per_million = manifest.bytes_per_million_tokens / 1e6
+    return (
+        f"{manifest.num_tokens:,} tokens of {manifest.num_sequences:,} sequences in "
+        f"{len(manifest.shards)} shards, {manifest.num_bytes / 1e6:,.1f} MB "
+        f"({per_million:,.0f} MB per million tokens)"
+    )
+
+
+def _finished(folder: Path, wanted_sha256: str, *, say: Say) -> FeatureManifest:
+    manifest = FeatureManifest.read(folder)
+    if manifest.plan_sha256 != wanted_sha256:
+        raise CheckpointError(
+            file=folder / MANIFEST_FILE,
+            found="features collected from another target, or other prompts or options",
+            expected="those of this command",
+            advice="name another folder, or remove this one",
+        )
+    say(f"collect: done before, {described(manifest)}")
+    return manifest
+
+
+def _make(
+    request: CollectRequest,
+    recipe: Recipe,
+    chunks: Sequence[Chunk],
+    executor: Executor,
+    *,
+    num_done: int,
+) -> list[ShardEntry]:
+    """Keeps account of the time, so that a restart does not get all of it again."""
+    options = request.options
+    before_s = _spent_s(request.out)
+    job = ShardJob(
+        model=options.model.resolve(),
+        folder=request.out.resolve(),
+        recipe=recipe,
+        batch=options.chunk_size,
+        threads=options.threads,
+        workers=options.workers,
+        allowed_s=math.inf if request.minutes is None else request.minutes * 60 - before_s,
+    )
+    entries: list[ShardEntry] = []
+    with tqdm(
+        total=num_done + len(chunks), initial=num_done, unit="shard", file=sys.stderr, disable=None
+    ) as bar:
+        for made in executor.make_shards(job, chunks):
+            entries.append(made.entry)
+            bar.update()
+            bar.set_postfix(tokens=sum(entry.num_tokens for entry in entries))
+            write_json(request.out / _PROGRESS_FILE, {"spent_s": before_s + made.spent_s})
+    return entries
+
+
+def _spent_s(folder: Path) -> float:
+    file = folder / _PROGRESS_FILE
+    spent_s = read_json(file).get("spent_s") if file.exists() else 0.0
+    return float(spent_s) if isinstance(spent_s, int | float) else 0.0
+
+
+def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
+    """A text longer than the target is shown at once is several; one token teaches nothing."""
+    for first in range(0, len(text), length):
+        if len(piece := text[first : first + length]) > 1:
+            yield piece
