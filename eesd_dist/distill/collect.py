@@ -45,8 +45,9 @@ class CollectOptions:
     """Which text is collected, and how."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
-    prompts: Annotated[Path | None, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
+    prompts: Annotated[Path, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
     text: Annotated[Path | None, "JSON lines of {text}: read as it is, beside the prompts"] = None
+    text_only: Annotated[bool, "no prompts, only --text"] = False
     limit: Annotated[int | None, "take so many prompts"] = None
     held_out: Annotated[int, "prompts kept aside for judging"] = NUM_HELD_OUT
     temperatures: Annotated[tuple[float, ...], "each prompt's next answer takes the next one"] = (
@@ -69,7 +70,7 @@ class CollectOptions:
         require_temperatures(self.temperatures)
 
     def prompt_choice(self) -> PromptChoice:
-        if self.prompts is None:
+        if self.text_only:
             raise ConfigError(
                 "no prompts: a head is calibrated and judged on some that are kept aside"
             )
@@ -136,7 +137,7 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
             [*entries.values(), *made],
             chunks,
             recipe,
-            num_held_out=None if request.options.prompts is None else request.options.held_out,
+            num_held_out=None if request.options.text_only else request.options.held_out,
         )
         (request.out / _PROGRESS_FILE).unlink(missing_ok=True)
     say(f"collect: {described(manifest)}")
@@ -147,7 +148,7 @@ def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]
     """All chunks of a finished store, if time allows; reads the prompts."""
     prompts: list[tuple[str, Sequence[int]]] = []
     num_skipped = 0
-    if options.prompts is not None:
+    if not options.text_only:
         parts = options.prompt_choice().read(options.model)
         prompts = [(prompt.workload, prompt.tokens) for prompt in parts.learnt[: options.limit]]
         room = recipe.max_length - recipe.max_tokens
@@ -189,7 +190,8 @@ def plan(
         for piece in _pieces(text, length=recipe.max_length)
     ]
     if not sources:
-        files = " and ".join(str(file) for file in (options.prompts, options.text) if file)
+        prompts_file = None if options.text_only else options.prompts
+        files = " and ".join(str(file) for file in (prompts_file, options.text) if file)
         raise ConfigError(
             f"{files or 'neither prompts nor text'}: found {len(prompts)} prompts and {len(texts)} "
             f"texts, none of which fits: expected a prompt of at most {room} tokens (max_length "

@@ -10,6 +10,7 @@ of them by an `Executor`.
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -107,6 +108,10 @@ class ShardJob:
     workers: int | None
     """Processes; None: one per `threads` CPUs, or per GPU."""
     allowed_s: float
+
+    def num_workers(self, num_chunks: int) -> int:
+        natural = torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // self.threads)
+        return max(1, min(self.workers or natural, num_chunks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

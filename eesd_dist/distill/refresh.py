@@ -15,7 +15,7 @@ as it was: after a short refresh it is nearly right, and it can never change a t
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +23,20 @@ from typing import Annotated, Any
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.compare import Difference, HeldOutFigures, difference, figures, judge
 from eesd_dist.distill.executor import Executor, Say
-from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
+from eesd_dist.distill.features import (
+    MANIFEST_FILE,
+    FeatureManifest,
+    FeatureSequence,
+    FeatureStore,
+    identity_of,
+    weights_fingerprint,
+    write_shard,
+)
 from eesd_dist.distill.folders import only_one, put_in_place, require_same, write_json
-from eesd_dist.distill.spooled import take_aside
 from eesd_dist.distill.target import target_embedding
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train.step import train
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec, read_json
@@ -39,6 +46,7 @@ REPORT_FILE = "refresh.json"
 _ASKED_FILE = "asked.json"
 _LEAST_HELD_OUT = 8
 """An interval over fewer texts would say nothing."""
+_PER_SHARD = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +163,7 @@ def refresh(
     training = request.training(config, options or TrainOptions())
     with only_one(request.work):
         _claim(request.work / _ASKED_FILE, asked, features=training.features)
-        store = take_aside(
+        store = copy_spool(
             request.spool,
             training.features,
             target=request.model,
@@ -284,3 +292,90 @@ def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) 
         },
     )
     put_in_place(ready, request.out)
+
+
+def copy_spool(
+    spool: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
+) -> FeatureStore:
+    """Copies the pieces that stand now in `spool`, or in folders below it, one for each node that
+    drafts; a finished copy in `folder` is taken as it is.
+
+    Raises ConfigError for an empty spool, CheckpointError for one of another target or with rows
+    after another layer.
+    """
+    verifier = identity_of(target)
+    if not (folder / MANIFEST_FILE).exists():
+        expected = FeatureManifest(
+            verifier=verifier,
+            weights_sha256=weights_fingerprint(target),
+            exits=(exit_layer,),
+            top_k=0,
+            seed=seed,
+            max_length=0,
+            shards=(),
+        )
+        _copy_pieces(list(_pieces_of(spool, expected)), spool, folder, expected)
+    return FeatureStore.open(folder, expect=verifier)
+
+
+def _pieces_of(spool: Path, expected: FeatureManifest) -> Iterator[FeatureSequence]:
+    for file in sorted(spool.rglob(MANIFEST_FILE)):
+        manifest = FeatureManifest.read(file.parent)
+        _require_same_rows(file, manifest, expected)
+        store = FeatureStore(file.parent, manifest)
+        for index, entry in enumerate(manifest.shards):
+            try:
+                yield from store.shard(index)
+            except CheckpointError:
+                if (file.parent / entry.name).exists():
+                    raise
+                # The service has made room for newer ones since it wrote this manifest.
+
+
+def _copy_pieces(
+    pieces: list[FeatureSequence], spool: Path, folder: Path, manifest: FeatureManifest
+) -> None:
+    """Services may have kept more or fewer best tokens; a store keeps equally many of all."""
+    if not pieces:
+        raise ConfigError(
+            f"{spool}: found nothing spooled, expected shards that a service wrote: serve with "
+            "spool.folder set to this folder, let it answer requests, then refresh"
+        )
+    top_k = min(piece.top_ids_TK.shape[1] for piece in pieces)
+    alike = [
+        replace(
+            piece,
+            top_ids_TK=piece.top_ids_TK[:, :top_k],
+            top_logits_TK=piece.top_logits_TK[:, :top_k],
+        )
+        for piece in pieces
+    ]
+    replace(
+        manifest,
+        top_k=top_k,
+        max_length=max(piece.num_tokens for piece in alike),
+        shards=tuple(
+            write_shard(folder, index, alike[first : first + _PER_SHARD])
+            for index, first in enumerate(range(0, len(alike), _PER_SHARD))
+        ),
+    ).write(folder)
+
+
+def _require_same_rows(file: Path, found: FeatureManifest, expected: FeatureManifest) -> None:
+    if (found.verifier.sha256, found.weights_sha256) != (
+        expected.verifier.sha256,
+        expected.weights_sha256,
+    ):
+        raise CheckpointError(
+            file=file,
+            found=f"what {found.verifier.name_or_path!r} computed, by its hashes another target",
+            expected=f"what {expected.verifier.name_or_path!r} computed",
+            advice="name with --model the target that the service serves",
+        )
+    if found.exits != expected.exits:
+        raise CheckpointError(
+            file=file,
+            found=f"rows after layer {', '.join(str(at) for at in found.exits)}",
+            expected=f"rows after layer {expected.exits[0]}, which the head reads",
+            advice="name with --head the one that the service drafts with",
+        )

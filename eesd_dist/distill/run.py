@@ -14,7 +14,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +27,11 @@ from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, p
 from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluate
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import only_one, require_same, write_json
-from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train.step import train
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
+from eesd_dist.text.prompts import Prompt
 
 RUN_FILE = "run.json"
 DEFAULT_MINUTES = 16.0
@@ -47,42 +48,38 @@ class HeadRequest:
 
     training: TrainRequest
     machine: Machine
-    parts: PromptParts
+    calibrated: tuple[Prompt, ...]
     calibration: CalibrateOptions
+    judged: tuple[Prompt, ...]
+    """Neither learnt from nor calibrated on."""
     evaluation: EvaluateOptions
 
 
 def make_head(request: HeadRequest, *, executor: Executor, say: Say) -> Path:
     """Trains, calibrates and evaluates; the files of the head say which of it is done before."""
-    head, seed = request.machine.head, request.training.seed
-    _step(head, "train", say, lambda: train(request.training, executor=executor))
-    _step(
-        head / CALIBRATION_FILE,
-        "calibrate",
-        say,
-        lambda: calibrate(
-            request.machine,
-            request.parts.calibrated,
-            request.calibration,
-            seed=seed,
-            executor=executor,
-            say=say,
+    machine, seed = request.machine, request.training.seed
+    steps: tuple[tuple[str, Path, Callable[..., object]], ...] = (
+        ("train", machine.head, partial(train, request.training)),
+        (
+            "calibrate",
+            machine.head / CALIBRATION_FILE,
+            partial(
+                calibrate, machine, request.calibrated, request.calibration, seed=seed, say=say
+            ),
+        ),
+        (
+            "evaluate",
+            machine.head / EVALUATION_FILE,
+            partial(evaluate, machine, request.judged, request.evaluation, seed=seed, say=say),
         ),
     )
-    _step(
-        head / EVALUATION_FILE,
-        "evaluate",
-        say,
-        lambda: evaluate(
-            request.machine,
-            request.parts.judged,
-            request.evaluation,
-            seed=seed,
-            executor=executor,
-            say=say,
-        ),
-    )
-    return head
+    for name, result, step in steps:
+        if result.exists():
+            say(f"{name}: done before, {result}")
+            continue
+        with _timed(name, say):
+            step(executor=executor)
+    return machine.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +143,9 @@ class RunRequest:
             machine=Machine(
                 model=asked.model, head=self.head_folder, dtype=asked.dtype, threads=asked.threads
             ),
-            parts=replace(
-                parts,
-                calibrated=parts.calibrated[: self.shortened(_NUM_CALIBRATED)],
-                judged=parts.judged[: self.shortened(_NUM_JUDGED)],
-            ),
+            calibrated=parts.calibrated[: self.shortened(_NUM_CALIBRATED)],
             calibration=CalibrateOptions(max_tokens=asked.max_tokens),
+            judged=parts.judged[: self.shortened(_NUM_JUDGED)],
             evaluation=EvaluateOptions(
                 max_tokens=min(asked.max_tokens, 128),
                 timed_prompts=self.shortened(_NUM_TIMED),
@@ -175,7 +169,7 @@ class RunRequest:
             "exit": self.exit_layer,
             "minutes": self.minutes,
             "seed": asked.seed,
-            "prompts": None if asked.prompts is None else _sha256(asked.prompts),
+            "prompts": None if asked.text_only else _sha256(asked.prompts),
             "text": None if asked.text is None else _sha256(asked.text),
             "limit": asked.limit,
             "held_out": asked.held_out,
@@ -211,15 +205,6 @@ def _claim(request: RunRequest) -> None:
     request.collect.prompt_choice()
     planned(request.collect, request.collection.recipe(), say=lambda _: None)
     write_json(file, asked)
-
-
-def _step(result: Path, name: str, say: Say, work: Callable[[], object]) -> None:
-    """Does what has left no result yet."""
-    if result.exists():
-        say(f"{name}: done before, {result}")
-        return
-    with _timed(name, say):
-        work()
 
 
 @contextmanager

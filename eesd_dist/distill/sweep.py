@@ -32,13 +32,13 @@ from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.features import FeatureStore, identity_of
 from eesd_dist.distill.folders import claim, only_one, write_json
-from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.run import HeadRequest, make_head
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import read_json
 from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
 
 SWEEP_FILE = "sweep.json"
 _ASKED_FILE = "asked.json"
@@ -79,12 +79,27 @@ class Tries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFiles:
+    """Where features come from, and where heads go."""
+
+    out: Annotated[Path, "folder of the heads and of sweep.json"]
+    features: Annotated[Path | None, "what `eesd distill collect` wrote (OUT/features)"] = None
+    collect: Annotated[bool, "collect the features of all exits first"] = False
+    collect_minutes: Annotated[float | None, "begin no shard later than this"] = None
+
+    @property
+    def features_folder(self) -> Path:
+        return self.features or self.out / "features"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
     """How each combination is trained and timed."""
 
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
     minutes_each: Annotated[float | None, "of training"] = 3.0
     steps_each: Annotated[int | None, "of training, at most"] = None
+    learning_rate: Annotated[float, "highest learning rate"] = TrainOptions().learning_rate
     timed_prompts: Annotated[int, "at every temperature"] = 12
     timed_tokens: Annotated[int, "longest timed answer"] = 96
 
@@ -102,7 +117,9 @@ class SweepRequest:
     features: Path
     out: Path
     combinations: tuple[Combination, ...]
-    parts: PromptParts
+    calibrated: tuple[Prompt, ...]
+    judged: tuple[Prompt, ...]
+    """Neither learnt from nor calibrated on."""
     options: SweepOptions
     temperatures: tuple[float, ...] = (0.0, 0.8)
     max_tokens: int = 96
@@ -131,13 +148,13 @@ class SweepRequest:
             "dtype": self.machine.dtype,
             "threads": self.machine.threads,
             "prompts": self._prompts_sha256(),
-            "learning_rate": self.training.learning_rate,
+            "learning_rate": options.learning_rate,
             "rows": self.training.rows,
             "length": self.training.length,
         }
 
     def _prompts_sha256(self) -> str:
-        prompts = (*self.parts.calibrated, *self.parts.judged)
+        prompts = (*self.calibrated, *self.judged)
         return hashlib.sha256(repr([prompt.tokens for prompt in prompts]).encode()).hexdigest()
 
     def head_request(self, tried: Combination) -> HeadRequest:
@@ -155,10 +172,11 @@ class SweepRequest:
                 minutes=options.minutes_each,
                 max_steps=options.steps_each,
                 seed=self.seed,
-                options=self.training,
+                options=replace(self.training, learning_rate=options.learning_rate),
             ),
             machine=replace(self.machine, head=folder),
-            parts=self.parts,
+            calibrated=self.calibrated,
+            judged=self.judged,
             calibration=CalibrateOptions(
                 temperatures=self.temperatures, max_tokens=self.max_tokens
             ),

@@ -6,11 +6,8 @@ is imported here: the environment has to be prepared before this module is.
 
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +19,6 @@ from ray.exceptions import RayError
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
 from eesd_dist.distill.features import ShardEntry
 from eesd_dist.errors import ConfigError, EesdError, EngineError, os_error_text
-from serve_app.distill.ray_session import ray_at
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -51,31 +47,26 @@ class ChunkWorker:
 
 
 def make_shards(
-    job: ShardJob, chunks: Sequence[Chunk], *, address: str | None
+    job: ShardJob, chunks: Sequence[Chunk], *, workers: int, num_cpus: float
 ) -> Iterator[MadeShard]:
     """Shards as they get done, in any order."""
-    workers, num_gpus = _workers_of(job, num_chunks=len(chunks))
-    with ExitStack() as stack:
-        with _without_chatter():
-            stack.enter_context(ray_at(address, job.model, min_cpus=workers))
-        _be_quiet()
-        rows = ray.data.from_items(
-            [{"chunk": chunk.to_json()} for chunk in chunks], override_num_blocks=len(chunks)
-        )
-        answers = rows.map_batches(
-            ChunkWorker,
-            fn_constructor_args=(job,),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=workers),
-            # Here CPUs are logical and few; in a cluster they decide which node a worker is on.
-            num_cpus=job.threads if address is not None else 0.5,
-            num_gpus=num_gpus,
-        )
-        try:
-            for row in answers.iter_rows():
-                yield from _made(json.loads(row["answer"]))
-        except RayError as error:  # a worker that died several times
-            raise EngineError(f"a collecting worker broke: {cause_of(error)}") from error
+    _be_quiet()
+    rows = ray.data.from_items(
+        [{"chunk": chunk.to_json()} for chunk in chunks], override_num_blocks=len(chunks)
+    )
+    answers = rows.map_batches(
+        ChunkWorker,
+        fn_constructor_args=(job,),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=num_cpus,
+        num_gpus=1.0 if torch.cuda.is_available() else 0.0,
+    )
+    try:
+        for row in answers.iter_rows():
+            yield from _made(json.loads(row["answer"]))
+    except RayError as error:  # a worker that died several times
+        raise EngineError(f"a collecting worker broke: {cause_of(error)}") from error
 
 
 def cause_of(error: BaseException) -> str:
@@ -83,28 +74,6 @@ def cause_of(error: BaseException) -> str:
     text = _COLOUR.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return ": ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else type(error).__name__
-
-
-def _workers_of(job: ShardJob, *, num_chunks: int) -> tuple[int, float]:
-    """How many, and GPUs for each."""
-    num_gpus = torch.cuda.device_count()
-    natural = num_gpus or max(1, len(os.sched_getaffinity(0)) // job.threads)
-    return max(1, min(job.workers or natural, num_chunks)), 1.0 if num_gpus else 0.0
-
-
-@contextmanager
-def _without_chatter() -> Iterator[None]:
-    """Ray's core writes past Python to the terminal while it starts; errors come as exceptions."""
-    sys.stderr.flush()
-    ours = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(ours, 2)
-        os.close(ours)
-        os.close(nowhere)
 
 
 def _be_quiet() -> None:

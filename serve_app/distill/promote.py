@@ -13,8 +13,10 @@ from serve_app.operations.promotion import promote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningService:
-    """How to reach the service that may take the new head."""
+class Promotion:
+    """Whether and how the running service is given the new head."""
+
+    promote: Annotated[bool, "load it into the running service if it is better"] = False
 
     address: Annotated[str | None, "its Ray cluster; without it, the one `eesd serve` started"] = (
         None
@@ -26,7 +28,7 @@ class RunningService:
 
 
 def promote_if_better(
-    folder: Path, report: RefreshReport, service: RunningService, *, compared_with: Path
+    folder: Path, report: RefreshReport, promotion: Promotion, *, compared_with: Path
 ) -> str:
     """Loads the head into the service, without a restart, and adds what came of it to refresh.json.
 
@@ -40,10 +42,10 @@ def promote_if_better(
         )
     promoted = promote(
         folder,
-        address=service.address,
-        port=service.port,
-        app_name=service.app,
-        router=RouterConfig(name=service.router, namespace=service.namespace),
+        address=promotion.address,
+        port=promotion.port,
+        app_name=promotion.app,
+        router=RouterConfig(name=promotion.router, namespace=promotion.namespace),
         # The new one too: where some pipelines have taken it already, the others may.
         instead_of=(head_digest(compared_with), head_digest(folder)),
     )

@@ -28,7 +28,6 @@ from tqdm import tqdm
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import EesdError, EngineError
-from serve_app.distill.ray_session import ray_at
 
 _MAX_FAILURES = 3
 _LOOK_S = 0.5
@@ -36,28 +35,21 @@ _TIMEOUT_S = 300
 """How long a worker waits for another one in the middle of a step."""
 
 
-def train(request: TrainRequest, *, address: str | None) -> None:
+def train(request: TrainRequest, *, num_cpus: float) -> None:
     """Trains with `request.workers` processes. Raises what a worker raised, if it is ours."""
     request = _with_absolute_paths(request)
-    threads = request.threads_of_worker
     uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
     notes = request.run_folder / "ray"
-    with (
-        ray_at(address, request.model, min_cpus=request.workers),
-        _bar(request),
-        _interrupts_restored(),
-    ):
+    with _bar(request), _interrupts_restored():
         _be_quiet()
         trainer = TorchTrainer(
             _work,
-            train_loop_config={"request": request, "threads": threads},
+            train_loop_config={"request": request, "threads": request.threads_of_worker},
             torch_config=TorchConfig(backend="nccl" if uses_gpu else "gloo", timeout_s=_TIMEOUT_S),
             scaling_config=ScalingConfig(
                 num_workers=request.workers,
                 use_gpu=uses_gpu,
-                # Here CPUs are logical and few; in a cluster they decide which node a worker is on.
-                resources_per_worker={"CPU": 0.5 if address is None else threads}
-                | ({"GPU": 1} if uses_gpu else {}),
+                resources_per_worker={"CPU": num_cpus} | ({"GPU": 1} if uses_gpu else {}),
             ),
             run_config=RunConfig(
                 name="train",

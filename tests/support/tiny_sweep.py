@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 from eesd_dist.distill.answers import Machine
-from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.sweep import Combination, SweepOptions, SweepRequest
 from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.text.prompts import Prompt
@@ -27,7 +26,8 @@ def sweep_request(target: Path, features: Path, out: Path, *tried: Combination) 
         features=features,
         out=out,
         combinations=tried,
-        parts=PromptParts(learnt=(), calibrated=prompts(6, seed=1), judged=prompts(4, seed=2)),
+        calibrated=prompts(6, seed=1),
+        judged=prompts(4, seed=2),
         options=SweepOptions(
             draft_vocab=48, minutes_each=None, steps_each=4, timed_prompts=2, timed_tokens=12
         ),

@@ -25,9 +25,14 @@ from torch._C._distributed_c10d import HashStore
 from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
-from eesd_dist.distill.train.inputs import TrainInputs, device_of, first_head
 from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
-from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train.request import (
+    TrainInputs,
+    TrainOptions,
+    TrainRequest,
+    device_of,
+    first_head,
+)
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 

@@ -18,9 +18,8 @@ from tqdm import tqdm
 
 from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, in_order, read_rows
-from eesd_dist.distill.train.inputs import TrainInputs
 from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
-from eesd_dist.distill.train.request import TrainRequest
+from eesd_dist.distill.train.request import TrainInputs, TrainRequest
 from eesd_dist.distill.train.run_folder import RunFolder
 from eesd_dist.distill.train.schedule import LearningRate, Pace
 from eesd_dist.errors import ConfigError

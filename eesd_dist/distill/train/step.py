@@ -11,9 +11,8 @@ from pathlib import Path
 
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.folders import only_one
-from eesd_dist.distill.train.inputs import TrainInputs, first_head
 from eesd_dist.distill.train.learner import load_deepspeed
-from eesd_dist.distill.train.request import TrainRequest
+from eesd_dist.distill.train.request import TrainInputs, TrainRequest, first_head
 from eesd_dist.distill.train.run_folder import RunFolder, require_free
 
 

@@ -28,7 +28,7 @@ CHANGES: list[tuple[str, Callable[[RunRequest], RunRequest]]] = [
     ("temperatures", lambda r: _collecting(r, temperatures=(0.5,))),
     ("seed 0, now asked for 1", lambda r: _collecting(r, seed=1)),
     ("training .*truncated", lambda r: replace(r, head="own")),
-    ("prompts '[0-9a-f]+', now asked for None", lambda r: _collecting(r, prompts=None)),
+    ("prompts '[0-9a-f]+', now asked for None", lambda r: _collecting(r, text_only=True)),
 ]
 
 

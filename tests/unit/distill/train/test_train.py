@@ -12,9 +12,8 @@ import torch
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.train.inputs import draft_tokens
 from eesd_dist.distill.train.losses import LossOptions
-from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest, draft_tokens
 from eesd_dist.distill.train.step import train as train_with
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
