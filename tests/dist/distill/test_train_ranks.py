@@ -123,7 +123,7 @@ def test_partitioned_state_is_not_resumed_by_another_number_of_processes(
     runs: Mapping[str, TrainRequest],
 ) -> None:
     request = replace(runs["two, stage 2"], workers=1)
-    with alone(request.options), pytest.raises(ConfigError, match="workers 2, asked for 1"):
+    with alone(request.options), pytest.raises(ConfigError, match="workers 2, now asked for 1"):
         train_rank(request, rank=0, world_size=1)
     with alone(request.options), pytest.raises(ConfigError, match="1 processes for a run of 2"):
         train_rank(runs["two, stage 2"], rank=0, world_size=1)
