@@ -46,7 +46,7 @@ class CollectOptions:
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
     prompts: Annotated[Path, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
-    text: Annotated[Path | None, "JSON lines of {text}: read as it is, beside the prompts"] = None
+    text: Annotated[Path | None, "JSON lines of {text}: read as it is, with the prompts"] = None
     text_only: Annotated[bool, "no prompts, only --text"] = False
     limit: Annotated[int | None, "take so many prompts"] = None
     held_out: Annotated[int, "prompts kept aside for judging"] = NUM_HELD_OUT

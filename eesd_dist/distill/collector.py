@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 
 from eesd_dist.config import DType, ModelConfig, SpeculationConfig
 from eesd_dist.distill.features import FeatureSequence, ShardEntry, write_shard
@@ -47,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides a shard's content, beside its sources."""
+    """What decides a shard's content, with its sources."""
 
     verifier: VerifierIdentity
     weights_sha256: str
@@ -71,7 +72,7 @@ class Chunk:
     sources: tuple[Source, ...]
 
     def stamp(self, recipe: Recipe) -> str:
-        # The name is where the folder happens to stand; the hashes say which target it is.
+        # The name is the path of the folder; the hashes say which target it is.
         made_of = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
@@ -80,14 +81,7 @@ class Chunk:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = json.loads(text)
-        return cls(
-            index=data["index"],
-            sources=tuple(
-                Source(**{**source, "tokens": tuple(source["tokens"])})
-                for source in data["sources"]
-            ),
-        )
+        return TypeAdapter(cls).validate_python(json.loads(text))
 
     def _plain(self) -> dict[str, Any]:
         return {"index": self.index, "sources": [asdict(source) for source in self.sources]}

@@ -67,7 +67,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """The head's distribution beside the target's, where the target wrote."""
+    """How near the head's distribution is to the target's, where the target wrote."""
 
     num_positions: int
     agreement: float

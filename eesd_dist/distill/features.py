@@ -5,7 +5,7 @@ shard holds the hidden state after each exit layer, the target's `top_k` best lo
 log-sum-exp over its whole vocabulary; per sequence the tokens, where the prompt ends, its class and
 its temperature. Decides names, types and how damage is noticed; knows no engine, Ray or loss.
 
-A shard appears under its name whole or not at all: it is written beside it and renamed.
+A shard appears under its name whole or not at all: it is written under another name first.
 """
 
 # Shapes: T tokens of a sequence, N tokens of a shard, S its sequences, D hidden size, K top logits.
@@ -68,9 +68,9 @@ class FeatureManifest:
     """Of the stored hidden states."""
     version: int = FORMAT_VERSION
     plan_sha256: str = ""
-    """Of everything that was to be collected; empty where nobody made a plan."""
+    """Of everything that was to be collected; empty without a plan."""
     num_held_out: int | None = None
-    """Prompts that were kept aside then; None where nobody said."""
+    """Prompts that were kept aside then; None where that is not known."""
 
     @property
     def num_sequences(self) -> int:
@@ -234,7 +234,7 @@ class FeatureStore:
 
     def _alike(self) -> list[list[int]]:
         """Numbers of the sequences that answer the same prompt. Where nothing but a first token
-        was given, as in texts and in what a service spooled, each stands by itself."""
+        was given, as in texts and in what a service spooled, each is a group of its own."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(self._prompts()):
             # No token is below 0.
@@ -317,7 +317,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def identity_of(target_path: Path) -> VerifierIdentity:
-    """Which target stands in this folder."""
+    """Of the target in this folder."""
     return VerifierIdentity.of(target_path, ModelSpec.from_folder(target_path))
 
 
@@ -415,7 +415,7 @@ def _require_size(file: Path, entry: ShardEntry) -> None:
             file=file,
             found="no such file",
             expected="a shard that the manifest names",
-            advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made anew",
+            advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made again",
         )
     if file.stat().st_size != entry.num_bytes:
         raise _damaged(file, found=f"{file.stat().st_size} bytes, not {entry.num_bytes}")
@@ -426,7 +426,7 @@ def _damaged(file: Path, *, found: str) -> CheckpointError:
         file=file,
         found=found,
         expected=f"a whole shard of features, version {FORMAT_VERSION}",
-        advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made anew",
+        advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made again",
     )
 
 

@@ -18,7 +18,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+
+from pydantic import TypeAdapter
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.compare import Difference, HeldOutFigures, difference, figures, judge
@@ -129,19 +131,6 @@ class RefreshReport:
     agreement_gain: Difference
     one_minus_tv_gain: Difference
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "RefreshReport":
-        return cls(
-            num_pieces=data["num_pieces"],
-            num_tokens=data["num_tokens"],
-            num_held_out=data["num_held_out"],
-            old=HeldOutFigures(**data["old"]),
-            new=HeldOutFigures(**data["new"]),
-            gain=Difference(**data["gain"]),
-            agreement_gain=Difference(**data["agreement_gain"]),
-            one_minus_tv_gain=Difference(**data["one_minus_tv_gain"]),
-        )
-
 
 def refresh(
     request: RefreshRequest,
@@ -221,7 +210,7 @@ def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport
             "--out, or remove this one"
         )
     say(f"refresh: done before, {out}")
-    return RefreshReport.from_json(found)
+    return TypeAdapter(RefreshReport).validate_python(found)
 
 
 def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
@@ -297,8 +286,8 @@ def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) 
 def copy_spool(
     spool: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
 ) -> FeatureStore:
-    """Copies the pieces that stand now in `spool`, or in folders below it, one for each node that
-    drafts; a finished copy in `folder` is taken as it is.
+    """Copies the pieces that are now in `spool`, or in folders below it, one for each node that
+    drafts; a finished copy in `folder` is used as it is.
 
     Raises ConfigError for an empty spool, CheckpointError for one of another target or with rows
     after another layer.

@@ -261,7 +261,7 @@ def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport
     asked = request.asked()
     tried = request.combinations
     with only_one(request.out):
-        # Figures of two settings must not stand in one table.
+        # One table must not mix figures of two settings.
         claim(request.out / _ASKED_FILE, asked)
         for number, combination in enumerate(tried, start=1):
             say(f"sweep: {number} of {len(tried)}, {combination.name}")
@@ -314,7 +314,7 @@ def _report(out: Path) -> SweepReport:
 
 
 def _measured(out: Path) -> list[Combination]:
-    """All that stand in the folder, also those that only an earlier command asked for."""
+    """All in the folder, also those that only an earlier command asked for."""
     every = {
         one.name: one
         for folder in out.glob("exit_*")

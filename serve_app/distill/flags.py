@@ -1,8 +1,8 @@
 """Command-line flags made of dataclasses: one flag for each field, its annotation the help text.
 
 `rows: Annotated[int, "of one step"] = 16` is `--rows`, 16 unless given. A tuple takes several
-values, a Literal one of its choices, a bool none; a field that is a dataclass stands for its own
-fields.
+values, a Literal one of its choices, a bool none; a field that is a dataclass gives the flags of
+its own fields.
 """
 
 from argparse import ArgumentParser, Namespace

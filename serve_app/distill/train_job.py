@@ -107,7 +107,7 @@ def _interrupts_restored() -> Iterator[None]:
 
 @contextmanager
 def _bar(request: TrainRequest) -> Iterator[None]:
-    """Follows the run's log, which the first worker writes elsewhere."""
+    """Follows the run's log, which the first worker writes in its own process."""
     done = threading.Event()
     log = request.run_folder / "log.jsonl"
 

@@ -2,8 +2,8 @@
 
 A pass over a store goes window by window: as many shards as fit into memory, their order and all
 that is within them shuffled by (seed, epoch, window). Texts longer than a row are cut into rows;
-rows of like length stand together, so that little is padding, and no row holds two texts. Where
-the reading stands is three numbers, which go into a checkpoint: the same batches come after them.
+rows of like length are together, so that little is padding, and no row holds two texts. The
+position is three numbers, which go into a checkpoint: the same batches come after them.
 
 Every rank plans the same batches and takes its share of the rows, so that two ranks with half a
 batch each see what one rank with a whole one sees. It knows no model, no loss and no optimiser.
@@ -52,7 +52,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where the reading stands: the next batch is this one."""
+    """The next batch to be read."""
 
     epoch: int = 0
     window: int = 0
@@ -69,7 +69,7 @@ class Row:
     top_logits_TK: Tensor
     lse_T: Tensor
     num_given: int
-    """So many positions are about a token of the prompt, which nobody will ever draft."""
+    """So many positions are about a token of the prompt, which is never drafted."""
 
     @property
     def length(self) -> int:
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Rows side by side, the shorter ones padded with what weighs nothing."""
+    """Rows side by side, the shorter ones padded with weight 0."""
 
     tokens_BT: Tensor
     hidden_BTD: Tensor
@@ -124,7 +124,7 @@ class PlannedBatch:
         return self.rows[index::num_shares]
 
     def weight(self, prompt_weight: float) -> float:
-        """Of the whole batch, whoever computes which part of it."""
+        """Of the whole batch, all ranks together."""
         return sum(row.weight(prompt_weight) for row in self.rows)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
@@ -74,7 +75,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a run stands; what a checkpoint holds beside DeepSpeed's own state."""
+    """How far a run is; a checkpoint holds this and DeepSpeed's own state."""
 
     step: int = 0
     """Optimizer steps taken."""
@@ -92,10 +93,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        said = json.loads(text)
-        if said["held_out"] is not None:
-            said["held_out"] = Figures(**said["held_out"])
-        return cls(**{**said, "position": Position(**said["position"])})
+        return TypeAdapter(cls).validate_python(json.loads(text))
 
 
 class _HeadLoss(nn.Module):
@@ -240,7 +238,7 @@ class DeepSpeedLearner:
         return Progress.from_json(client_state["progress"])
 
     def save_head(self, final: Path, *, provenance: Mapping[str, object]) -> None:
-        """Puts the head as it now is in place of whatever stands there."""
+        """Replaces the head at `final` by the present one."""
         parameters = list(self._head.parameters())
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._is_partitioned):
             if self._rank == 0:

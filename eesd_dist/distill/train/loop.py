@@ -270,7 +270,7 @@ class Run:
         if not self._is_writer:
             yield _Hidden()
             return
-        # Not everybody who imports this trains, and serving is installed without it.
+        # Serving is installed without it.
         from torch.utils.tensorboard import SummaryWriter
 
         progress = self._progress
@@ -284,7 +284,7 @@ class Run:
 
 
 class _Shown(Protocol):
-    """Where people look while a run goes on."""
+    """Shows a run while it goes on."""
 
     def row(self, row: Mapping[str, object]) -> None: ...
     def moved(self, progress: Progress) -> None: ...

@@ -104,7 +104,7 @@ class DraftVocabulary:
 
 
 class Comparison:
-    """One head's logits beside the target's, over the tokens both know."""
+    """Compares one head's logits with the target's, over the tokens both know."""
 
     def __init__(self, logits_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary) -> None:
         self._guess_NV = logits_NV.float()

@@ -53,7 +53,7 @@ class TrainOptions:
     evaluate_every: Annotated[int, "steps"] = 200
     log_every: Annotated[int, "steps"] = 10
     checkpoint_every_s: Annotated[float, "seconds"] = 60.0
-    checkpoint_every_steps: Annotated[int | None, "steps, beside the seconds"] = None
+    checkpoint_every_steps: Annotated[int | None, "steps, as well as seconds"] = None
     keep: Annotated[
         Literal["best", "last"], "which head to save; best: by 1 - TV on held-out text"
     ] = "best"

@@ -8,7 +8,7 @@
     tensorboard/
 
 A checkpoint gets its name when all of it is on the disk, so that a kill at any moment leaves the
-one before. It knows no tensors: what stands inside a checkpoint is its writer's business.
+one before. It knows no tensors: the content of a checkpoint is up to its writer.
 """
 
 import json
@@ -58,7 +58,7 @@ class RunFolder:
         return self.folder / f"saving-{step:08d}"
 
     def commit(self, step: int) -> None:
-        """What stands in `unfinished(step)` is a checkpoint from now on; older ones go."""
+        """Makes `unfinished(step)` a checkpoint, and removes older ones."""
         written, final = self.unfinished(step), self.checkpoint(step)
         for file in written.rglob("*"):
             _to_disk(file)
@@ -89,8 +89,8 @@ class RunFolder:
 
 
 def require_free(out: Path, job: Mapping[str, object]) -> None:
-    """Raises ConfigError when a head cannot be put there without taking away what is not this
-    job's: its own head, found by what its config.json says of its training, may stand there."""
+    """Raises ConfigError when `out` holds anything but the head of this job, which its config.json
+    tells: nothing else may be replaced."""
     if not out.exists():
         return
     if not out.is_dir():

@@ -26,8 +26,8 @@ def train(request: TrainRequest, *, executor: Executor) -> Path:
 
 
 def _require_fit(request: TrainRequest) -> None:
-    """Raises ConfigError for what can be seen to be wrong without training; what stands in
-    `request.out` afterwards is this job's own head, or nothing."""
+    """Raises ConfigError for what is wrong and can be seen without training; afterwards
+    `request.out` is this job's own head, or absent."""
     inputs = TrainInputs.of(request)
     job = inputs.job(request)
     RunFolder(request.run_folder).require_own(job)
