@@ -1,127 +1,177 @@
-"""What the target writes and thinks, made into shards of features.
+"""`eesd distill collect`: features of the target over text it writes itself.
 
-A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard. The
-target writes after the prompts (`Writer`), then reads each whole sequence once more
-(`FrozenTarget`), and what it thought at every token is kept. Every shard carries a stamp over the
-recipe and its chunk: one that is there already is not made again, and one made otherwise is
-refused. Knows no Ray, no engine and no text; who works on which chunk is decided above.
+    eesd distill collect --model TARGET --out FEATURES --exits 1 2 4 [--prompts FILE.jsonl]
+
+A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard, made by
+one worker. Stopped or killed, the same command goes on: shards that are there are kept, one that
+was made otherwise is refused. The folder must be one that every worker sees.
 """
 
-# Shapes: T tokens of a sequence.
-
 import hashlib
-import json
+import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Annotated
 
-import torch
+from tqdm import tqdm
 
+from eesd_dist.config import DType
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.collector import Chunk, Recipe, ShardJob, Source
+from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.features import (
+    MANIFEST_FILE,
     FeatureManifest,
-    FeatureSequence,
     ShardEntry,
     inspect_shard,
     shard_name,
-    write_shard,
+    weights_fingerprint,
 )
-from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.errors import ConfigError
+from eesd_dist.distill.folders import only_one, write_json
+from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, PromptChoice, read_texts
+from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import VerifierIdentity
-from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from eesd_dist.model.spec import ModelSpec, read_json
 
-_VIEW_TOKENS = 2048
-"""The frozen pass takes sequences of about this many tokens together."""
-
-
-class Written(Protocol):
-    """What the target wrote for one request."""
-
-    @property
-    def tokens(self) -> Sequence[TokenId]: ...
-
-
-class Writer(Protocol):
-    """The target, taking requests to their ends."""
-
-    def generate(self, requests: Sequence[Request]) -> Sequence[Written]: ...
+_PROGRESS_FILE = "progress.json"
+"""Seconds that earlier runs spent on an unfinished store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One sequence to be had: a prompt to be answered, or a text taken as it is."""
+class CollectOptions:
+    """Which text is collected, and how."""
 
-    tokens: tuple[int, ...]
-    workload: str
-    is_prompt: bool
-    temperature: float = 0.0
+    model: Annotated[Path, "folder of the target (the bundled one)"]
+    prompts: Annotated[Path, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
+    text: Annotated[Path | None, "JSON lines of {text}: read as it is, with the prompts"] = None
+    text_only: Annotated[bool, "no prompts, only --text"] = False
+    limit: Annotated[int | None, "take so many prompts"] = None
+    held_out: Annotated[int, "prompts kept aside for judging"] = NUM_HELD_OUT
+    temperatures: Annotated[tuple[float, ...], "each prompt's next answer takes the next one"] = (
+        0.0,
+        0.8,
+    )
+    passes: Annotated[int, "answers to each prompt"] = 2
+    max_tokens: Annotated[int, "longest answer"] = 144
+    max_length: Annotated[int, "longest sequence"] = 1024
+    top_k: Annotated[int, "logits kept per token"] = 32
+    chunk_size: Annotated[int, "sequences in a shard"] = 32
+    dtype: Annotated[DType, "in which the target is computed"] = "bfloat16"
     seed: int = 0
+    workers: Annotated[int | None, "processes (as many as there are GPUs, or CPUs)"] = None
+    threads: Annotated[int, "CPU threads of each"] = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self, "limit", "held_out", "passes", "max_tokens", "max_length", "top_k")
+        require_positive(self, "chunk_size", "workers", "threads")
+        require_temperatures(self.temperatures)
+
+    def prompt_choice(self) -> PromptChoice:
+        if self.text_only:
+            raise ConfigError(
+                "no prompts: a head is calibrated and judged on some that are kept aside"
+            )
+        return PromptChoice(prompts=self.prompts, held_out=self.held_out, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What decides a shard's content, beside its sources."""
+class CollectRequest:
+    """What is to be collected, and where it goes."""
 
-    verifier: VerifierIdentity
-    weights_sha256: str
-    exits: tuple[int, ...]
-    top_k: int
-    max_tokens: int
-    """Longest answer."""
-    max_length: int
-    """Longest sequence."""
-    stop_token_ids: tuple[int, ...]
-    dtype: str
-    """In which the target is computed."""
-    seed: int
+    options: CollectOptions
+    out: Annotated[Path, "folder of the features; on a cluster, one that all nodes share"]
+    exits: Annotated[tuple[int, ...], "layers after which states are kept"] = (1,)
+    minutes: Annotated[float | None, "begin no shard later than this"] = None
 
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """One shard's worth of work."""
-
-    index: int
-    sources: tuple[Source, ...]
-
-    def stamp(self, recipe: Recipe) -> str:
-        # The name is where the folder happens to stand; the hashes say which target it is.
-        made_of = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
-        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        return json.dumps(self._plain())
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        data = json.loads(text)
-        return cls(
-            index=data["index"],
-            sources=tuple(
-                Source(**{**source, "tokens": tuple(source["tokens"])})
-                for source in data["sources"]
-            ),
+    def recipe(self) -> Recipe:
+        """Reads the target's config files, and a little of its weights."""
+        options = self.options
+        spec = ModelSpec.from_folder(options.model)
+        for exit_layer in self.exits:
+            if not 0 < exit_layer < spec.num_layers:
+                raise ConfigError(
+                    f"exit layer {exit_layer}: expected 1 to {spec.num_layers - 1}, since the "
+                    f"target has {spec.num_layers} layers"
+                )
+        max_length = min(options.max_length, spec.max_position_embeddings)
+        if not 0 < options.max_tokens < max_length:
+            raise ConfigError(
+                f"{options.max_tokens} tokens are to be written and {max_length} to be kept with "
+                "the prompt: raise max_length or lower max_tokens"
+            )
+        return Recipe(
+            verifier=VerifierIdentity.of(options.model, spec),
+            weights_sha256=weights_fingerprint(options.model),
+            exits=tuple(sorted(set(self.exits))),
+            top_k=min(options.top_k, spec.vocab_size),
+            max_tokens=options.max_tokens,
+            max_length=max_length,
+            stop_token_ids=spec.eos_token_ids,
+            dtype=options.dtype,
+            seed=options.seed,
         )
 
-    def _plain(self) -> dict[str, Any]:
-        return {"index": self.index, "sources": [asdict(source) for source in self.sources]}
+
+def collect(request: CollectRequest, *, executor: Executor, say: Say) -> FeatureManifest:
+    """Makes what is missing and writes the manifest; a finished store is left as it is.
+
+    Raises CheckpointError when the folder holds features made otherwise.
+    """
+    recipe = request.recipe()
+    chunks = planned(request.options, recipe, say=say)
+    with only_one(request.out):
+        if (request.out / MANIFEST_FILE).exists():
+            return _finished(request.out, plan_sha256(chunks, recipe), say=say)
+        entries = done_already(request.out, chunks, recipe)
+        left = [chunk for chunk in chunks if chunk.index not in entries]
+        say(f"collect: {len(chunks)} shards planned, {len(entries)} there already")
+        made = _make(request, recipe, left, executor, num_done=len(entries)) if left else []
+        manifest = finish(
+            request.out,
+            [*entries.values(), *made],
+            chunks,
+            recipe,
+            num_held_out=None if request.options.text_only else request.options.held_out,
+        )
+        (request.out / _PROGRESS_FILE).unlink(missing_ok=True)
+    say(f"collect: {described(manifest)}")
+    return manifest
+
+
+def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]:
+    """All chunks of a finished store, if time allows; reads the prompts."""
+    prompts: list[tuple[str, Sequence[int]]] = []
+    num_skipped = 0
+    if not options.text_only:
+        parts = options.prompt_choice().read(options.model)
+        prompts = [(prompt.workload, prompt.tokens) for prompt in parts.learnt[: options.limit]]
+        room = recipe.max_length - recipe.max_tokens
+        num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
+    texts = [] if options.text is None else read_texts(options.model, options.text)
+    chunks = plan(prompts, texts, options, recipe)
+    if num_skipped:
+        say(f"collect: {num_skipped} prompts of {options.prompts} are too long and skipped")
+    return chunks
 
 
 def plan(
     prompts: Sequence[tuple[str, Sequence[int]]],
     texts: Sequence[Sequence[int]],
-    *,
+    options: CollectOptions,
     recipe: Recipe,
-    temperatures: Sequence[float],
-    passes: int,
-    chunk_size: int,
 ) -> list[Chunk]:
     """All prompts (class, tokens), answered `passes` times at temperatures that take turns, and all
     texts, cut to the longest length; shuffled by the recipe's seed, so that any first part of the
     shards is a fair sample. Raises ConfigError when nothing is left.
     """
     room = recipe.max_length - recipe.max_tokens
+    temperatures, size = options.temperatures, options.chunk_size
     sources = [
         Source(
             tokens=tuple(tokens),
@@ -130,7 +180,7 @@ def plan(
             temperature=temperatures[(number + turn) % len(temperatures)],
             seed=recipe.seed + turn * len(prompts) + number,
         )
-        for turn in range(passes)
+        for turn in range(options.passes)
         for number, (workload, tokens) in enumerate(prompts)
         if len(tokens) <= room
     ]
@@ -140,14 +190,17 @@ def plan(
         for piece in _pieces(text, length=recipe.max_length)
     ]
     if not sources:
+        prompts_file = None if options.text_only else options.prompts
+        files = " and ".join(str(file) for file in (prompts_file, options.text) if file)
         raise ConfigError(
-            f"found {len(prompts)} prompts and {len(texts)} texts, none of which fits: expected a "
-            f"prompt of at most {room} tokens (max_length less max_tokens), or a text of two"
+            f"{files or 'neither prompts nor text'}: found {len(prompts)} prompts and {len(texts)} "
+            f"texts, none of which fits: expected a prompt of at most {room} tokens (max_length "
+            "less max_tokens), or a text of two"
         )
     random.Random(f"plan/{recipe.seed}").shuffle(sources)
     return [
-        Chunk(index=index, sources=tuple(sources[first : first + chunk_size]))
-        for index, first in enumerate(range(0, len(sources), chunk_size))
+        Chunk(index=index, sources=tuple(sources[first : first + size]))
+        for index, first in enumerate(range(0, len(sources), size))
     ]
 
 
@@ -192,74 +245,65 @@ def finish(
     return manifest
 
 
-class Collector:
-    """Turns chunks into shards; one per worker, since it holds the target."""
+def described(manifest: FeatureManifest) -> str:
+    """The size of a store, as one line of text."""
+    per_million = manifest.bytes_per_million_tokens / 1e6
+    return (
+        f"{manifest.num_tokens:,} tokens of {manifest.num_sequences:,} sequences in "
+        f"{len(manifest.shards)} shards, {manifest.num_bytes / 1e6:,.1f} MB "
+        f"({per_million:,.0f} MB per million tokens)"
+    )
 
-    def __init__(self, *, writer: Writer, target: FrozenTarget, recipe: Recipe) -> None:
-        self._writer = writer
-        self._target = target
-        self._recipe = recipe
 
-    def collect(self, folder: Path, chunk: Chunk) -> ShardEntry:
-        answers = self._answers(chunk)
-        sequences = [
-            [*source.tokens, *answers.get(number, ())][: self._recipe.max_length]
-            for number, source in enumerate(chunk.sources)
-        ]
-        features: list[FeatureSequence | None] = [None] * len(sequences)
-        for numbers in _alike(sequences):
-            views = self._target.view(
-                [sequences[number] for number in numbers], top_k=self._recipe.top_k
-            )
-            for number, view in zip(numbers, views, strict=True):
-                source = chunk.sources[number]
-                features[number] = FeatureSequence(
-                    tokens_T=torch.tensor(sequences[number]),
-                    num_prompt=len(source.tokens) if source.is_prompt else 0,
-                    workload=source.workload,
-                    temperature=source.temperature,
-                    hidden={at: x_TD.bfloat16() for at, x_TD in view.hidden.items()},
-                    top_ids_TK=view.top_ids_TK,
-                    top_logits_TK=view.top_logits_TK,
-                    lse_T=view.lse_T,
-                )
-        made = [sequence for sequence in features if sequence is not None]
-        assert len(made) == len(sequences), "every sequence is in exactly one batch"
-        return write_shard(folder, chunk.index, made, stamp=chunk.stamp(self._recipe))
-
-    def _answers(self, chunk: Chunk) -> dict[int, Sequence[TokenId]]:
-        """By the source's number in its chunk."""
-        numbers = [number for number, source in enumerate(chunk.sources) if source.is_prompt]
-        requests = [self._request(chunk, number) for number in numbers]
-        written = self._writer.generate(requests) if requests else []
-        return {number: w.tokens for number, w in zip(numbers, written, strict=True)}
-
-    def _request(self, chunk: Chunk, number: int) -> Request:
-        source = chunk.sources[number]
-        return Request(
-            request_id=RequestId(f"collect-{chunk.index}-{number}"),
-            prompt=tuple(TokenId(token) for token in source.tokens),
-            sampling=SamplingParams(
-                temperature=source.temperature,
-                seed=source.seed,
-                max_tokens=self._recipe.max_tokens,
-                stop_token_ids=self._recipe.stop_token_ids,
-            ),
-            speculation=SpeculationParams(mode="off"),
-            workload=source.workload,
+def _finished(folder: Path, wanted_sha256: str, *, say: Say) -> FeatureManifest:
+    manifest = FeatureManifest.read(folder)
+    if manifest.plan_sha256 != wanted_sha256:
+        raise CheckpointError(
+            file=folder / MANIFEST_FILE,
+            found="features collected from another target, or other prompts or options",
+            expected="those of this command",
+            advice="name another folder, or remove this one",
         )
+    say(f"collect: done before, {described(manifest)}")
+    return manifest
 
 
-def _alike(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Numbers of sequences of like length, about `_VIEW_TOKENS` padded tokens at a time."""
-    batch: list[int] = []
-    for number in sorted(range(len(sequences)), key=lambda n: (len(sequences[n]), n)):
-        if batch and (len(batch) + 1) * len(sequences[number]) > _VIEW_TOKENS:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
+def _make(
+    request: CollectRequest,
+    recipe: Recipe,
+    chunks: Sequence[Chunk],
+    executor: Executor,
+    *,
+    num_done: int,
+) -> list[ShardEntry]:
+    """Keeps account of the time, so that a restart does not get all of it again."""
+    options = request.options
+    before_s = _spent_s(request.out)
+    job = ShardJob(
+        model=options.model.resolve(),
+        folder=request.out.resolve(),
+        recipe=recipe,
+        batch=options.chunk_size,
+        threads=options.threads,
+        workers=options.workers,
+        allowed_s=math.inf if request.minutes is None else request.minutes * 60 - before_s,
+    )
+    entries: list[ShardEntry] = []
+    with tqdm(
+        total=num_done + len(chunks), initial=num_done, unit="shard", file=sys.stderr, disable=None
+    ) as bar:
+        for made in executor.make_shards(job, chunks):
+            entries.append(made.entry)
+            bar.update()
+            bar.set_postfix(tokens=sum(entry.num_tokens for entry in entries))
+            write_json(request.out / _PROGRESS_FILE, {"spent_s": before_s + made.spent_s})
+    return entries
+
+
+def _spent_s(folder: Path) -> float:
+    file = folder / _PROGRESS_FILE
+    spent_s = read_json(file).get("spent_s") if file.exists() else 0.0
+    return float(spent_s) if isinstance(spent_s, int | float) else 0.0
 
 
 def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:

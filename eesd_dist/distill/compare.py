@@ -1,5 +1,9 @@
-"""How often the target would accept a head's guesses, on text it did not learn from, and whether
-another head does better.
+"""How often the target would accept a head's guesses, and whether another head does better.
+
+`judge` reads kept features, which hold the target's best logits; `overlap_of` runs the target and
+sees all of them. 1 - TV is the chance that rejection sampling accepts a guess (Leviathan et al.
+2023, arXiv 2211.17192); under coupled sampling acceptance lies between (1 - TV) / (1 + TV) and
+1 - TV (Daliri et al., arXiv 2408.07978).
 
 A sequence counts as it would in service: written greedily, a guess is accepted when head and target
 put the same token first; written by sampling, with probability 1 - TV of the two distributions
@@ -8,7 +12,8 @@ bound, the same for both heads). Only positions after which the target wrote are
 nothing and knows no engine.
 """
 
-# Shapes: T positions, D hidden size, V draft vocabulary, S sequences, R resamples.
+# Shapes: T positions, D hidden size, V draft vocabulary, W target vocabulary, S sequences,
+# R resamples.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +22,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.losses import Comparison, DraftVocabulary, KeptTargets
+from eesd_dist.distill.target import FrozenTarget
+from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 
@@ -135,3 +141,55 @@ def _judged(
         overlap=float(comparison.one_minus_tv().sum()),
         is_greedy=sequence.temperature == 0.0,
     )
+
+
+@torch.no_grad()
+def overlap_of(
+    head: TrainableExitHead,
+    target: FrozenTarget,
+    tokens: Sequence[int],
+    *,
+    num_prompt: int,
+    temperature: float,
+    embed: Embed | None = None,
+) -> Judged:
+    """One head on one text that the target wrote, 1 - TV at the text's own temperature.
+
+    `embed` is asked only by a head that reads the embedding.
+    """
+    tokens_1T = torch.tensor([list(tokens)])
+    hidden, logits_1TW = target.forward(tokens_1T, [head.exit_layer])
+    embedding_1TD = embed(tokens_1T) if embed is not None and head.reads_embedding else None
+    guess_1TV = head.training_forward(hidden[head.exit_layer], embedding_1TD)
+    # From the prompt's last token, after which the target wrote, to the last one but one.
+    written = slice(max(num_prompt - 1, 0), len(tokens) - 1)
+    guess_TV, logits_TW = guess_1TV[0, written], logits_1TW[0, written]
+    agreed = float(agrees(guess_TV, logits_TW, vocab_ids=head.vocab_ids).sum())
+    is_greedy = temperature == 0.0
+    overlap = agreed
+    if not is_greedy:
+        overlap_T = one_minus_tv(
+            guess_TV, logits_TW, vocab_ids=head.vocab_ids, temperature=temperature
+        )
+        overlap = float(overlap_T.sum())
+    return Judged(
+        num_positions=guess_TV.shape[0], agreed=agreed, overlap=overlap, is_greedy=is_greedy
+    )
+
+
+def one_minus_tv(
+    guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None, temperature: float
+) -> Tensor:
+    """[T] shared mass of the two distributions; tokens that the head lacks it gives nothing."""
+    p_TW = torch.softmax(target_TW.float() / temperature, dim=-1)
+    q_TV = torch.softmax(guess_TV.float() / temperature, dim=-1)
+    p_TV = p_TW if vocab_ids is None else p_TW[:, vocab_ids]
+    return torch.minimum(p_TV, q_TV).sum(dim=-1)
+
+
+def agrees(guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None) -> Tensor:
+    """[T] whether both put the same token first: acceptance at temperature 0."""
+    best_T = guess_TV.argmax(dim=-1)
+    if vocab_ids is not None:
+        best_T = vocab_ids[best_T]
+    return best_T == target_TW.argmax(dim=-1)

@@ -5,14 +5,13 @@ shard holds the hidden state after each exit layer, the target's `top_k` best lo
 log-sum-exp over its whole vocabulary; per sequence the tokens, where the prompt ends, its class and
 its temperature. Decides names, types and how damage is noticed; knows no engine, Ray or loss.
 
-A shard appears under its name whole or not at all: it is written beside it and renamed.
+A shard appears under its name whole or not at all: it is written under another name first.
 """
 
 # Shapes: T tokens of a sequence, N tokens of a shard, S its sequences, D hidden size, K top logits.
 
 import hashlib
 import json
-import os
 import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from eesd_dist.distill.folders import write_whole
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
@@ -68,9 +68,9 @@ class FeatureManifest:
     """Of the stored hidden states."""
     version: int = FORMAT_VERSION
     plan_sha256: str = ""
-    """Of everything that was to be collected; empty where nobody made a plan."""
+    """Of everything that was to be collected; empty without a plan."""
     num_held_out: int | None = None
-    """Prompts that were kept aside then; None where nobody said."""
+    """Prompts that were kept aside then; None where that is not known."""
 
     @property
     def num_sequences(self) -> int:
@@ -145,11 +145,6 @@ class FeatureSequence:
     def num_tokens(self) -> int:
         return int(self.tokens_T.shape[0])
 
-    def tail_mass(self) -> Tensor:
-        """[T] probability outside the kept logits."""
-        kept_T = (self.top_logits_TK - self.lse_T.unsqueeze(-1)).exp().sum(dim=-1)
-        return (1.0 - kept_T).clamp(min=0.0)
-
 
 class FeatureStore:
     """A finished store. Shards are read, and their checksums held against it, when asked for."""
@@ -190,10 +185,6 @@ class FeatureStore:
     @property
     def num_sequences(self) -> int:
         return self.manifest.num_sequences
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.manifest.shards)
 
     def shard(self, index: int) -> list[FeatureSequence]:
         """The sequences of one shard, in order. Raises CheckpointError when it was damaged."""
@@ -243,7 +234,7 @@ class FeatureStore:
 
     def _alike(self) -> list[list[int]]:
         """Numbers of the sequences that answer the same prompt. Where nothing but a first token
-        was given, as in texts and in what a service spooled, each stands by itself."""
+        was given, as in texts and in what a service spooled, each is a group of its own."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(self._prompts()):
             # No token is below 0.
@@ -325,24 +316,8 @@ def weights_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def write_whole(file: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """The file has its old content or the new one, whatever kills us in between."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        with os.fdopen(os.open(partial, flags, mode), "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(file)  # a full disk does not say where
-        raise
-    partial.replace(file)
-
-
 def identity_of(target_path: Path) -> VerifierIdentity:
-    """Which target stands in this folder."""
+    """Of the target in this folder."""
     return VerifierIdentity.of(target_path, ModelSpec.from_folder(target_path))
 
 
@@ -440,7 +415,7 @@ def _require_size(file: Path, entry: ShardEntry) -> None:
             file=file,
             found="no such file",
             expected="a shard that the manifest names",
-            advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made anew",
+            advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made again",
         )
     if file.stat().st_size != entry.num_bytes:
         raise _damaged(file, found=f"{file.stat().st_size} bytes, not {entry.num_bytes}")
@@ -451,7 +426,7 @@ def _damaged(file: Path, *, found: str) -> CheckpointError:
         file=file,
         found=found,
         expected=f"a whole shard of features, version {FORMAT_VERSION}",
-        advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made anew",
+        advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made again",
     )
 
 

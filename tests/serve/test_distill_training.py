@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eesd_dist.distill.train import TrainOptions, TrainRequest
-from serve_app.distill.train import train
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train_head import train
+from serve_app.distill.executor import RayExecutor
 from serve_app.session.processes import descendants
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 
@@ -32,7 +33,6 @@ def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
         log_every=2,
         evaluate_every=100,
         checkpoint_every_s=0.1,
-        threads=1,
         save_dtype="float32",
     )
     alone = TrainRequest(
@@ -43,6 +43,7 @@ def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
         exit_layer=EXIT_LAYER,
         head="own",
         max_steps=STEPS,
+        threads=1,
         options=options,
     )
     together = replace(
@@ -53,13 +54,13 @@ def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
         zero_stage=2,
     )
     killed: list[int] = []
-    killer = threading.Thread(target=kill_a_worker, args=(together.checkpoints, killed))
+    killer = threading.Thread(target=kill_a_worker, args=(together.run_folder, killed))
     killer.start()
     ctrl_c = signal.getsignal(signal.SIGINT)
-    train(together)
+    train(together, executor=RayExecutor())
     killer.join()
     assert signal.getsignal(signal.SIGINT) is ctrl_c
-    train(alone)
+    train(alone, executor=RayExecutor())
     assert len(killed) == 1
     found, expected = log_of(together), log_of(alone)
     assert [row["step"] for row in found] == list(range(0, STEPS + 1, 2))
@@ -88,5 +89,5 @@ def kill_a_worker(run: Path, killed: list[int]) -> None:
 
 
 def log_of(request: TrainRequest) -> list[dict[str, Any]]:
-    lines = (request.checkpoints / "log.jsonl").read_text().splitlines()
+    lines = (request.run_folder / "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -3,11 +3,11 @@
 import random
 from pathlib import Path
 
-from eesd_dist.distill.train import TrainOptions
+from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.sweep import Combination, SweepOptions, SweepRequest
+from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
-from serve_app.distill._rounds import Machine
-from serve_app.distill.sweep import Combination, SweepRequest
 
 VOCAB = 96
 
@@ -28,11 +28,9 @@ def sweep_request(target: Path, features: Path, out: Path, *tried: Combination) 
         combinations=tried,
         calibrated=prompts(6, seed=1),
         judged=prompts(4, seed=2),
-        minutes_each=None,
-        max_steps=4,
-        draft_vocab=48,
+        options=SweepOptions(
+            draft_vocab=48, minutes_each=None, steps_each=4, timed_prompts=2, timed_tokens=12
+        ),
         max_tokens=12,
-        num_timed=2,
-        timed_tokens=12,
-        options=TrainOptions(rows=8, length=32, threads=1),
+        training=TrainOptions(rows=8, length=32),
     )

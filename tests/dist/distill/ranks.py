@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from eesd_dist.distill.train import TrainRequest, train_rank
+from eesd_dist.distill.train.loop import train_rank
+from eesd_dist.distill.train.request import TrainRequest
 
 
 def train_as_rank(

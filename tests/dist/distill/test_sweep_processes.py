@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from eesd_dist.distill.executor import LocalExecutor
+from eesd_dist.distill.sweep import Combination, recommendation, sweep
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
-from serve_app.distill.sweep import Combination, recommendation, sweep
 from tests.support.tiny_features import write_tiny_features, write_tiny_target
 from tests.support.tiny_sweep import sweep_request
 
@@ -27,10 +28,10 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     plain = Combination(exit_layer=1, head="own", reads_embedding=False)
     reading = Combination(exit_layer=1, head="truncated", reads_embedding=True)
     asked = sweep_request(target, tmp_path / "features", out, plain)
-    sweep(asked, say=say_nothing)
+    sweep(asked, executor=LocalExecutor(), say=say_nothing)
     first = (out / plain.name / "evaluation.json").read_text()
 
-    report = sweep(replace(asked, combinations=(plain, reading)), say=say_nothing)
+    report = sweep(replace(asked, combinations=(plain, reading)), executor=LocalExecutor(), say=say_nothing)
 
     assert (out / plain.name / "evaluation.json").read_text() == first
     assert {row.name for row in report.rows} == {"exit_1_own", "exit_1_truncated_embedding"}
@@ -49,4 +50,4 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     assert "torch" in json.dumps(written["provenance"])
 
     with pytest.raises(ConfigError, match="was begun with draft_vocab 48, now asked for 32"):
-        sweep(replace(asked, draft_vocab=32), say=say_nothing)
+        sweep(replace(asked, options=replace(asked.options, draft_vocab=32)), executor=LocalExecutor(), say=say_nothing)

@@ -37,7 +37,7 @@ def start(folder: Path, name: str) -> "subprocess.Popen[str]":
         "--save-dtype": "float32",
         "--threads": 1,
     }
-    command = [sys.executable, "-m", "serve_app.distill.train"]
+    command = [sys.executable, "-m", "serve_app.cli.main", "distill", "train"]
     command += [str(word) for pair in words.items() for word in pair]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eesd_dist.distill.train import TrainOptions, TrainRequest, alone, train_rank
+from eesd_dist.distill.train.learner import alone
+from eesd_dist.distill.train.loop import train_rank
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
 from tests.dist.distill.ranks import train_as_rank
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
@@ -67,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]
 
 
 def curve(request: TrainRequest) -> list[dict[str, Any]]:
-    lines = (request.checkpoints / "log.jsonl").read_text().splitlines()
+    lines = (request.run_folder / "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -109,7 +111,7 @@ def test_stage_3_trains_the_head_alone(runs: Mapping[str, TrainRequest]) -> None
     """The target's LM head is frozen: it is neither learnt nor in a checkpoint."""
     request = runs["two, shared, stage 3"]
     assert "lm_head.weight" not in load_file(request.out / "model.safetensors")
-    states = sorted(request.checkpoints.glob(f"step-{STEPS:08d}/*model_states.pt"))
+    states = sorted(request.run_folder.glob(f"step-{STEPS:08d}/*model_states.pt"))
     assert len(states) == 2  # one a rank
     for state in states:
         names = set(torch.load(state, weights_only=False)["module"])
@@ -121,7 +123,7 @@ def test_partitioned_state_is_not_resumed_by_another_number_of_processes(
     runs: Mapping[str, TrainRequest],
 ) -> None:
     request = replace(runs["two, stage 2"], workers=1)
-    with alone(request.options), pytest.raises(ConfigError, match="workers 2, asked for 1"):
+    with alone(request.options), pytest.raises(ConfigError, match="workers 2, now asked for 1"):
         train_rank(request, rank=0, world_size=1)
     with alone(request.options), pytest.raises(ConfigError, match="1 processes for a run of 2"):
         train_rank(runs["two, stage 2"], rank=0, world_size=1)

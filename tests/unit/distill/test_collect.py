@@ -1,8 +1,10 @@
 """From prompts to shards: the target's own texts, each chunk once, the same bytes every time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +12,35 @@ from transformers import AutoModelForCausalLM
 
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.collect import (
-    Chunk,
-    Collector,
-    Recipe,
-    Source,
+    CollectOptions,
+    CollectRequest,
+    collect,
     done_already,
     finish,
     plan,
     plan_sha256,
+    planned,
 )
+from eesd_dist.distill.collector import Chunk, Collector, MadeShard, Recipe, ShardJob, Source
+from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import (
     FeatureStore,
+    ShardEntry,
     identity_of,
     read_shard,
     shard_name,
     weights_fingerprint,
 )
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine.local import Generation, LocalEngine
+from eesd_dist.distill.writer import EngineWriter, Written
+from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Request
+from serve_app.config import BUNDLED_MODEL
+from tests.support.drafters import save_target
 from tests.support.tiny_checkpoints import tiny_model
+from tests.support.tiny_tokenizer import write_byte_level
 
 PROMPTS = [("chat", [5, 6, 7, 8]), ("code", [9, 10]), ("chat", [11, 12, 13])]
 TEXTS = [[20, 21, 22, 23, 24], [30], list(range(40, 90))]
@@ -42,6 +51,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     tiny_model("llama", num_hidden_layers=4).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer."""
+    return save_target(write_byte_level(tmp_path_factory.mktemp("readable")), vocab_size=320)
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +74,28 @@ def recipe(target: Path) -> Recipe:
     )
 
 
+def quiet(text: str) -> None:
+    assert text
+
+
 class Counted:
     """The real engine, and which requests it was asked."""
 
     def __init__(self, target: Path) -> None:
-        self._llm = LocalEngine(
+        engine = build_local_engine(
             EngineConfig(
                 model=ModelConfig(path=target, dtype="float32", device="cpu", numerics="fast"),
                 cache=CacheConfig(num_pages=64, page_size=16, prefix_caching=False),
                 speculation=SpeculationConfig(max_draft_tokens=0),
             )
         )
+        self._writer = EngineWriter(engine)
+        self.cost = engine.cost
         self.asked: list[Request] = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def write(self, requests: Sequence[Request]) -> list[Written]:
         self.asked.extend(requests)
-        return self._llm.generate(requests)
+        return self._writer.write(requests)
 
 
 def _collector(target: Path, recipe: Recipe) -> tuple[Collector, Counted]:
@@ -84,14 +105,8 @@ def _collector(target: Path, recipe: Recipe) -> tuple[Collector, Counted]:
 
 
 def _plan(recipe: Recipe, *, passes: int = 2, chunk_size: int = 3) -> list[Chunk]:
-    return plan(
-        PROMPTS,
-        TEXTS,
-        recipe=recipe,
-        temperatures=(0.0, 0.8),
-        passes=passes,
-        chunk_size=chunk_size,
-    )
+    options = CollectOptions(model=Path(), passes=passes, chunk_size=chunk_size)
+    return plan(PROMPTS, TEXTS, options, recipe)
 
 
 def test_every_prompt_is_answered_at_every_temperature_and_every_text_is_read(
@@ -128,7 +143,7 @@ def test_a_chunk_survives_its_way_as_text(recipe: Recipe) -> None:
 
 def test_nothing_that_fits_is_an_error(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match="none of which fits: expected a prompt of at most 20"):
-        plan([("chat", [3] * 21)], [], recipe=recipe, temperatures=(0.0,), passes=1, chunk_size=4)
+        plan([("chat", [3] * 21)], [], CollectOptions(model=Path()), recipe)
 
 
 def test_features_are_the_targets_own_words_and_thoughts(
@@ -206,3 +221,92 @@ def test_shards_of_another_plan_are_refused(tmp_path: Path, target: Path, recipe
 def test_time_that_was_too_short_for_one_shard_is_an_error(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match="before one shard was made: allow more"):
         finish(tmp_path, [], _plan(recipe), recipe)
+
+
+def test_a_finished_store_is_left_as_it_is_and_one_of_another_plan_refused(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "say {n} twice"}}\n' for n in range(8)))
+    options = CollectOptions(model=BUNDLED_MODEL, prompts=file, passes=1)
+    request = CollectRequest(options=options, out=tmp_path / "features")
+    entry = ShardEntry(name="s", num_sequences=1, num_tokens=1, num_bytes=1, crc32=0)
+    recipe = request.recipe()
+    made = finish(request.out, [entry], planned(options, recipe, say=quiet), recipe)
+    said: list[str] = []
+    assert collect(request, executor=LocalExecutor(), say=said.append) == made
+    assert said[0].startswith("collect: done before, 1 tokens of 1 sequences in 1 shards")
+    other = replace(request, options=replace(options, max_tokens=10))
+    with pytest.raises(CheckpointError, match="collected from another target, or other prompts"):
+        collect(other, executor=LocalExecutor(), say=said.append)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"exits": (32,)}, "exit layer 32: expected 1 to 31"),
+        ({"max_tokens": 2048, "max_length": 4096}, "raise max_length or lower max_tokens"),
+    ],
+)
+def test_what_the_target_cannot_do_is_refused_before_anything_starts(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    exits = change.pop("exits", (1,))
+    options = CollectOptions(model=BUNDLED_MODEL, **change)
+    request = CollectRequest(options=options, out=tmp_path, exits=exits)
+    with pytest.raises(ConfigError, match=message):
+        collect(request, executor=LocalExecutor(), say=quiet)
+
+
+def test_a_step_killed_after_its_first_shard_makes_only_the_others(
+    tmp_path: Path, readable: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "say {n} twice"}}\n' for n in range(8)))
+    options = CollectOptions(
+        model=readable, prompts=prompts, max_tokens=8, max_length=48, chunk_size=3, dtype="float32"
+    )
+    request = CollectRequest(options=options, out=tmp_path / "features", exits=(2, 1))
+    killed = Killed(after=1)
+    with pytest.raises(KeyboardInterrupt):
+        collect(request, executor=killed, say=quiet)
+    assert len(list(request.out.glob("shard-*"))) == 1
+    said: list[str] = []
+    manifest = collect(request, executor=LocalExecutor(), say=said.append)
+    assert said[0] == "collect: 3 shards planned, 1 there already"
+    assert (manifest.exits, len(manifest.shards), manifest.num_sequences) == ((1, 2), 3, 8)
+    assert not (request.out / "progress.json").exists()
+    store = FeatureStore.of_target(request.out, readable)
+    assert sum(1 for _ in store.sequences()) == 8
+
+
+def test_no_shard_is_begun_after_the_time_is_spent(tmp_path: Path, target: Path) -> None:
+    job = ShardJob(
+        model=target,
+        folder=tmp_path,
+        recipe=CollectRequest(
+            options=CollectOptions(model=target, max_tokens=8, max_length=48, dtype="float32"),
+            out=tmp_path,
+        ).recipe(),
+        batch=2,
+        threads=1,
+        workers=None,
+        allowed_s=-1.0,
+    )
+    source = Source(tokens=(5, 6, 7), workload="text", is_prompt=False)
+    chunks = [Chunk(index=index, sources=(source,)) for index in range(2)]
+    assert list(LocalExecutor().make_shards(job, chunks)) == []
+    made = list(LocalExecutor().make_shards(replace(job, allowed_s=1e9), chunks))
+    assert [shard.entry.name for shard in made] == [shard_name(0), shard_name(1)]
+    assert made[0].spent_s <= made[1].spent_s
+
+
+class Killed(LocalExecutor):
+    """Works until so many shards are made."""
+
+    def __init__(self, *, after: int) -> None:
+        self._after = after
+
+    def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
+        yield from islice(super().make_shards(job, chunks), self._after)
+        raise KeyboardInterrupt

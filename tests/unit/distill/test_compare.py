@@ -1,4 +1,4 @@
-"""Two heads on the same held-out text: what is counted, and how sure one may be of the better."""
+"""Heads on held-out text: what is counted, and how sure one may be of the better of two."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.distill.compare import Judged, difference, figures, judge
+from eesd_dist.distill.compare import (
+    Judged,
+    agrees,
+    difference,
+    figures,
+    judge,
+    one_minus_tv,
+    overlap_of,
+)
 from eesd_dist.distill.features import FeatureSequence
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.errors import ConfigError
@@ -124,3 +132,46 @@ def test_the_interval_is_about_two_standard_errors_wide() -> None:
 def test_nothing_to_judge_is_said() -> None:
     with pytest.raises(ConfigError, match="held-out text"):
         figures([judged(0.0, 0)])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("vocab_ids", [None, [0, 3, 4, 9]])
+def test_one_minus_tv_is_one_less_half_the_distance(
+    temperature: float, vocab_ids: list[int] | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = 3.0 * torch.randn(6, 12, generator=generator)
+    ids = None if vocab_ids is None else torch.tensor(vocab_ids)
+    guess = 3.0 * torch.randn(6, 12 if ids is None else len(ids), generator=generator)
+    found = one_minus_tv(guess, target, vocab_ids=ids, temperature=temperature)
+    for row in range(6):
+        p = (target[row] / temperature).softmax(dim=0)
+        q = torch.zeros(12)
+        q[torch.arange(12) if ids is None else ids] = (guess[row] / temperature).softmax(dim=0)
+        assert found[row].item() == pytest.approx(1.0 - 0.5 * (p - q).abs().sum().item(), abs=1e-5)
+
+
+def test_agreement_speaks_of_the_targets_tokens_not_of_the_drafts() -> None:
+    target = torch.eye(10)[[3, 9, 5]]
+    guess = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    vocab_ids = torch.tensor([0, 3, 9])
+    assert agrees(guess, target, vocab_ids=vocab_ids).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(("agreement", "share"), [("always", 1.0), ("never", 0.0)])
+def test_heads_that_always_and_never_agree_are_told_apart(
+    target: Path, tmp_path: Path, agreement: Agreement, share: float
+) -> None:
+    head = head_that_agrees(target, tmp_path, agreement)
+    frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
+    tokens = list(range(3, 23))
+    greedy = overlap_of(head, frozen, tokens, num_prompt=5, temperature=0.0)
+    # The last prompt token and each written one but the last are judged.
+    assert greedy.num_positions == 20 - 5
+    assert greedy.agreed == greedy.accepted == share * 15
+    sampled = overlap_of(head, frozen, tokens, num_prompt=5, temperature=1.0)
+    assert sampled.agreed == greedy.agreed
+    if share:
+        assert sampled.accepted == pytest.approx(15.0, abs=1e-2)
+    else:
+        assert 0.0 < sampled.accepted < 12.0

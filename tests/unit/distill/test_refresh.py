@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import (
     FeatureManifest,
     FeatureSequence,
@@ -17,18 +18,13 @@ from eesd_dist.distill.features import (
     weights_fingerprint,
     write_shard,
 )
+from eesd_dist.distill.refresh import RefreshReport, RefreshRequest, described
+from eesd_dist.distill.refresh import refresh as refresh_with
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.train import TrainOptions
+from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
-from serve_app.distill.refresh import (
-    RefreshRequest,
-    Service,
-    described,
-    promote_if_better,
-    refresh,
-)
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.tiny_checkpoints import save_tiny_model
 
@@ -95,13 +91,18 @@ def make_request(target: Path, head: Path, tmp_path: Path) -> MakeRequest:
             "head": head,
             "out": tmp_path / "new",
             "minutes": None,
-            "max_steps": 60,
+            "steps": 60,
             "learning_rate": 3e-3,
-            "options": TrainOptions(rows=8, length=32, threads=1, save_dtype="float32"),
+            "threads": 1,
         }
         return RefreshRequest(**{**wishes, **changes})  # type: ignore[arg-type]
 
     return make
+
+
+def refresh(request: RefreshRequest) -> RefreshReport:
+    options = TrainOptions(rows=8, length=32, save_dtype="float32")
+    return refresh_with(request, options, executor=LocalExecutor(), say=quiet)
 
 
 def quiet(text: str) -> None:
@@ -112,7 +113,7 @@ def test_a_refreshed_head_is_accepted_more_often_on_pieces_it_has_not_seen(
     target: Path, head: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     spool = write_spool(tmp_path / "spool", target)
-    report = refresh(make_request(spool), say=quiet)
+    report = refresh(make_request(spool))
     assert report.num_pieces == 60
     assert report.num_held_out == 12
     assert report.gain.rises
@@ -136,35 +137,23 @@ def test_the_same_command_again_finds_its_work_done(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     spool = write_spool(tmp_path / "spool", target)
-    request = make_request(spool, max_steps=3)
-    first = refresh(request, say=quiet)
+    request = make_request(spool, steps=3)
+    first = refresh(request)
     written = (tmp_path / "new" / "model.safetensors").stat().st_mtime_ns
-    assert refresh(request, say=quiet) == first
+    assert refresh(request) == first
     assert (tmp_path / "new" / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="not what this command would make"):
-        refresh(make_request(spool, max_steps=4), say=quiet)
+        refresh(make_request(spool, steps=4))
 
 
 def test_a_head_that_learnt_nothing_is_not_called_better(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     spool = write_spool(tmp_path / "spool", target)
-    report = refresh(make_request(spool, max_steps=1, learning_rate=1e-12), say=quiet)
+    report = refresh(make_request(spool, steps=1, learning_rate=1e-12))
     assert report.gain.mean == 0.0
     assert not report.gain.rises
     assert "the service keeps its head" in described(report)
-
-
-def test_a_head_that_is_no_better_is_not_offered_to_the_service(
-    target: Path, head: Path, tmp_path: Path, make_request: MakeRequest
-) -> None:
-    spool = write_spool(tmp_path / "spool", target)
-    report = refresh(make_request(spool, max_steps=1, learning_rate=1e-12), say=quiet)
-    # There is no service here: had it been asked, this would raise.
-    service = Service(address="127.0.0.1:1")
-    said = promote_if_better(tmp_path / "new", report, service, compared_with=head)
-    assert said.startswith("not promoted")
-    assert "promoted" not in json.loads((tmp_path / "new" / "refresh.json").read_text())
 
 
 def test_shards_with_more_and_with_fewer_best_tokens_make_one_store(
@@ -173,12 +162,12 @@ def test_shards_with_more_and_with_fewer_best_tokens_make_one_store(
     spool = tmp_path / "spool"
     write_spool(spool / "node-a", target, count=25, top_k=16)
     write_spool(spool / "node-b", target, count=25, top_k=8)
-    assert refresh(make_request(spool, max_steps=2), say=quiet).num_pieces == 50
+    assert refresh(make_request(spool, steps=2)).num_pieces == 50
 
 
 def test_an_empty_spool_is_refused(tmp_path: Path, make_request: MakeRequest) -> None:
     with pytest.raises(ConfigError, match=r"found nothing spooled.*spool\.folder"):
-        refresh(make_request(tmp_path / "nothing"), say=quiet)
+        refresh(make_request(tmp_path / "nothing"))
 
 
 def test_too_few_pieces_to_compare_on_are_refused(
@@ -186,27 +175,29 @@ def test_too_few_pieces_to_compare_on_are_refused(
 ) -> None:
     spool = write_spool(tmp_path / "spool", target, count=20)
     with pytest.raises(ConfigError, match="20 pieces leave 4 to compare on"):
-        refresh(make_request(spool), say=quiet)
+        refresh(make_request(spool))
     shutil.rmtree(spool)
     write_spool(spool, target, count=50)  # the service went on meanwhile
-    assert refresh(make_request(spool, max_steps=2), say=quiet).num_pieces == 50
+    assert refresh(make_request(spool, steps=2)).num_pieces == 50
 
 
 def test_a_copy_of_one_spool_is_not_taken_for_another(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     spool = write_spool(tmp_path / "spool", target, count=50)
-    asked = make_request(spool, max_steps=2)
+    asked = make_request(spool, steps=2)
     blocked = tmp_path / "new.work" / "run"
     blocked.parent.mkdir()
     blocked.write_text("no folder: training breaks after the spool was copied")
     with pytest.raises(OSError, match="run"):
-        refresh(asked, say=quiet)
+        refresh(asked)
     other = write_spool(tmp_path / "other", target, count=60)
-    with pytest.raises(ConfigError, match=r"new\.work: was begun with spool '.*spool', now asked"):
-        refresh(make_request(other, max_steps=2), say=quiet)
+    with pytest.raises(
+        ConfigError, match=r"new\.work/asked\.json: was begun with spool '.*spool', now asked"
+    ):
+        refresh(make_request(other, steps=2))
     blocked.unlink()
-    assert refresh(asked, say=quiet).num_pieces == 50
+    assert refresh(asked).num_pieces == 50
 
 
 def test_rows_after_another_layer_are_refused(
@@ -214,7 +205,7 @@ def test_rows_after_another_layer_are_refused(
 ) -> None:
     spool = write_spool(tmp_path / "spool", target, exit_layer=1)
     with pytest.raises(CheckpointError, match="rows after layer 1, expected rows after layer 2"):
-        refresh(make_request(spool), say=quiet)
+        refresh(make_request(spool))
 
 
 def test_a_head_of_another_target_is_refused(
@@ -224,7 +215,7 @@ def test_a_head_of_another_target_is_refused(
     save_tiny_model(other, num_hidden_layers=5)
     spool = write_spool(tmp_path / "spool", target)
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        refresh(make_request(spool, model=other), say=quiet)
+        refresh(make_request(spool, model=other))
 
 
 def test_what_the_same_target_computed_before_it_was_trained_on_is_refused(
@@ -236,7 +227,7 @@ def test_what_the_same_target_computed_before_it_was_trained_on_is_refused(
     save_file({name: x * 1.01 for name, x in weights.items()}, before / "model.safetensors")
     spool = write_spool(tmp_path / "spool", before)
     with pytest.raises(CheckpointError, match="by its hashes another target"):
-        refresh(make_request(spool), say=quiet)
+        refresh(make_request(spool))
 
 
 def test_shards_that_the_service_removed_meanwhile_are_left_out(
@@ -244,7 +235,7 @@ def test_shards_that_the_service_removed_meanwhile_are_left_out(
 ) -> None:
     spool = write_spool(tmp_path / "spool", target, count=75)
     (spool / "shard-00000.safetensors").unlink()
-    assert refresh(make_request(spool, max_steps=2), say=quiet).num_pieces == 50
+    assert refresh(make_request(spool, steps=2)).num_pieces == 50
 
 
 def test_a_damaged_shard_is_refused(
@@ -254,4 +245,4 @@ def test_a_damaged_shard_is_refused(
     file = spool / "shard-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="shard-00001"):
-        refresh(make_request(spool), say=quiet)
+        refresh(make_request(spool))

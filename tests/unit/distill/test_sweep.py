@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.errors import ConfigError
-from serve_app.distill.sweep import (
+from eesd_dist.distill.executor import LocalExecutor
+from eesd_dist.distill.sweep import (
     Combination,
-    Row,
     SweepReport,
+    SweepRow,
+    Tries,
     _measured,
-    combinations,
     recommendation,
     sweep,
     table,
 )
+from eesd_dist.errors import ConfigError
 from tests.support.tiny_features import write_tiny_features, write_tiny_target
 from tests.support.tiny_sweep import sweep_request
 
@@ -27,7 +28,7 @@ def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
     deep = Combination(exit_layer=2, head="own", reads_embedding=False)
     asked = sweep_request(target, tmp_path / "features", tmp_path / "out", deep)
     with pytest.raises(ConfigError, match=r"layers \[1\], none after \[2\].*--exits 2"):
-        sweep(asked, say=lambda _: None)
+        sweep(asked, executor=LocalExecutor(), say=lambda _: None)
     assert not (tmp_path / "out").exists()
 
 
@@ -45,7 +46,7 @@ def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) ->
 
 
 def test_combinations_are_each_exit_with_each_head_once() -> None:
-    tried = combinations([4, 1, 1], ["shared", "own"], "both")
+    tried = Tries(exits=(4, 1, 1), heads=("shared", "own"), embedding="both").combinations()
     assert [one.name for one in tried] == [
         "exit_1_shared",
         "exit_1_shared_embedding",
@@ -56,11 +57,12 @@ def test_combinations_are_each_exit_with_each_head_once() -> None:
         "exit_4_own",
         "exit_4_own_embedding",
     ]
-    assert all(one.reads_embedding for one in combinations([2], ["own"], "with"))
+    reading = Tries(exits=(2,), heads=("own",), embedding="with")
+    assert all(one.reads_embedding for one in reading.combinations())
 
 
-def row(name: str, *, acceptance: float, over_plain: float, step_ms: float = 1.0) -> Row:
-    return Row(
+def row(name: str, *, acceptance: float, over_plain: float, step_ms: float = 1.0) -> SweepRow:
+    return SweepRow(
         name=name,
         exit_layer=1,
         head="own",

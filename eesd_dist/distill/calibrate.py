@@ -1,0 +1,198 @@
+"""`eesd distill calibrate`: how likely is a draft token to be accepted, by what the head says?
+
+    eesd distill calibrate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
+
+Prompts that were kept aside are answered with rounds drafted to the full length. The map is fitted
+to all of them; how well it holds is said by fits that have not seen the prompt they judge. Beside
+calibration.json it writes reliability.json and reliability.png: forecasts against what came true,
+before (the head's own top-1 probability) and after. What is fitted is a `Calibrator`.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from eesd_dist.control.calibrator import (
+    CALIBRATION_FILE,
+    ReliabilityBin,
+    equal_mass_calibration_error,
+    expected_calibration_error,
+    judged_tokens,
+    reliability_table,
+)
+from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.distill.answers import Answer, Machine, answer
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.folders import write_json
+from eesd_dist.errors import ConfigError
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Evidence
+
+_FOLDS = 4
+_RELIABILITY_FILE = "reliability.json"
+_PLOT_FILE = "reliability.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    out: Annotated[Path | None, "folder to write to (the head's, where serving looks)"] = None
+    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (
+        0.0,
+        0.5,
+        0.8,
+        1.0,
+    )
+    max_tokens: Annotated[int, "longest answer"] = 144
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_tokens")
+        require_temperatures(self.temperatures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """Of forecasts: their errors, and the table behind the diagram."""
+
+    ece: float
+    """Expected calibration error over ten bins of equal width."""
+    ece_equal_mass: float
+    """Over ten bins of equally many tokens."""
+    bins: tuple[ReliabilityBin, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationReport:
+    num_fitted: int
+    num_judged: int
+    acceptance: float
+    """Share of the judged tokens that were accepted."""
+    before: Reliability
+    after: Reliability
+
+
+def calibrate(
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    options: CalibrateOptions,
+    *,
+    seed: int,
+    executor: Executor,
+    say: Say,
+) -> CalibrationReport:
+    """Fits, judges and writes; calibration.json whole, and before the plot. The head must have
+    learnt from none of the prompts."""
+    answers = answer(
+        executor,
+        machine,
+        prompts,
+        temperatures=options.temperatures,
+        max_tokens=options.max_tokens,
+        seed=seed,
+        title="calibrate",
+    )
+    judged = _judged(answers)
+    forecasts = _forecasts_of_others(prompts, answers)
+    if not judged or not forecasts:
+        raise ConfigError(
+            f"{machine.head}: {len(judged)} draft tokens of {len(prompts)} prompts are not "
+            "enough to fit on some and judge by others: hold more prompts out"
+        )
+    calibrator = fit_calibrator(judged)
+    report = CalibrationReport(
+        num_fitted=len(judged),
+        num_judged=len(forecasts),
+        acceptance=sum(accepted for _, accepted in judged) / len(judged),
+        before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
+        after=_reliability(forecasts),
+    )
+    out = options.out or machine.head
+    out.mkdir(parents=True, exist_ok=True)
+    provenance = collect_provenance(seed=seed).as_json()
+    write_json(out / _RELIABILITY_FILE, {**asdict(report), "provenance": provenance})
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=out) as aside:
+        calibrator.save(Path(aside)).replace(out / CALIBRATION_FILE)
+    _draw_reliability(
+        out / _PLOT_FILE,
+        before=report.before.bins,
+        after=report.after.bins,
+        title=f"{report.num_judged} judged tokens: ECE {report.before.ece:.3f} before, "
+        f"{report.after.ece:.3f} after",
+    )
+    say(f"calibrate: {described(report)}")
+    return report
+
+
+def described(report: CalibrationReport) -> str:
+    return (
+        f"expected calibration error {report.before.ece:.4f} before (the head's top-1 probability),"
+        f" {report.after.ece:.4f} after, on {report.num_judged} tokens, each forecast without its "
+        f"own prompt ({report.acceptance:.1%} accepted)"
+    )
+
+
+def _forecasts_of_others(
+    prompts: Sequence[Prompt], answers: Sequence[Answer]
+) -> list[tuple[float, bool]]:
+    """Every judged token's forecast by a calibrator that has seen none of its prompt: the prompts
+    in four folds, each judged by a fit on the other three."""
+    fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
+    forecasts: list[tuple[float, bool]] = []
+    for fold in range(_FOLDS):
+        seen = _judged([one for one in answers if fold_of[one.asked.prompt] != fold])
+        unseen = _judged([one for one in answers if fold_of[one.asked.prompt] == fold])
+        if seen:
+            calibrator = fit_calibrator(seen)
+            forecasts += [(calibrator.probability(e), accepted) for e, accepted in unseen]
+    return forecasts
+
+
+def _judged(answers: Sequence[Answer]) -> list[tuple[Evidence, bool]]:
+    return judged_tokens(outcome for one in answers for outcome in one.outcomes)
+
+
+def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
+    return Reliability(
+        ece=expected_calibration_error(forecasts),
+        ece_equal_mass=equal_mass_calibration_error(forecasts),
+        bins=reliability_table(forecasts),
+    )
+
+
+def _draw_reliability(
+    file: Path, *, before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin], title: str
+) -> None:
+    """Forecasts against shares accepted; the area of a point is its share of the tokens."""
+    # Loaded when a plot is drawn, without a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.0, 5.0), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([0.0, 1.0], [0.0, 1.0], color="0.6", linewidth=0.8, linestyle="--")
+    for bins, label, colour in (
+        (before, "head's own top-1 probability", "#d1495b"),
+        (after, "calibrated", "#1b6ca8"),
+    ):
+        total = sum(one.num_judged for one in bins)
+        forecasts = [one.mean_forecast for one in bins]
+        shares = [one.accepted_share for one in bins]
+        axes.plot(forecasts, shares, color=colour, linewidth=1.0)
+        sizes = [10.0 + 600.0 * one.num_judged / total for one in bins]
+        axes.scatter(forecasts, shares, s=sizes, color=colour, alpha=0.6, label=label)
+    axes.set(
+        xlim=(0.0, 1.0),
+        ylim=(0.0, 1.0),
+        xlabel="forecast",
+        ylabel="share accepted",
+        aspect="equal",
+    )
+    axes.set_title(title, fontsize=9)
+    axes.legend(loc="upper left", fontsize=8, markerscale=0.4)
+    partial = file.with_name(f".{file.name}.partial")
+    figure.savefig(partial, format="png")
+    partial.replace(file)

@@ -1,0 +1,230 @@
+"""One chunk of prompts and texts made into one shard of features.
+
+The target writes after the prompts (`Writer`), then reads each whole sequence once more
+(`FrozenTarget`), and what it computed at every token is kept. The shard carries a stamp over the
+recipe and its chunk. Which chunks there are is decided by `collect`, which process works on which
+of them by an `Executor`.
+"""
+
+# Shapes: T tokens of a sequence.
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import TypeAdapter
+
+from eesd_dist.config import DType, ModelConfig, SpeculationConfig
+from eesd_dist.distill.features import FeatureSequence, ShardEntry, write_shard
+from eesd_dist.distill.target import FrozenTarget
+from eesd_dist.distill.writer import EngineWriter, Writer, engine_config
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+
+_VIEW_TOKENS = 2048
+"""The frozen pass takes sequences of about this many tokens together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One sequence to be had: a prompt to be answered, or a text taken as it is."""
+
+    tokens: tuple[int, ...]
+    workload: str
+    is_prompt: bool
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What decides a shard's content, with its sources."""
+
+    verifier: VerifierIdentity
+    weights_sha256: str
+    exits: tuple[int, ...]
+    top_k: int
+    max_tokens: int
+    """Longest answer."""
+    max_length: int
+    """Longest sequence."""
+    stop_token_ids: tuple[int, ...]
+    dtype: DType
+    """In which the target is computed."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One shard's worth of work."""
+
+    index: int
+    sources: tuple[Source, ...]
+
+    def stamp(self, recipe: Recipe) -> str:
+        # The name is the path of the folder; the hashes say which target it is.
+        made_of = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
+        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(self._plain())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return TypeAdapter(cls).validate_python(json.loads(text))
+
+    def _plain(self) -> dict[str, Any]:
+        return {"index": self.index, "sources": [asdict(source) for source in self.sources]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """All that a worker has to know to make shards."""
+
+    model: Path
+    folder: Path
+    """Of the store; with workers on several nodes, one that all of them see."""
+    recipe: Recipe
+    batch: int
+    """Prompts of one chunk, generated together."""
+    threads: int
+    """CPU threads of one worker."""
+    workers: int | None
+    """Processes; None: one per `threads` CPUs, or per GPU."""
+    allowed_s: float
+
+    def num_workers(self, num_chunks: int) -> int:
+        natural = torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // self.threads)
+        return max(1, min(self.workers or natural, num_chunks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeShard:
+    """A shard, and how long its worker had been working when it was done."""
+
+    entry: ShardEntry
+    spent_s: float
+
+
+class ShardWorker:
+    """Makes shards in this process until its time is spent.
+
+    The target is loaded with the first chunk, so that an error is raised by `make`; the time counts
+    from then on, so that a slow start does not use up a short one.
+    """
+
+    def __init__(self, job: ShardJob) -> None:
+        self._job = job
+
+    def make(self, chunk: Chunk) -> MadeShard | None:
+        """None when the time is spent."""
+        collector, ready = self._loaded
+        if time.monotonic() - ready > self._job.allowed_s:
+            return None
+        entry = collector.collect(self._job.folder, chunk)
+        return MadeShard(entry=entry, spent_s=time.monotonic() - ready)
+
+    @cached_property
+    def _loaded(self) -> tuple["Collector", float]:
+        return collector_of(self._job), time.monotonic()
+
+
+def collector_of(job: ShardJob) -> "Collector":
+    """The engine that writes and the frozen target that reads, in this process."""
+    torch.set_num_threads(job.threads)
+    config = engine_config(
+        ModelConfig(path=job.model, dtype=job.recipe.dtype, numerics="fast"),
+        SpeculationConfig(max_draft_tokens=0),
+        batch=job.batch,
+        max_length=job.recipe.max_length,
+        threads=job.threads,
+    )
+    target = FrozenTarget(
+        job.model,
+        ModelSpec.from_folder(job.model),
+        job.recipe.exits,
+        dtype=job.recipe.dtype,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    writer = EngineWriter(build_local_engine(config, book=BeliefBook()))
+    return Collector(writer=writer, target=target, recipe=job.recipe)
+
+
+class Collector:
+    """Turns chunks into shards; one per worker, since it holds the target."""
+
+    def __init__(self, *, writer: Writer, target: FrozenTarget, recipe: Recipe) -> None:
+        self._writer = writer
+        self._target = target
+        self._recipe = recipe
+
+    def collect(self, folder: Path, chunk: Chunk) -> ShardEntry:
+        answers = self._answers(chunk)
+        sequences = [
+            [*source.tokens, *answers.get(number, ())][: self._recipe.max_length]
+            for number, source in enumerate(chunk.sources)
+        ]
+        features: list[FeatureSequence | None] = [None] * len(sequences)
+        for numbers in _alike(sequences):
+            views = self._target.view(
+                [sequences[number] for number in numbers], top_k=self._recipe.top_k
+            )
+            for number, view in zip(numbers, views, strict=True):
+                source = chunk.sources[number]
+                features[number] = FeatureSequence(
+                    tokens_T=torch.tensor(sequences[number]),
+                    num_prompt=len(source.tokens) if source.is_prompt else 0,
+                    workload=source.workload,
+                    temperature=source.temperature,
+                    hidden={at: x_TD.bfloat16() for at, x_TD in view.hidden.items()},
+                    top_ids_TK=view.top_ids_TK,
+                    top_logits_TK=view.top_logits_TK,
+                    lse_T=view.lse_T,
+                )
+        made = [sequence for sequence in features if sequence is not None]
+        assert len(made) == len(sequences), "every sequence is in exactly one batch"
+        return write_shard(folder, chunk.index, made, stamp=chunk.stamp(self._recipe))
+
+    def _answers(self, chunk: Chunk) -> dict[int, Sequence[TokenId]]:
+        """By the source's number in its chunk."""
+        numbers = [number for number, source in enumerate(chunk.sources) if source.is_prompt]
+        requests = [self._request(chunk, number) for number in numbers]
+        written = self._writer.write(requests) if requests else []
+        return {number: w.tokens for number, w in zip(numbers, written, strict=True)}
+
+    def _request(self, chunk: Chunk, number: int) -> Request:
+        source = chunk.sources[number]
+        return Request(
+            request_id=RequestId(f"collect-{chunk.index}-{number}"),
+            prompt=tuple(TokenId(token) for token in source.tokens),
+            sampling=SamplingParams(
+                temperature=source.temperature,
+                seed=source.seed,
+                max_tokens=self._recipe.max_tokens,
+                stop_token_ids=self._recipe.stop_token_ids,
+            ),
+            speculation=SpeculationParams(mode="off"),
+            workload=source.workload,
+        )
+
+
+def _alike(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Numbers of sequences of like length, about `_VIEW_TOKENS` padded tokens at a time."""
+    batch: list[int] = []
+    for number in sorted(range(len(sequences)), key=lambda n: (len(sequences[n]), n)):
+        if batch and (len(batch) + 1) * len(sequences[number]) > _VIEW_TOKENS:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch

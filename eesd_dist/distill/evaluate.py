@@ -1,0 +1,303 @@
+"""`eesd distill evaluate`: what a head is worth, predicted and measured.
+
+    eesd distill evaluate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
+
+On prompts that were neither learnt from nor calibrated on: acceptance by position, by class and by
+temperature (rounds drafted to the full length); agreement and 1 - TV against the target, position
+by position over the text it wrote; tokens per round; the speed-up that these promise by the
+machine's cost model; and the measured one, the default controller against plain decoding on the
+same engine, prompt by prompt in turn. Texts that differ from plain decoding's are counted. The
+figures and their recipe go to evaluation.json.
+
+Measured alone, this machine's time counts; what else runs on it is in the figures too.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from tqdm import tqdm
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.control.regret import hindsight, position_rates
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Machine, answer, longest
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.compare import Judged, overlap_of
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.folders import write_json
+from eesd_dist.distill.target import FrozenTarget, target_embedding
+from eesd_dist.distill.timing import Speed, Timing, speed_of, time_head
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome
+
+EVALUATION_FILE = "evaluation.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    out: Annotated[Path | None, "folder of evaluation.json (the head's)"] = None
+    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (0.0, 0.7, 1.0)
+    max_tokens: Annotated[int, "longest answer"] = 128
+    timed_prompts: Annotated[int, "prompts that are also timed, at every temperature"] = 12
+    timed_tokens: Annotated[int, "longest timed answer"] = 96
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_tokens", "timed_prompts", "timed_tokens")
+        require_temperatures(self.temperatures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Rounds drafted to the full length, of one temperature, class or both."""
+
+    num_rounds: int
+    num_judged: int
+    rate: float
+    """Accepted share of the judged tokens."""
+    by_position: tuple[float, ...]
+    """Among the rounds that came so far."""
+    tokens_per_round: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """How near the head's distribution is to the target's, where the target wrote."""
+
+    num_positions: int
+    agreement: float
+    """Both put the same token first."""
+    one_minus_tv: float
+    """At the text's own temperature; at 0 it is agreement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Speed over plain decoding by the cost model: what the best lengths in hindsight promise."""
+
+    best_fixed_length: int
+    best_fixed: float
+    oracle: float
+    """Every round drafting exactly what is accepted of it: no controller can do better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtTemperature:
+    temperature: float
+    acceptance: Acceptance
+    by_class: dict[str, Acceptance]
+    likeness: Likeness
+    likeness_by_class: dict[str, Likeness]
+    prediction: Prediction
+    speed: Speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    exit_layer: int
+    head_kind: str
+    num_parameters: int
+    """Of the head, a shared LM head not counted."""
+    temperatures: tuple[AtTemperature, ...]
+    speed: Speed
+    """Over all temperatures."""
+    cost_model: CostModel
+
+
+def evaluate(
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    options: EvaluateOptions,
+    *,
+    seed: int,
+    executor: Executor,
+    say: Say,
+) -> Evaluation:
+    """Runs, measures and writes evaluation.json, last and whole. The prompts must have been neither
+    learnt from nor calibrated on."""
+    spec = ModelSpec.from_folder(machine.model)
+    head = TrainableExitHead.read(machine.head, target=spec, target_path=machine.model)
+    answers = answer(
+        executor,
+        machine,
+        prompts,
+        temperatures=options.temperatures,
+        max_tokens=options.max_tokens,
+        seed=seed,
+        title="acceptance",
+    )
+    compared = list(_compared(machine, spec, head, answers))
+    timings, cost = time_head(
+        executor,
+        machine,
+        prompts[: options.timed_prompts],
+        temperatures=options.temperatures,
+        max_tokens=options.timed_tokens,
+        max_length=longest(prompts) + options.timed_tokens,
+        seed=seed,
+    )
+    evaluation = Evaluation(
+        exit_layer=head.exit_layer,
+        head_kind=head.config.kind,
+        num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
+        temperatures=tuple(
+            _at(temperature, compared, timings, cost=cost, seed=seed)
+            for temperature in options.temperatures
+        ),
+        speed=speed_of(timings, cost=cost, seed=seed),
+        cost_model=cost,
+    )
+    content = {
+        **asdict(evaluation),
+        "cost_model": cost.to_json(),
+        "settings": {
+            "prompts": len(prompts),
+            "max_tokens": options.max_tokens,
+            "timed_prompts": min(options.timed_prompts, len(prompts)),
+            "timed_tokens": options.timed_tokens,
+            "max_draft_tokens": MAX_DRAFT_TOKENS,
+            "dtype": machine.dtype,
+            "threads": machine.threads,
+        },
+        "provenance": collect_provenance(seed=seed).as_json(),
+    }
+    write_json((options.out or machine.head) / EVALUATION_FILE, content)
+    say(table(evaluation))
+    return evaluation
+
+
+def acceptance_of(answers: Sequence[Answer]) -> Acceptance:
+    """The last round of a text, cut by its length, counts as far as it was judged."""
+    outcomes = _drafted(answers)
+    judged = sum(min(o.num_accepted + 1, o.num_drafted) for o in outcomes)
+    accepted = sum(o.num_accepted for o in outcomes)
+    return Acceptance(
+        num_rounds=len(outcomes),
+        num_judged=judged,
+        rate=accepted / judged if judged else 0.0,
+        by_position=position_rates(outcomes, max_length=MAX_DRAFT_TOKENS),
+        tokens_per_round=1.0 + accepted / len(outcomes) if outcomes else 1.0,
+    )
+
+
+def _drafted(answers: Sequence[Answer]) -> list[Outcome]:
+    return [outcome for one in answers for outcome in one.outcomes if outcome.num_drafted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """One text, and how near the head's distributions are to the target's over it."""
+
+    answer: Answer
+    judged: Judged
+
+
+def _compared(
+    machine: Machine, spec: ModelSpec, head: TrainableExitHead, answers: Sequence[Answer]
+) -> Iterator[_Compared]:
+    """Whole logits of both over the text the target wrote at each temperature."""
+    torch.set_num_threads(machine.threads)
+    target = FrozenTarget(machine.model, spec, [head.exit_layer], dtype=machine.dtype)
+    embed = target_embedding(machine.model, spec) if head.reads_embedding else None
+    for one in tqdm(answers, desc="likeness", unit="text", file=sys.stderr, disable=None):
+        prompt = one.asked.prompt.tokens
+        judged = overlap_of(
+            head,
+            target,
+            [*prompt, *one.tokens],
+            num_prompt=len(prompt),
+            temperature=one.asked.temperature,
+            embed=embed,
+        )
+        yield _Compared(answer=one, judged=judged)
+
+
+def _likeness_of(compared: Sequence[_Compared]) -> Likeness:
+    positions = max(sum(one.judged.num_positions for one in compared), 1)
+    return Likeness(
+        num_positions=positions,
+        agreement=sum(one.judged.agreed for one in compared) / positions,
+        one_minus_tv=sum(one.judged.accepted for one in compared) / positions,
+    )
+
+
+def _at(
+    temperature: float,
+    compared: Sequence[_Compared],
+    timings: Sequence[Timing],
+    *,
+    cost: CostModel,
+    seed: int,
+) -> AtTemperature:
+    here = [one for one in compared if one.answer.asked.temperature == temperature]
+    answers = [one.answer for one in here]
+    by_class = {
+        name: [one for one in here if one.answer.asked.prompt.workload == name]
+        for name in sorted({one.asked.prompt.workload for one in answers})
+    }
+    seen = hindsight(_drafted(answers), cost=cost, max_length=MAX_DRAFT_TOKENS)
+    timed = [timing for timing in timings if timing.temperature == temperature]
+    return AtTemperature(
+        temperature=temperature,
+        acceptance=acceptance_of(answers),
+        by_class={
+            name: acceptance_of([one.answer for one in some]) for name, some in by_class.items()
+        },
+        likeness=_likeness_of(here),
+        likeness_by_class={name: _likeness_of(some) for name, some in by_class.items()},
+        prediction=Prediction(
+            best_fixed_length=seen.best_fixed_length,
+            best_fixed=seen.best_fixed_rate / seen.plain_rate,
+            oracle=seen.oracle_rate / seen.plain_rate,
+        ),
+        speed=speed_of(timed, cost=cost, seed=seed),
+    )
+
+
+def table(evaluation: Evaluation) -> str:
+    """For people: one line per temperature and class, acceptance by position, and the speed."""
+    lines = [
+        f"exit layer {evaluation.exit_layer}, {evaluation.head_kind} head, "
+        f"{evaluation.num_parameters:,} parameters",
+        "",
+        f"{'T':>4} {'class':14}{'accepted':>9}{'agree':>8}{'1-TV':>8}{'tok/round':>10}"
+        "   accepted by position",
+    ]
+    for at in evaluation.temperatures:
+        rows = [("all", at.acceptance, at.likeness)]
+        if len(at.by_class) > 1:
+            rows += [(name, at.by_class[name], at.likeness_by_class[name]) for name in at.by_class]
+        for name, acceptance, likeness in rows:
+            positions = " ".join(f"{rate:.2f}" for rate in acceptance.by_position)
+            lines.append(
+                f"{at.temperature:>4.1f} {name[:13]:14}{acceptance.rate:>9.3f}"
+                f"{likeness.agreement:>8.3f}{likeness.one_minus_tv:>8.3f}{acceptance.tokens_per_round:>10.2f}"
+                f"   {positions}"
+            )
+    lines += [
+        "",
+        f"{'T':>4} {'plain tok/s':>12}{'tok/s':>8}{'measured':>10}{'95% interval':>17}"
+        f"{'predicted':>11}{'best fixed':>12}{'oracle':>8}{'unlike plain':>14}",
+    ]
+    for at in evaluation.temperatures:
+        fixed = f"{at.prediction.best_fixed:.2f}x @{at.prediction.best_fixed_length}"
+        lines.append(
+            f"{at.temperature:>4.1f} {_speed_cells(at.speed)}{fixed:>12}"
+            f"{at.prediction.oracle:>7.2f}x{at.speed.texts_unlike_plain:>14}"
+        )
+    everything = evaluation.speed
+    lines.append(f" all {_speed_cells(everything)}{'':>20}{everything.texts_unlike_plain:>14}")
+    return "\n".join(lines)
+
+
+def _speed_cells(speed: Speed) -> str:
+    interval = f"{speed.low:.2f} to {speed.high:.2f}"
+    return (
+        f"{speed.plain_tokens_per_s:>12.1f}{speed.tokens_per_s:>8.1f}{speed.over_plain:>9.2f}x"
+        f"{interval:>17}{speed.predicted_over_plain:>10.2f}x"
+    )

@@ -1,0 +1,370 @@
+"""`eesd distill refresh`: a head trained on with what a service verified, taken only if better.
+
+    eesd distill refresh --spool DIR --head HEAD --out NEW [--minutes 2] [--promote]
+
+Online distillation (OSD, arXiv 2310.07177): verification computes hidden states and the target's
+distribution for every token that leaves, so the text that users really ask for is training data
+for nothing. The spool is copied aside, its pieces are split by sequence, the head is trained on
+from where it stands, and old and new are compared on the pieces neither saw. With --promote the
+running service takes the new head only if the interval of the gain lies above zero, and if the
+service drafts with HEAD.
+
+Killed and started again, the same command goes on where it was. The calibration map is carried over
+as it was: after a short refresh it is nearly right, and it can never change a text.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import TypeAdapter
+
+from eesd_dist.control.calibrator import CALIBRATION_FILE
+from eesd_dist.distill.compare import Difference, HeldOutFigures, difference, figures, judge
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.features import (
+    MANIFEST_FILE,
+    FeatureManifest,
+    FeatureSequence,
+    FeatureStore,
+    identity_of,
+    weights_fingerprint,
+    write_shard,
+)
+from eesd_dist.distill.folders import only_one, put_in_place, require_same, write_json
+from eesd_dist.distill.target import target_embedding
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train_head import train
+from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.provenance import collect_provenance
+
+REPORT_FILE = "refresh.json"
+_ASKED_FILE = "asked.json"
+_LEAST_HELD_OUT = 8
+"""An interval over fewer texts would say nothing."""
+_PER_SHARD = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefreshRequest:
+    """Which head is to learn from which spool, for how long."""
+
+    model: Annotated[Path, "folder of the target (the bundled one)"]
+    spool: Annotated[Path, "the service's spool.folder"]
+    head: Annotated[Path, "the head that the service drafts with"]
+    out: Annotated[Path, "folder of the new head"]
+    minutes: Annotated[float | None, "of training"] = 2.0
+    steps: Annotated[int | None, "of training, at most"] = None
+    held_out_share: Annotated[float, "of the pieces: compared on, never learnt from"] = 0.2
+    learning_rate: Annotated[float, "highest learning rate; a new head learns with more"] = 5e-4
+    workers: Annotated[int, "training processes"] = 1
+    threads: Annotated[int | None, "CPU threads of each"] = None
+    seed: int = 0
+
+    @property
+    def work(self) -> Path:
+        """Folder of what is needed on the way; removed when the new head is there."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    def asked(self) -> dict[str, object]:
+        """What decides the new head; a folder made with other words is refused."""
+        digest = hashlib.sha256()
+        for file in sorted(self.head.glob("*.json")) + sorted(self.head.glob("*.safetensors")):
+            digest.update(file.read_bytes())
+        return {
+            "model": str(self.model),
+            "spool": str(self.spool),
+            "head": digest.hexdigest(),
+            "minutes": self.minutes,
+            "max_steps": self.steps,
+            "held_out_share": self.held_out_share,
+            "learning_rate": self.learning_rate,
+            "workers": self.workers,
+            "seed": self.seed,
+        }
+
+    def training(self, config: HeadConfig, options: TrainOptions) -> TrainRequest:
+        return TrainRequest(
+            model=self.model,
+            features=self.work / "features",
+            out=self.work / "head",
+            checkpoints=self.work / "run",
+            exit_layer=config.exit_layer,
+            head=config.kind,
+            draft_vocab=config.draft_vocab_size,
+            reads_embedding=config.reads_embedding,
+            minutes=self.minutes,
+            max_steps=self.steps,
+            workers=self.workers,
+            threads=self.threads,
+            start=self.head,
+            seed=self.seed,
+            options=replace(
+                options,
+                learning_rate=self.learning_rate,
+                held_out_share=self.held_out_share,
+                # The best of many heads on the held-out pieces would not be judged fairly on them.
+                keep="last",
+                evaluate_every=1_000_000,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefreshReport:
+    """What came of it."""
+
+    num_pieces: int
+    num_tokens: int
+    num_held_out: int
+    """Pieces compared on."""
+    old: HeldOutFigures
+    new: HeldOutFigures
+    gain: Difference
+    """In acceptance: greedy agreement where the text was greedy, 1 - TV where it was sampled."""
+    agreement_gain: Difference
+    one_minus_tv_gain: Difference
+
+
+def refresh(
+    request: RefreshRequest,
+    options: TrainOptions | None = None,
+    *,
+    executor: Executor,
+    say: Say,
+) -> RefreshReport:
+    """Trains, compares and writes `request.out`; what is done already is not done again.
+
+    Raises ConfigError for an empty or too small spool, CheckpointError for a head, target and spool
+    that do not belong together.
+    """
+    spec = ModelSpec.from_folder(request.model)
+    config = HeadConfig.read(request.head, target=spec, target_path=request.model)
+    asked = request.asked()
+    if request.out.exists():
+        return _finished(request.out, asked, say=say)
+    training = request.training(config, options or TrainOptions())
+    with only_one(request.work):
+        _claim(request.work / _ASKED_FILE, asked, features=training.features)
+        store = copy_spool(
+            request.spool,
+            training.features,
+            target=request.model,
+            exit_layer=config.exit_layer,
+            seed=request.seed,
+        )
+        _, held_out = store.split(request.held_out_share, request.seed)
+        try:
+            _require_enough(request, store, held_out)
+        except ConfigError:  # another day the spool holds more: this copy of it must not stay
+            shutil.rmtree(store.folder)
+            raise
+        say(
+            f"refresh: {store.manifest.num_tokens:,} tokens in {store.num_sequences:,} pieces, "
+            f"{len(held_out):,} of them held out"
+        )
+        trained = train(training, executor=executor)
+        report = _compared(request, spec, store, held_out, trained)
+        _publish(request, trained, {"asked": asked, **asdict(report)})
+    shutil.rmtree(request.work)
+    return report
+
+
+def described(report: RefreshReport) -> str:
+    """The comparison, for people."""
+    rows = [
+        ("acceptance", report.old.acceptance, report.new.acceptance, report.gain),
+        ("  greedy agreement", report.old.agreement, report.new.agreement, report.agreement_gain),
+        (
+            "  1 - TV",
+            report.old.one_minus_tv,
+            report.new.one_minus_tv,
+            report.one_minus_tv_gain,
+        ),
+    ]
+    lines = [f"{'held out':20}{'old':>8}{'new':>8}    gain, 95% interval"]
+    lines += [
+        f"{name:20}{old:8.4f}{new:8.4f}    {gain.mean:+.4f}  [{gain.low:+.4f}, {gain.high:+.4f}]"
+        for name, old, new, gain in rows
+    ]
+    verdict = (
+        "better than chance explains: worth promoting"
+        if report.gain.rises
+        else "not better beyond chance: the service keeps its head"
+    )
+    return "\n".join([*lines, verdict])
+
+
+def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport:
+    file = out / REPORT_FILE
+    found = read_json(file) if file.exists() else {}
+    if found.get("asked") != asked:
+        raise ConfigError(
+            f"{out}: exists, and is not what this command would make: name another folder with "
+            "--out, or remove this one"
+        )
+    say(f"refresh: done before, {out}")
+    return TypeAdapter(RefreshReport).validate_python(found)
+
+
+def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
+    """Writes down what is asked; where a copy of a spool exists, it must be of the same one and
+    split alike."""
+    if file.exists() and (features / MANIFEST_FILE).exists():
+        require_same(file, asked, only=("spool", "held_out_share", "seed"))
+    else:
+        write_json(file, asked)
+
+
+def _require_enough(request: RefreshRequest, store: FeatureStore, held_out: Sequence[int]) -> None:
+    if len(held_out) < _LEAST_HELD_OUT:
+        raise ConfigError(
+            f"{request.spool}: {store.num_sequences} pieces leave {len(held_out)} to compare on, "
+            f"expected at least {_LEAST_HELD_OUT}: let the service answer more requests, or raise "
+            "spool.sample_rate or --held-out-share"
+        )
+
+
+def _compared(
+    request: RefreshRequest,
+    spec: ModelSpec,
+    store: FeatureStore,
+    held_out: Sequence[int],
+    trained: Path,
+) -> RefreshReport:
+    pieces = list(store.sequences(held_out))
+    embed = target_embedding(request.model, spec)
+    old, new = (
+        judge(
+            TrainableExitHead.read(folder, target=spec, target_path=request.model),
+            pieces,
+            embed=embed,
+        )
+        for folder in (request.head, trained)
+    )
+    return RefreshReport(
+        num_pieces=store.num_sequences,
+        num_tokens=store.manifest.num_tokens,
+        num_held_out=len(held_out),
+        old=figures(old),
+        new=figures(new),
+        gain=difference(old, new, of=lambda one: one.accepted, seed=request.seed),
+        agreement_gain=difference(old, new, of=lambda one: one.agreed, seed=request.seed),
+        one_minus_tv_gain=difference(old, new, of=lambda one: one.overlap, seed=request.seed),
+    )
+
+
+def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) -> None:
+    """The folder appears with everything in it."""
+    ready = trained.with_name("ready")
+    shutil.copytree(trained, ready, dirs_exist_ok=True)
+    calibration = request.head / CALIBRATION_FILE
+    has_calibration = calibration.exists()
+    if has_calibration:
+        shutil.copy(calibration, ready / CALIBRATION_FILE)
+    write_json(
+        ready / REPORT_FILE,
+        {
+            **report,
+            "calibration": "carried over from the old head, not fitted anew: `eesd distill "
+            "calibrate` does that"
+            if has_calibration
+            else "the old head had none",
+            "refreshed_from": str(request.head),
+            "provenance": collect_provenance(seed=request.seed).as_json(),
+        },
+    )
+    put_in_place(ready, request.out)
+
+
+def copy_spool(
+    spool: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
+) -> FeatureStore:
+    """Copies the pieces that are now in `spool`, or in folders below it, one for each node that
+    drafts; a finished copy in `folder` is used as it is.
+
+    Raises ConfigError for an empty spool, CheckpointError for one of another target or with rows
+    after another layer.
+    """
+    verifier = identity_of(target)
+    if not (folder / MANIFEST_FILE).exists():
+        expected = FeatureManifest(
+            verifier=verifier,
+            weights_sha256=weights_fingerprint(target),
+            exits=(exit_layer,),
+            top_k=0,
+            seed=seed,
+            max_length=0,
+            shards=(),
+        )
+        _copy_pieces(list(_pieces_of(spool, expected)), spool, folder, expected)
+    return FeatureStore.open(folder, expect=verifier)
+
+
+def _pieces_of(spool: Path, expected: FeatureManifest) -> Iterator[FeatureSequence]:
+    for file in sorted(spool.rglob(MANIFEST_FILE)):
+        manifest = FeatureManifest.read(file.parent)
+        _require_same_rows(file, manifest, expected)
+        store = FeatureStore(file.parent, manifest)
+        for index, entry in enumerate(manifest.shards):
+            try:
+                yield from store.shard(index)
+            except CheckpointError:
+                if (file.parent / entry.name).exists():
+                    raise
+                # The service has made room for newer ones since it wrote this manifest.
+
+
+def _copy_pieces(
+    pieces: list[FeatureSequence], spool: Path, folder: Path, manifest: FeatureManifest
+) -> None:
+    """Services may have kept more or fewer best tokens; a store keeps equally many of all."""
+    if not pieces:
+        raise ConfigError(
+            f"{spool}: found nothing spooled, expected shards that a service wrote: serve with "
+            "spool.folder set to this folder, let it answer requests, then refresh"
+        )
+    top_k = min(piece.top_ids_TK.shape[1] for piece in pieces)
+    alike = [
+        replace(
+            piece,
+            top_ids_TK=piece.top_ids_TK[:, :top_k],
+            top_logits_TK=piece.top_logits_TK[:, :top_k],
+        )
+        for piece in pieces
+    ]
+    replace(
+        manifest,
+        top_k=top_k,
+        max_length=max(piece.num_tokens for piece in alike),
+        shards=tuple(
+            write_shard(folder, index, alike[first : first + _PER_SHARD])
+            for index, first in enumerate(range(0, len(alike), _PER_SHARD))
+        ),
+    ).write(folder)
+
+
+def _require_same_rows(file: Path, found: FeatureManifest, expected: FeatureManifest) -> None:
+    if (found.verifier.sha256, found.weights_sha256) != (
+        expected.verifier.sha256,
+        expected.weights_sha256,
+    ):
+        raise CheckpointError(
+            file=file,
+            found=f"what {found.verifier.name_or_path!r} computed, by its hashes another target",
+            expected=f"what {expected.verifier.name_or_path!r} computed",
+            advice="name with --model the target that the service serves",
+        )
+    if found.exits != expected.exits:
+        raise CheckpointError(
+            file=file,
+            found=f"rows after layer {', '.join(str(at) for at in found.exits)}",
+            expected=f"rows after layer {expected.exits[0]}, which the head reads",
+            advice="name with --head the one that the service drafts with",
+        )

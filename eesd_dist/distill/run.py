@@ -1,0 +1,220 @@
+"""`eesd distill run`: from a target and prompts to a head that is trained, calibrated and judged.
+
+    eesd distill run --model TARGET --out OUT --exit 1 [--prompts FILE.jsonl] [--minutes 16]
+
+collect -> train -> calibrate -> evaluate. What is done is what is there: OUT/features with its
+manifest, OUT/training with its checkpoints, then OUT/exit_N, and in it calibration.json and
+evaluation.json. Killed at any moment, the same command goes on; with other options it is refused,
+since half of the files would then mean something else. `--minutes` are shared out: two fifths
+each for collecting and for training, and what calibrating and judging take. More training on less
+text did worse: the head learnt that text by heart.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from eesd_dist.control.calibrator import CALIBRATION_FILE
+from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.calibrate import CalibrateOptions, calibrate
+from eesd_dist.distill.checks import require_positive
+from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, planned
+from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluate
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.folders import only_one, require_same, write_json
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.distill.train_head import train
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.head_config import HeadKind
+from eesd_dist.text.prompts import Prompt
+
+RUN_FILE = "run.json"
+DEFAULT_MINUTES = 16.0
+_COLLECT_SHARE = 0.4
+_TRAIN_SHARE = 0.4
+_NUM_CALIBRATED = 32
+_NUM_JUDGED = 32
+_NUM_TIMED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """One head: how it is trained, on what it is calibrated, and with what it is judged."""
+
+    training: TrainRequest
+    machine: Machine
+    calibrated: tuple[Prompt, ...]
+    calibration: CalibrateOptions
+    judged: tuple[Prompt, ...]
+    """Neither learnt from nor calibrated on."""
+    evaluation: EvaluateOptions
+
+
+def make_head(request: HeadRequest, *, executor: Executor, say: Say) -> Path:
+    """Trains, calibrates and evaluates; the files of the head say which of it is done before."""
+    machine, seed = request.machine, request.training.seed
+    steps: tuple[tuple[str, Path, Callable[..., object]], ...] = (
+        ("train", machine.head, partial(train, request.training)),
+        (
+            "calibrate",
+            machine.head / CALIBRATION_FILE,
+            partial(
+                calibrate, machine, request.calibrated, request.calibration, seed=seed, say=say
+            ),
+        ),
+        (
+            "evaluate",
+            machine.head / EVALUATION_FILE,
+            partial(evaluate, machine, request.judged, request.evaluation, seed=seed, say=say),
+        ),
+    )
+    for name, result, step in steps:
+        if result.exists():
+            say(f"{name}: done before, {result}")
+            continue
+        with _timed(name, say):
+            step(executor=executor)
+    return machine.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """One head, from the target on."""
+
+    collect: CollectOptions
+    out: Annotated[Path, "folder of everything"]
+    exit_layer: Annotated[int, "the head reads the state after so many layers"] = 1
+    minutes: Annotated[float, "for all four steps, about"] = DEFAULT_MINUTES
+    max_steps: Annotated[int | None, "train no longer than this"] = None
+    head: Annotated[HeadKind, "whose LM head"] = "truncated"
+    draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
+    reads_embedding: Annotated[bool, "the head also sees each token's embedding"] = False
+    start: Annotated[Path | None, "a head to train on"] = None
+    train_workers: Annotated[int, "processes that train"] = 1
+    zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
+    options: TrainOptions = field(default_factory=TrainOptions)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes")
+
+    @property
+    def head_folder(self) -> Path:
+        return self.out / f"exit_{self.exit_layer}"
+
+    @property
+    def collection(self) -> CollectRequest:
+        return CollectRequest(
+            options=self.collect,
+            out=self.out / "features",
+            exits=(self.exit_layer,),
+            minutes=self.minutes * _COLLECT_SHARE,
+        )
+
+    @property
+    def training(self) -> TrainRequest:
+        return TrainRequest(
+            model=self.collect.model,
+            features=self.out / "features",
+            out=self.head_folder,
+            checkpoints=self.out / "training",
+            exit_layer=self.exit_layer,
+            head=self.head,
+            draft_vocab=self.draft_vocab,
+            reads_embedding=self.reads_embedding,
+            minutes=self.minutes * _TRAIN_SHARE,
+            max_steps=self.max_steps,
+            workers=self.train_workers,
+            zero_stage=self.zero_stage,
+            start=self.start,
+            seed=self.collect.seed,
+            options=self.options,
+        )
+
+    def head_request(self) -> HeadRequest:
+        asked = self.collect
+        parts = asked.prompt_choice().read(asked.model)
+        return HeadRequest(
+            training=self.training,
+            machine=Machine(
+                model=asked.model, head=self.head_folder, dtype=asked.dtype, threads=asked.threads
+            ),
+            calibrated=parts.calibrated[: self.shortened(_NUM_CALIBRATED)],
+            calibration=CalibrateOptions(max_tokens=asked.max_tokens),
+            judged=parts.judged[: self.shortened(_NUM_JUDGED)],
+            evaluation=EvaluateOptions(
+                max_tokens=min(asked.max_tokens, 128),
+                timed_prompts=self.shortened(_NUM_TIMED),
+                timed_tokens=min(asked.max_tokens, 96),
+            ),
+        )
+
+    def shortened(self, count: int) -> int:
+        """Prompts to calibrate on or to judge with: fewer where there is little time."""
+        return max(2, round(count * min(1.0, self.minutes / DEFAULT_MINUTES)))
+
+    def asked(self) -> dict[str, object]:
+        """All that decides what the files of a run mean; not how many processes work at it."""
+        asked, recipe = self.collect, self.collection.recipe()
+        training = self.training.job()
+        for name in ("model", "features", "exit_layer", "minutes", "seed"):
+            training.pop(name)
+        return {
+            "target": recipe.verifier.sha256,
+            "weights": recipe.weights_sha256,
+            "exit": self.exit_layer,
+            "minutes": self.minutes,
+            "seed": asked.seed,
+            "prompts": None if asked.text_only else _sha256(asked.prompts),
+            "text": None if asked.text is None else _sha256(asked.text),
+            "limit": asked.limit,
+            "held_out": asked.held_out,
+            "temperatures": list(asked.temperatures),
+            "passes": asked.passes,
+            "max_tokens": asked.max_tokens,
+            "max_length": recipe.max_length,
+            "top_k": recipe.top_k,
+            "chunk_size": asked.chunk_size,
+            "dtype": asked.dtype,
+            "training": training,
+        }
+
+
+def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
+    """The finished head's folder. Raises ConfigError when OUT is another run's."""
+    with only_one(request.out):
+        _claim(request)
+        with _timed("collect", say):
+            collect(request.collection, executor=executor, say=say)
+        head = make_head(request.head_request(), executor=executor, say=say)
+    say(f"run: the head is in {head}: eesd serve --model {request.collect.model} --head {head}")
+    return head
+
+
+def _claim(request: RunRequest) -> None:
+    """Writes down what is asked, or compares it with what was asked here before."""
+    file, asked = request.out / RUN_FILE, request.asked()
+    if file.exists():
+        require_same(file, asked)
+        return
+    # A folder that was claimed for prompts that are of no use would refuse the mended ones.
+    request.collect.prompt_choice()
+    planned(request.collect, request.collection.recipe(), say=lambda _: None)
+    write_json(file, asked)
+
+
+@contextmanager
+def _timed(name: str, say: Say) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    say(f"{name}: {time.monotonic() - began:.0f} s")
+
+
+def _sha256(file: Path) -> str:
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file, expected JSON lines")
+    return hashlib.sha256(file.read_bytes()).hexdigest()

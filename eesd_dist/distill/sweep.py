@@ -1,0 +1,391 @@
+"""`eesd distill sweep`: which exit layer and which kind of head to take, by measured time.
+
+    eesd distill sweep --model TARGET --features FEATURES --exits 1 2 4 --heads shared truncated \\
+        --minutes-each 3 --out OUT
+    eesd distill sweep --model TARGET --collect --exits 1 2 4 --out OUT
+
+Every combination is trained for a short while on the same features, calibrated, and timed on this
+machine: its default controller against plain decoding, the same prompts in turn, in a process of
+its own. A deeper exit layer is accepted more often and dearer to draft with; which of the two wins
+is a question of time, not of acceptance (Decoding Speculative Decoding, arXiv 2402.01528), so the
+answer is the combination with the highest measured speed-up. What is done already, combination by
+combination, is not done again.
+
+A folder `exit_N_KIND` of OUT is a head like any other; sweep.json holds the table.
+"""
+
+import hashlib
+import multiprocessing
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.calibrate import CalibrateOptions
+from eesd_dist.distill.checks import require_positive, require_temperatures
+from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions
+from eesd_dist.distill.executor import Executor, Say
+from eesd_dist.distill.features import FeatureStore, identity_of
+from eesd_dist.distill.folders import claim, only_one, write_json
+from eesd_dist.distill.run import HeadRequest, make_head
+from eesd_dist.distill.train.request import TrainOptions, TrainRequest
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.spec import read_json
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt
+
+SWEEP_FILE = "sweep.json"
+_ASKED_FILE = "asked.json"
+_FOLDER_NAME = re.compile(r"exit_(\d+)_")
+Embedding = Literal["without", "with", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """One head to try."""
+
+    exit_layer: int
+    head: HeadKind
+    reads_embedding: bool
+
+    @property
+    def name(self) -> str:
+        suffix = "_embedding" if self.reads_embedding else ""
+        return f"exit_{self.exit_layer}_{self.head}{suffix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tries:
+    """Every exit with every head."""
+
+    exits: Annotated[tuple[int, ...], "layers to try"] = (1, 2, 4)
+    heads: Annotated[tuple[HeadKind, ...], "kinds of head to try"] = ("truncated",)
+    embedding: Annotated[Embedding, "does the head read it"] = "without"
+
+    def combinations(self) -> tuple[Combination, ...]:
+        reads = {"without": (False,), "with": (True,), "both": (False, True)}[self.embedding]
+        return tuple(
+            Combination(exit_layer=exit_layer, head=head, reads_embedding=reads_embedding)
+            for exit_layer, head, reads_embedding in product(
+                sorted(set(self.exits)), dict.fromkeys(self.heads), reads
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFiles:
+    """Where features come from, and where heads go."""
+
+    out: Annotated[Path, "folder of the heads and of sweep.json"]
+    features: Annotated[Path | None, "what `eesd distill collect` wrote (OUT/features)"] = None
+    collect: Annotated[bool, "collect the features of all exits first"] = False
+    collect_minutes: Annotated[float | None, "begin no shard later than this"] = None
+
+    @property
+    def features_folder(self) -> Path:
+        return self.features or self.out / "features"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """How each combination is trained and timed."""
+
+    draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
+    minutes_each: Annotated[float | None, "of training"] = 3.0
+    steps_each: Annotated[int | None, "of training, at most"] = None
+    learning_rate: Annotated[float, "highest learning rate"] = TrainOptions().learning_rate
+    timed_prompts: Annotated[int, "at every temperature"] = 12
+    timed_tokens: Annotated[int, "longest timed answer"] = 96
+
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes_each", "steps_each", "draft_vocab")
+        require_positive(self, "timed_prompts", "timed_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """A sweep over one target, with its files."""
+
+    machine: Machine
+    """Its head is the one that is being tried."""
+    features: Path
+    out: Path
+    combinations: tuple[Combination, ...]
+    calibrated: tuple[Prompt, ...]
+    judged: tuple[Prompt, ...]
+    """Neither learnt from nor calibrated on."""
+    options: SweepOptions
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    max_tokens: int = 96
+    """Of the texts that are calibrated and judged on."""
+    seed: int = 0
+    training: TrainOptions = field(default_factory=TrainOptions)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_tokens")
+        require_temperatures(self.temperatures)
+
+    def asked(self) -> dict[str, object]:
+        """What may not change between two runs into one folder; combinations may be added."""
+        options = self.options
+        return {
+            "features": str(self.features.resolve()),
+            "minutes_each": options.minutes_each,
+            "max_steps": options.steps_each,
+            "draft_vocab": options.draft_vocab,
+            "temperatures": list(self.temperatures),
+            "max_tokens": self.max_tokens,
+            "num_timed": options.timed_prompts,
+            "timed_tokens": options.timed_tokens,
+            "seed": self.seed,
+            "target": identity_of(self.machine.model).sha256,
+            "dtype": self.machine.dtype,
+            "threads": self.machine.threads,
+            "prompts": self._prompts_sha256(),
+            "learning_rate": options.learning_rate,
+            "rows": self.training.rows,
+            "length": self.training.length,
+        }
+
+    def _prompts_sha256(self) -> str:
+        prompts = (*self.calibrated, *self.judged)
+        return hashlib.sha256(repr([prompt.tokens for prompt in prompts]).encode()).hexdigest()
+
+    def head_request(self, tried: Combination) -> HeadRequest:
+        folder, options = self.out / tried.name, self.options
+        return HeadRequest(
+            training=TrainRequest(
+                model=self.machine.model,
+                features=self.features,
+                out=folder,
+                checkpoints=self.out / "runs" / tried.name,
+                exit_layer=tried.exit_layer,
+                head=tried.head,
+                draft_vocab=options.draft_vocab,
+                reads_embedding=tried.reads_embedding,
+                minutes=options.minutes_each,
+                max_steps=options.steps_each,
+                seed=self.seed,
+                options=replace(self.training, learning_rate=options.learning_rate),
+            ),
+            machine=replace(self.machine, head=folder),
+            calibrated=self.calibrated,
+            judged=self.judged,
+            calibration=CalibrateOptions(
+                temperatures=self.temperatures, max_tokens=self.max_tokens
+            ),
+            evaluation=EvaluateOptions(
+                temperatures=self.temperatures,
+                max_tokens=self.max_tokens,
+                timed_prompts=options.timed_prompts,
+                timed_tokens=options.timed_tokens,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """One combination, measured."""
+
+    name: str
+    exit_layer: int
+    head: str
+    reads_embedding: bool
+    num_parameters: int
+    """That are trained."""
+    agreement: float
+    one_minus_tv: float
+    acceptance: float
+    """Share of the judged draft tokens, drafts of full length."""
+    draft_step_ms: float
+    tokens_per_round: float
+    """Under the default controller, as the three below."""
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    over_plain: float
+    """Measured in turn, in one process."""
+    low: float
+    high: float
+    texts_unlike_plain: int
+
+    @classmethod
+    def of(cls, combination: Combination, evaluation: Mapping[str, Any]) -> "SweepRow":
+        at = evaluation["temperatures"]
+        speed = evaluation["speed"]
+        return cls(
+            name=combination.name,
+            **asdict(combination),
+            num_parameters=evaluation["num_parameters"],
+            agreement=_mean(at, "likeness", "agreement", weight="num_positions"),
+            one_minus_tv=_mean(at, "likeness", "one_minus_tv", weight="num_positions"),
+            acceptance=_mean(at, "acceptance", "rate", weight="num_judged"),
+            draft_step_ms=1e3 * evaluation["cost_model"]["draft_step_s"],
+            **{
+                name: speed[name]
+                for name in (
+                    "tokens_per_round",
+                    "tokens_per_s",
+                    "plain_tokens_per_s",
+                    "over_plain",
+                    "low",
+                    "high",
+                    "texts_unlike_plain",
+                )
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    rows: tuple[SweepRow, ...]
+    """The fastest first."""
+
+    @property
+    def best(self) -> SweepRow | None:
+        """None when plain decoding beats them all."""
+        return self.rows[0] if self.rows[0].over_plain > 1.0 else None
+
+
+def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport:
+    """Tries what has not been tried yet and writes sweep.json.
+
+    Raises ConfigError when the folder was begun with other settings, or the features lack a layer.
+    """
+    _require_layers(request)
+    asked = request.asked()
+    tried = request.combinations
+    with only_one(request.out):
+        # One table must not mix figures of two settings.
+        claim(request.out / _ASKED_FILE, asked)
+        for number, combination in enumerate(tried, start=1):
+            say(f"sweep: {number} of {len(tried)}, {combination.name}")
+            _try_apart(request, combination, executor)
+        report = _report(request.out)
+        best = report.best
+        write_json(
+            request.out / SWEEP_FILE,
+            {
+                "recommended": None if best is None else best.name,
+                "reason": recommendation(report),
+                "rows": [asdict(row) for row in report.rows],
+                "asked": asked,
+                "provenance": collect_provenance(seed=request.seed).as_json(),
+            },
+        )
+    return report
+
+
+def _try_apart(request: SweepRequest, combination: Combination, executor: Executor) -> None:
+    """In a process of its own: what one leaves in memory must not slow the next one."""
+    if (request.out / combination.name / EVALUATION_FILE).exists():
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
+        process.submit(
+            make_head, request.head_request(combination), executor=executor, say=_on_stderr
+        ).result()
+
+
+def _on_stderr(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _require_layers(request: SweepRequest) -> None:
+    store = FeatureStore.of_target(request.features, request.machine.model)
+    wanted = {combination.exit_layer for combination in request.combinations}
+    missing = sorted(wanted.difference(store.manifest.exits))
+    if missing:
+        raise ConfigError(
+            f"{request.features}: found states after layers {list(store.manifest.exits)}, none "
+            f"after {missing}: collect with --exits {' '.join(str(n) for n in sorted(wanted))} "
+            "(or --collect), or sweep over fewer layers"
+        )
+
+
+def _report(out: Path) -> SweepReport:
+    rows = [SweepRow.of(one, read_json(out / one.name / EVALUATION_FILE)) for one in _measured(out)]
+    return SweepReport(rows=tuple(sorted(rows, key=lambda row: -row.over_plain)))
+
+
+def _measured(out: Path) -> list[Combination]:
+    """All in the folder, also those that only an earlier command asked for."""
+    every = {
+        one.name: one
+        for folder in out.glob("exit_*")
+        if (found := _FOLDER_NAME.match(folder.name))
+        for one in Tries(
+            exits=(int(found[1]),), heads=get_args(HeadKind), embedding="both"
+        ).combinations()
+    }
+    return [one for name, one in sorted(every.items()) if (out / name / EVALUATION_FILE).exists()]
+
+
+def _mean(at: Sequence[Mapping[str, Any]], part: str, name: str, *, weight: str) -> float:
+    """Over temperatures, each counting for as much as was seen of it."""
+    total = sum(one[part][weight] for one in at)
+    return float(sum(one[part][name] * one[part][weight] for one in at) / max(total, 1))
+
+
+def table(report: SweepReport) -> str:
+    """The rows, for people."""
+    lines = [
+        f"{'exit':>4} {'head':22}{'trained':>13}{'agree':>7}{'1-TV':>7}{'accepted':>9}"
+        f"{'step ms':>9}{'tok/round':>10}{'tok/s':>8}{'plain':>8}{'speed-up':>9}  95% interval"
+    ]
+    lines += [
+        f"{row.exit_layer:>4} {row.head + (' + embedding' if row.reads_embedding else ''):22}"
+        f"{row.num_parameters:>13,}{row.agreement:>7.3f}{row.one_minus_tv:>7.3f}"
+        f"{row.acceptance:>9.3f}{row.draft_step_ms:>9.2f}{row.tokens_per_round:>10.2f}"
+        f"{row.tokens_per_s:>8.1f}{row.plain_tokens_per_s:>8.1f}{row.over_plain:>8.2f}x"
+        f"  {row.low:.2f} to {row.high:.2f}"
+        for row in report.rows
+    ]
+    return "\n".join([*lines, "", recommendation(report)])
+
+
+def recommendation(report: SweepReport) -> str:
+    """Which one to take, and why not the one that is accepted most often."""
+    best = report.best
+    if best is None:
+        closest = report.rows[0]
+        return (
+            f"Take none: with the best of them, {closest.name}, decoding runs at "
+            f"{closest.over_plain:.2f}x plain. Train longer, try a smaller exit layer, or leave "
+            "speculation off."
+        )
+    words = [
+        f"Take {best.name}: {best.tokens_per_s:.1f} tokens/s where plain decoding gives "
+        f"{best.plain_tokens_per_s:.1f}, {best.over_plain:.2f}x "
+        f"({best.low:.2f} to {best.high:.2f})."
+    ]
+    if best.low <= 1.0:
+        words.append("So few texts do not tell it from plain decoding.")
+    rivals = [row for row in report.rows[1:] if row.high >= best.low]
+    likeliest = max(report.rows, key=lambda row: row.acceptance)
+    if likeliest is not best and likeliest not in rivals:
+        words.append(_why_it_loses(likeliest, best))
+    if rivals:
+        words.append(
+            f"Not told apart from it: {', '.join(row.name for row in rivals)}; time more prompts "
+            "(--timed-prompts) before choosing between them."
+        )
+    return " ".join(words)
+
+
+def _why_it_loses(row: SweepRow, best: SweepRow) -> str:
+    said = (
+        f"{row.name} is accepted more often ({row.acceptance:.3f} against {best.acceptance:.3f}) "
+        f"and loses: it decodes at {row.over_plain:.2f}x"
+    )
+    if row.draft_step_ms <= best.draft_step_ms:
+        return f"{said}."
+    return (
+        f"{said}, since it drafts a token in {row.draft_step_ms:.2f} ms against "
+        f"{best.draft_step_ms:.2f}."
+    )

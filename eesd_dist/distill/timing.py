@@ -1,0 +1,147 @@
+"""The time a head saves: texts written with and without speculation, in turn, by one writer.
+
+The controller is the default one. Which texts, and what else is measured, is up to `evaluate`.
+"""
+
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from tqdm import tqdm
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.control.regret import hindsight
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Asked, Machine
+from eesd_dist.distill.executor import Executor
+from eesd_dist.distill.writer import Written
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.text.prompts import Prompt
+from eesd_dist.types import Outcome
+
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """The default controller against plain decoding, one request at a time."""
+
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    over_plain: float
+    low: float
+    high: float
+    """Middle 95 % of a bootstrap over prompts."""
+    predicted_over_plain: float
+    """The same rounds by the cost model: what acceptance alone explains, prompts not counted."""
+    tokens_per_round: float
+    drafted_per_round: float
+    num_texts: int
+    texts_unlike_plain: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One text, written with and without speculation."""
+
+    temperature: float
+    plain_s: float
+    drafted_s: float
+    num_tokens: int
+    is_equal: bool
+    outcomes: tuple[Outcome, ...]
+
+
+def time_head(
+    executor: Executor,
+    machine: Machine,
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    max_length: int,
+    seed: int,
+) -> tuple[list[Timing], CostModel]:
+    """One request at a time; with and without speculation take turns in going first, so that a
+    machine that slows down slows both. The costs are what the writer measured at its start."""
+    stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
+    speculation = SpeculationConfig(max_draft_tokens=MAX_DRAFT_TOKENS)
+    writer = executor.writer(machine.engine(speculation, batch=1, max_length=max_length))
+    if writer.cost is None:
+        raise ConfigError(f"{machine.head}: the engine drafts nothing with this head")
+
+    names = (f"speed-{number}" for number in count(1))
+
+    def timed(one: Asked, mode: Literal["off", "auto"]) -> tuple[float, Written]:
+        request = one.request(
+            next(names), max_tokens=max_tokens, stop_token_ids=stop_token_ids, mode=mode
+        )
+        began = time.perf_counter()
+        (written,) = writer.write([request])
+        return time.perf_counter() - began, written
+
+    asked = [
+        Asked(prompt=prompt, temperature=temperature, seed=seed + number)
+        for number, prompt in enumerate(prompts)
+        for temperature in temperatures
+    ]
+    timed(asked[0], "auto")  # allocates, warms the caches
+    timings: list[Timing] = []
+    for number, one in enumerate(
+        tqdm(asked, desc="speed", unit="text", file=sys.stderr, disable=None)
+    ):
+        if number % 2:
+            (drafted_s, drafted), (plain_s, plain) = timed(one, "auto"), timed(one, "off")
+        else:
+            (plain_s, plain), (drafted_s, drafted) = timed(one, "off"), timed(one, "auto")
+        timings.append(
+            Timing(
+                temperature=one.temperature,
+                plain_s=plain_s,
+                drafted_s=drafted_s,
+                num_tokens=len(plain.tokens),
+                is_equal=plain.tokens == drafted.tokens,
+                outcomes=tuple(drafted.outcomes),
+            )
+        )
+    return timings, writer.cost
+
+
+def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:
+    plain_s = sum(timing.plain_s for timing in timings)
+    drafted_s = sum(timing.drafted_s for timing in timings)
+    num_tokens = sum(timing.num_tokens for timing in timings)
+    outcomes = [outcome for timing in timings for outcome in timing.outcomes]
+    seen = hindsight(outcomes, cost=cost, max_length=MAX_DRAFT_TOKENS)
+    low, high = _interval(timings, seed=seed)
+    num_rounds = max(len(outcomes), 1)
+    return Speed(
+        plain_tokens_per_s=num_tokens / plain_s,
+        tokens_per_s=num_tokens / drafted_s,
+        over_plain=plain_s / drafted_s,
+        low=low,
+        high=high,
+        predicted_over_plain=seen.rate / seen.plain_rate,
+        tokens_per_round=sum(1 + outcome.num_accepted for outcome in outcomes) / num_rounds,
+        drafted_per_round=sum(outcome.num_drafted for outcome in outcomes) / num_rounds,
+        num_texts=len(timings),
+        texts_unlike_plain=sum(not timing.is_equal for timing in timings),
+    )
+
+
+def _interval(timings: Sequence[Timing], *, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap over texts (Efron and Tibshirani 1993, chapter 13)."""
+    rng = random.Random(f"bootstrap/{seed}")
+    ratios: list[float] = []
+    for _ in range(_RESAMPLES):
+        drawn = rng.choices(timings, k=len(timings))
+        ratios.append(sum(t.plain_s for t in drawn) / sum(t.drafted_s for t in drawn))
+    ratios.sort()
+    last = len(ratios) - 1
+    return ratios[math.floor(0.025 * last)], ratios[math.ceil(0.975 * last)]

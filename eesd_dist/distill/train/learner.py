@@ -1,0 +1,334 @@
+"""Moves the weights of one exit head, on one rank of as many as there are.
+
+DeepSpeed moves gradients and optimizer state (ZeRO stages 0 to 3); only the head's own parameters
+are trained. The only module that imports DeepSpeed; the default process group exists before a
+learner does (`alone` makes one for one process).
+"""
+
+# Shapes: B rows, T positions, D hidden size, N = B x T positions, K tokens kept, V vocabulary.
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from eesd_dist.distill.folders import put_in_place
+from eesd_dist.distill.target import FrozenTarget, target_embedding
+from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
+from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
+from eesd_dist.distill.train.request import (
+    TrainInputs,
+    TrainOptions,
+    TrainRequest,
+    device_of,
+    first_head,
+)
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+
+_LEAST_WEIGHT = 1e-9
+"""A batch of nothing but prompts may weigh nothing: its loss is 0, and stays it."""
+
+
+@contextmanager
+def alone(options: TrainOptions) -> Iterator[None]:
+    """A default process group of this one process, without which DeepSpeed will not start."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    on_cuda = device_of(options).type == "cuda"
+    deepspeed = load_deepspeed(force_cpu=not on_cuda)
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        else:
+            dist.destroy_process_group()
+        del os.environ["LOCAL_RANK"]
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """How well a head says what the target says, over some positions."""
+
+    loss: float
+    agreement: float
+    """Share of positions where both put the same token first."""
+    one_minus_tv: float
+    """What rejection sampling would accept at temperature 1, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is; a checkpoint holds this and DeepSpeed's own state."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    spent_s: float = 0.0
+    total_steps: int | None = None
+    """None until a budget in minutes has been turned into steps."""
+    position: Position = field(default_factory=Position)
+    held_out: Figures | None = None
+    """Of the last evaluation."""
+    best_one_minus_tv: float | None = None
+    best_step: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return TypeAdapter(cls).validate_python(json.loads(text))
+
+
+class _HeadLoss(nn.Module):
+    """One forward pass as DeepSpeed sees it. ZeRO-3 gathers all of its parameters at once: they
+    are one layer, and the layer takes them without a module's call of its own."""
+
+    def __init__(self, head: TrainableExitHead, vocabulary: DraftVocabulary, loss: LossOptions):
+        super().__init__()
+        self.head = head
+        self._vocabulary = vocabulary
+        self._loss = loss
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        embedding_BTD: Tensor | None,
+        ids_NK: Tensor,
+        logits_NK: Tensor,
+        lse_N: Tensor,
+        weights_N: Tensor,
+        wants_figures: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over positions: the loss, and [loss, agreement, 1 - TV, weight] for the log."""
+        guess_BTV = self.head.training_forward(hidden_BTD, embedding_BTD)
+        kept = KeptTargets(ids_NK=ids_NK, logits_NK=logits_NK, lse_N=lse_N)
+        comparison = Comparison(guess_BTV.flatten(0, 1), kept, self._vocabulary)
+        loss = (comparison.loss(self._loss) * weights_N).sum()
+        if not wants_figures:
+            return loss, torch.zeros(4, dtype=torch.float64, device=loss.device)
+        with torch.no_grad():
+            sums = [
+                loss,
+                (comparison.agrees() * weights_N).sum(),
+                (comparison.one_minus_tv() * weights_N).sum(),
+                weights_N.sum(),
+            ]
+            return loss, torch.stack([x.double() for x in sums])
+
+
+class DeepSpeedLearner:
+    """The head under DeepSpeed's engine; all ranks make the same calls."""
+
+    def __init__(
+        self, request: TrainRequest, inputs: TrainInputs, *, rank: int, world_size: int
+    ) -> None:
+        deepspeed = load_deepspeed(force_cpu=inputs.device.type == "cpu")
+        options = request.options
+        head = first_head(request, inputs).to(inputs.device)
+        vocabulary = DraftVocabulary(
+            head.vocab_ids, vocab_size=inputs.spec.vocab_size, device=inputs.device
+        )
+        module = _HeadLoss(head, vocabulary, options.loss)
+        if request.zero_stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(module, [_HeadLoss])
+        trained = [p for p in head.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        self._deepspeed = deepspeed
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=trained,
+            optimizer=optimizer,
+            config=_deepspeed_config(request),
+        )
+        self._head = head
+        self._embed: Callable[[Tensor], Tensor] | None = None
+        if head.reads_embedding:
+            self._embed = target_embedding(request.model, inputs.spec, device=inputs.device)
+        self._target: FrozenTarget | None = None
+        if options.source == "live":
+            self._target = FrozenTarget(
+                request.model, inputs.spec, [head.exit_layer], device=inputs.device
+            )
+        self._options = options
+        self._device = inputs.device
+        self._rank = rank
+        self._world_size = world_size
+
+    def learn(
+        self, planned: PlannedBatch, *, rate: float, wants_figures: bool, flag: float
+    ) -> tuple[Figures | None, float]:
+        """One optimizer step. With `wants_figures` all ranks put theirs together, and learn what
+        the first rank's `flag` was."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        options = self._options
+        num_shares = self._world_size * options.accumulation
+        # DeepSpeed divides by the micro-batches and averages over the ranks.
+        scale = num_shares / max(planned.weight(options.prompt_weight), _LEAST_WEIGHT)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        for micro in range(options.accumulation):
+            rows = planned.share(micro * self._world_size + self._rank, num_shares)
+            loss, part = self._forward(rows, options.prompt_weight, wants_figures=wants_figures)
+            self._engine.backward(loss * scale)
+            self._engine.step()
+            sums += part
+        if not wants_figures:
+            return None, 0.0
+        *together, flag = self.sum_over_ranks([*sums.tolist(), flag])
+        return _figures(together), flag
+
+    def judge(self, batches: Sequence[Sequence[Row]]) -> Figures:
+        """Over what the target wrote in these rows; prompts are not judged."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._engine.eval()
+        with torch.no_grad():
+            for rows in batches:
+                mine = rows[self._rank :: self._world_size]
+                # ZeRO-3 gathers in every forward pass: all ranks make equally many of them.
+                _, part = self._forward(mine or rows[:1], 0.0, wants_figures=True)
+                if mine:
+                    sums += part
+        self._engine.train()
+        return _figures(self.sum_over_ranks(sums.tolist()))
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        if self._world_size > 1:
+            self._deepspeed.comm.all_reduce(total)
+        found: list[float] = total.tolist()
+        return found
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """All ranks write their part into one folder."""
+        self._engine.save_checkpoint(
+            str(folder.parent),
+            tag=folder.name,
+            client_state={"progress": progress.to_json()},
+            save_latest=False,
+            exclude_frozen_parameters=True,
+        )
+
+    def load(self, folder: Path) -> Progress:
+        _, client_state = self._engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=False
+        )
+        return Progress.from_json(client_state["progress"])
+
+    def save_head(self, final: Path, *, provenance: Mapping[str, object]) -> None:
+        """Replaces the head at `final` by the present one."""
+        parameters = list(self._head.parameters())
+        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._is_partitioned):
+            if self._rank == 0:
+                written = final.with_name(f".{final.name}.new")
+                try:
+                    self._head.save(written, dtype=self._options.save_dtype, provenance=provenance)
+                except SafetensorError as error:  # it says no more of a full disk
+                    raise ConfigError(f"{written}: cannot be written ({error})") from error
+                put_in_place(written, final)
+
+    def wait_for_all(self) -> None:
+        if self._world_size > 1:
+            self._deepspeed.comm.barrier()
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return bool(self._engine.zero_optimization_partition_weights())
+
+    def _forward(
+        self, rows: Sequence[Row], prompt_weight: float, *, wants_figures: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch = Batch.of(rows, prompt_weight=prompt_weight, device=self._device)
+        hidden_BTD, kept = self._features(batch)
+        embedding_BTD = None if self._embed is None else self._embed(batch.tokens_BT)
+        if self._is_partitioned and torch.is_grad_enabled():
+            # ZeRO-3 lets go of the parameters when the gradient of an input is there; without one
+            # it would let go of them before the backward pass.
+            hidden_BTD = hidden_BTD.detach().requires_grad_()
+        loss, sums = self._engine(
+            hidden_BTD,
+            embedding_BTD,
+            kept.ids_NK,
+            kept.logits_NK,
+            kept.lse_N,
+            batch.weights_BT.flatten(),
+            wants_figures,
+        )
+        return loss, sums
+
+    def _features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
+        """As collected, or computed by the target over each row as if it were a whole text."""
+        if self._target is None:
+            return batch.hidden_BTD, batch.kept
+        hidden, logits_BTV = self._target.forward(batch.tokens_BT, self._target.exits)
+        return hidden[self._head.exit_layer], KeptTargets.whole(logits_BTV.flatten(0, 1))
+
+
+def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
+    options = request.options
+    zero: dict[str, object] = {"stage": request.zero_stage}
+    if request.zero_stage == 3:
+        # A head is a dozen tensors: keeping the small ones whole would win nothing.
+        zero["stage3_param_persistence_threshold"] = 0
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": options.rows // request.shape.num_shares,
+        "gradient_accumulation_steps": options.accumulation,
+        "gradient_clipping": options.clip,
+        "zero_optimization": zero,
+        # Its own CPU optimizer would be compiled first; torch's needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": options.bfloat16},
+        "steps_per_print": None,
+    }
+
+
+def load_deepspeed(*, force_cpu: bool) -> Any:
+    """DeepSpeed without its shared-memory all-reduce, which wants a compiler on the machine and
+    stays on one host (DeepSpeed issue 7625), and without asking the compiler about other ops."""
+    if force_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise ConfigError(
+            f"training needs DeepSpeed ({error}): pip install 'eesd-dist[distill]'"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed
+
+
+def _figures(sums: Sequence[float]) -> Figures:
+    loss, agreement, one_minus_tv, weight = sums
+    weight = max(weight, _LEAST_WEIGHT)
+    return Figures(
+        loss=loss / weight, agreement=agreement / weight, one_minus_tv=one_minus_tv / weight
+    )

@@ -1,0 +1,322 @@
+"""The steps of a training run, and what is kept of them: log, evaluations, checkpoints, the head.
+
+Every rank runs `train_rank`. What a run has done is in its folder: killed at any moment and started
+again it goes on from its last checkpoint along the same curve, bit for bit on the same machine with
+as many processes and threads. It decides when something is due; the learner moves the weights.
+"""
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from tqdm import tqdm
+
+from eesd_dist.distill.folders import put_in_place
+from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, in_order, read_rows
+from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
+from eesd_dist.distill.train.request import TrainInputs, TrainRequest
+from eesd_dist.distill.train.run_folder import RunFolder
+from eesd_dist.distill.train.schedule import LearningRate, Pace
+from eesd_dist.errors import ConfigError
+from eesd_dist.provenance import collect_provenance
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+_MEASURED = range(3, 13)
+"""Steps whose time says how many fit into a budget; the first ones still warm up the machine."""
+_OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+)
+"""What DeepSpeed uses of torch and will have to stop using: nothing the reader can do."""
+
+
+def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
+    """Trains to the end, from the last checkpoint if there is one; the same call in every rank.
+
+    Raises ConfigError for what does not fit together, before any step is taken.
+    """
+    if world_size != request.workers:
+        raise ConfigError(f"{world_size} processes for a run of {request.workers} workers")
+    inputs = TrainInputs.of(request)
+    folder = RunFolder(request.run_folder)
+    if rank == 0:
+        folder.claim(inputs.job(request))
+    with warnings.catch_warnings():
+        for message, category in _OTHERS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        learner = DeepSpeedLearner(request, inputs, rank=rank, world_size=world_size)
+        try:
+            Run(request, inputs, folder, learner, is_writer=rank == 0).to_the_end()
+        finally:
+            learner.close()
+
+
+class Run:
+    """The steps of a run, and what is kept of them."""
+
+    def __init__(
+        self,
+        request: TrainRequest,
+        inputs: TrainInputs,
+        folder: RunFolder,
+        learner: DeepSpeedLearner,
+        *,
+        is_writer: bool,
+    ) -> None:
+        options = request.options
+        self._request = request
+        self._job = inputs.job(request)
+        self._options = options
+        self._folder = folder
+        self._learner = learner
+        self._is_writer = is_writer
+        self._recipe = collect_provenance(seed=request.seed).as_json() if is_writer else {}
+        self._reader = BatchReader(
+            inputs.store,
+            exit_layer=request.exit_layer,
+            only=inputs.learnt,
+            shape=request.shape,
+            seed=request.seed,
+            window_bytes=options.window_mib * 2**20,
+        )
+        held_out = read_rows(inputs.store, inputs.judged, request.exit_layer, length=options.length)
+        self._held_out = in_order(held_out, options.rows)
+        self._progress = Progress()
+        if request.max_steps is not None and (
+            request.minutes is None or request.max_steps <= self._last_measured
+        ):
+            self._progress = Progress(total_steps=request.max_steps)
+        self._began = time.monotonic()
+        self._saved_at = self._began
+        self._folder_step: int | None = None
+        """Of the checkpoint that was written or read last."""
+        self._step_s: list[float] = []
+        self._evaluation_s = 0.0
+
+    def to_the_end(self) -> None:
+        self._resume()
+        with self._shown() as shown:
+            if self._progress.step == 0:
+                self._judge_before_training(shown)
+            for planned in self._reader.batches(self._progress.position):
+                if self._progress.step == self._progress.total_steps:
+                    break
+                self._advance(planned, shown)
+        if self._folder_step != self._progress.step:
+            self._save()
+        self._write_head()
+
+    def _advance(self, planned: PlannedBatch, shown: "_Shown") -> None:
+        """One step, and what is due after it."""
+        began = time.monotonic()
+        step = self._progress.step + 1
+        judges = self._is_due(step, self._options.evaluate_every) and bool(self._held_out)
+        logs = judges or self._is_due(step, self._options.log_every)
+        rate = self._rate.at(self._progress.step)
+        figures, wants_saving = self._learner.learn(
+            planned, rate=rate, wants_figures=logs, flag=self._time_to_save()
+        )
+        self._move_to(step=step, position=planned.after)
+        self._step_s.append(time.monotonic() - began)
+        held_out = self._judge() if judges else None
+        if figures is not None:
+            shown.row(self._row(figures, rate, held_out))
+        shown.moved(self._progress)
+        if self._plan_is_due(step):
+            self._plan()
+            self._save()
+        elif wants_saving or self._is_due(step, self._options.checkpoint_every_steps):
+            self._save()
+
+    def _resume(self) -> None:
+        """The first rank looks which checkpoint is the last, and all load that one."""
+        found = self._folder.latest_step() if self._is_writer else None
+        coded = 0.0 if found is None else found + 1.0
+        (coded,) = self._learner.sum_over_ranks([coded])
+        step = int(coded) - 1
+        if coded:
+            self._progress = self._learner.load(self._folder.checkpoint(step))
+            self._folder_step = step
+            logger.info("goes on after step %d", step)
+        if self._is_writer:
+            self._folder.cut_log(after_step=step)
+        self._began = time.monotonic() - self._progress.spent_s
+
+    def _judge_before_training(self, shown: "_Shown") -> None:
+        if not self._held_out:
+            return
+        began = time.monotonic()
+        held_out = self._judge()
+        self._evaluation_s = time.monotonic() - began
+        shown.row({"step": 0, "seconds": self._seconds(), "held_out": asdict(held_out)})
+
+    def _judge(self) -> Figures:
+        held_out = self._learner.judge(self._held_out)
+        self._progress = replace(self._progress, held_out=held_out)
+        best = self._progress.best_one_minus_tv
+        if self._options.keep == "best" and (best is None or held_out.one_minus_tv > best):
+            self._progress = replace(
+                self._progress,
+                best_one_minus_tv=held_out.one_minus_tv,
+                best_step=self._progress.step,
+            )
+            self._learner.save_head(self._folder.best, provenance=self._provenance())
+        return held_out
+
+    def _plan(self) -> None:
+        """Turns what is left of the budget into steps, by the first rank's clock."""
+        minutes = self._request.minutes
+        if minutes is None:
+            raise AssertionError("a run without a budget has its number of steps from the start")
+        timed = self._step_s[_MEASURED.start :] or self._step_s
+        pace = Pace(step_s=sum(timed) / len(timed), evaluation_s=self._evaluation_s)
+        more = pace.steps_within(
+            60.0 * minutes - self._seconds(), evaluate_every=self._options.evaluate_every
+        )
+        (more_f,) = self._learner.sum_over_ranks([float(more) if self._is_writer else 0.0])
+        total = self._progress.step + max(int(more_f), 1)
+        if self._request.max_steps is not None:
+            total = min(total, self._request.max_steps)
+        self._move_to(total_steps=total)
+        logger.info("%.0f ms a step: %d steps in %.1f minutes", 1e3 * pace.step_s, total, minutes)
+
+    def _plan_is_due(self, step: int) -> bool:
+        return self._progress.total_steps is None and step >= self._last_measured
+
+    @property
+    def _last_measured(self) -> int:
+        return min(_MEASURED.stop - 1, self._options.warmup_steps)
+
+    def _save(self) -> None:
+        step = self._progress.step
+        self._move_to()
+        self._learner.save(self._folder.unfinished(step), self._progress)
+        if self._is_writer:
+            self._folder.commit(step)
+        self._learner.wait_for_all()
+        self._folder_step = step
+        self._saved_at = time.monotonic()
+
+    def _write_head(self) -> None:
+        request = self._request
+        if self._options.keep == "last" or self._progress.best_step is None:
+            self._learner.save_head(request.out, provenance=self._provenance())
+        elif self._is_writer:
+            written = request.out.with_name(f".{request.out.name}.new")
+            shutil.copytree(self._folder.best, written, dirs_exist_ok=True)
+            put_in_place(written, request.out)
+        self._learner.wait_for_all()
+
+    def _time_to_save(self) -> float:
+        """1 from the first rank when its clock says so; the others have no say."""
+        waited_s = time.monotonic() - self._saved_at
+        plans_first = self._progress.total_steps is None
+        is_time = self._is_writer and not plans_first
+        return float(is_time and waited_s >= self._options.checkpoint_every_s)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return every is not None and (step % every == 0 or step == self._progress.total_steps)
+
+    @property
+    def _rate(self) -> LearningRate:
+        warmup = self._options.warmup_steps
+        if self._request.minutes is None and self._request.max_steps is not None:
+            warmup = min(warmup, max(self._request.max_steps // 10, 1))
+        return LearningRate(
+            peak=self._options.learning_rate,
+            warmup_steps=warmup,
+            total_steps=self._progress.total_steps,
+        )
+
+    def _move_to(self, **changed: Any) -> None:
+        self._progress = replace(self._progress, spent_s=self._seconds(), **changed)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _row(self, figures: Figures, rate: float, held_out: Figures | None) -> dict[str, object]:
+        row: dict[str, object] = {
+            "step": self._progress.step,
+            "seconds": round(self._progress.spent_s, 3),
+            "lr": rate,
+            **asdict(figures),
+        }
+        return row if held_out is None else {**row, "held_out": asdict(held_out)}
+
+    def _provenance(self) -> dict[str, object]:
+        progress = self._progress
+        return {
+            **self._recipe,
+            "training": {
+                **self._job,
+                "step": progress.step,
+                "total_steps": progress.total_steps,
+                "seconds": self._seconds(),
+                "held_out": None if progress.held_out is None else asdict(progress.held_out),
+            },
+        }
+
+    @contextmanager
+    def _shown(self) -> Iterator["_Shown"]:
+        if not self._is_writer:
+            yield _Hidden()
+            return
+        # Serving is installed without it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        progress = self._progress
+        with (
+            closing(SummaryWriter(self._folder.tensorboard, purge_step=progress.step + 1)) as board,
+            tqdm(
+                initial=progress.step, total=progress.total_steps, unit="step", disable=None
+            ) as bar,
+        ):
+            yield _Written(self._folder, board, bar)
+
+
+class _Shown(Protocol):
+    """Shows a run while it goes on."""
+
+    def row(self, row: Mapping[str, object]) -> None: ...
+    def moved(self, progress: Progress) -> None: ...
+
+
+class _Hidden:
+    """Of all ranks but the first."""
+
+    def row(self, row: Mapping[str, object]) -> None: ...
+    def moved(self, progress: Progress) -> None: ...
+
+
+class _Written:
+    """JSON lines, TensorBoard and a bar."""
+
+    def __init__(self, folder: RunFolder, board: "SummaryWriter", bar: "tqdm[Any]") -> None:
+        self._folder = folder
+        self._board = board
+        self._bar = bar
+
+    def row(self, row: Mapping[str, object]) -> None:
+        self._folder.write_row(row)
+        step = cast(int, row["step"])
+        for name, value in row.items():
+            if isinstance(value, float):
+                self._board.add_scalar(f"train/{name}", value, step)
+        held_out = row.get("held_out")
+        if isinstance(held_out, dict):
+            for name, value in held_out.items():
+                self._board.add_scalar(f"held_out/{name}", value, step)
+            self._bar.set_postfix({name: f"{value:.3f}" for name, value in held_out.items()})
+
+    def moved(self, progress: Progress) -> None:
+        self._bar.total = progress.total_steps
+        self._bar.update(progress.step - self._bar.n)

@@ -1,0 +1,165 @@
+"""How far a head's guesses are from what the target said, position by position.
+
+The target's distribution comes as its K best logits and the exact log-sum-exp over its whole
+vocabulary. The K tokens are compared exactly; what is left, the tail, is compared as one lump: its
+mass under the target, `1 - sum(p)`, against its mass under the head. Lumping outcomes together can
+only bring two distributions nearer, so that
+
+    lumped KL <= exact KL = lumped KL + tail mass * KL(target | tail, head | tail)
+    sum over the K tokens of min(p, q) <= 1 - TV <= the same plus min(tail of p, tail of q)
+
+and with K the whole vocabulary there is no tail and all of it is exact. It knows no model, no
+batches and no optimiser.
+"""
+
+# Shapes: N positions, K tokens kept of the target, B = K tokens and the tail (where there is one),
+# V draft vocabulary, W target vocabulary.
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import ConfigError
+
+Divergence = Literal["forward_kl", "reverse_kl", "tv"]
+
+_NOTHING = -1e4
+"""Log of no probability at all, which stays finite when it is multiplied by it."""
+_LEAST_TAIL = 1e-7
+"""A sum of float32 probabilities is not known better than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """`(1 - soft) CE(y, q) + soft T^2 D(p^T, q^T)` per position, y the target's best token.
+
+    D is forward KL(p || q) as in Kangaroo (arXiv 2404.18911), reverse KL(q || p), or total
+    variation TV(p, q), one minus which is what rejection sampling accepts (OSD, arXiv 2310.07177,
+    and DistillSpec, arXiv 2310.08461, compare them). p^T is p's K + 1 outcomes to the power 1 / T,
+    made to sum to one again.
+    """
+
+    soft: Annotated[float, "share of the divergence in the loss"] = 0.7
+    temperature: Annotated[float, "of both distributions in a KL"] = 1.0
+    divergence: Annotated[Divergence, "between the target and the head"] = "forward_kl"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.soft <= 1.0:
+            raise ConfigError(f"soft is {self.soft}: a share of the loss, from 0 to 1")
+        if self.temperature <= 0.0:
+            raise ConfigError(f"the loss's temperature is {self.temperature}: it must be above 0")
+        if self.divergence not in ("forward_kl", "reverse_kl", "tv"):
+            raise ConfigError(
+                f"divergence is {self.divergence!r}: one of forward_kl, reverse_kl, tv"
+            )
+        if self.divergence == "tv" and self.temperature != 1.0:
+            raise ConfigError(
+                f"divergence tv at temperature {self.temperature}: total variation is acceptance "
+                "at temperature 1 only; leave the temperature at 1 or take a KL"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTargets:
+    """What is kept of the target's distribution at N positions."""
+
+    ids_NK: Tensor
+    """Target tokens, each once in its row."""
+    logits_NK: Tensor
+    lse_N: Tensor
+    """Exact, over the whole vocabulary."""
+
+    @classmethod
+    def whole(cls, logits_NW: Tensor) -> Self:
+        """All of it: nothing is left for a tail."""
+        every_W = torch.arange(logits_NW.shape[-1], device=logits_NW.device)
+        return cls(
+            ids_NK=every_W.expand_as(logits_NW),
+            logits_NK=logits_NW,
+            lse_N=logits_NW.float().logsumexp(dim=-1),
+        )
+
+
+class DraftVocabulary:
+    """Which tokens the head has, and where."""
+
+    def __init__(
+        self, ids_V: Tensor | None, *, vocab_size: int, device: torch.device | None = None
+    ) -> None:
+        """`ids_V`: the target token of each draft index; None: the target's own vocabulary."""
+        self.vocab_size = vocab_size
+        chosen_V = torch.arange(vocab_size) if ids_V is None else ids_V.cpu()
+        index_W = torch.zeros(vocab_size, dtype=torch.long)
+        index_W[chosen_V] = torch.arange(len(chosen_V))
+        has_W = torch.zeros(vocab_size, dtype=torch.bool)
+        has_W[chosen_V] = True
+        self._index_W = index_W.to(device)
+        self._has_W = has_W.to(device)
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft index of each token, and whether the head has it (where not, the index is 0)."""
+        return self._index_W[ids], self._has_W[ids]
+
+
+class Comparison:
+    """Compares one head's logits with the target's, over the tokens both know."""
+
+    def __init__(self, logits_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary) -> None:
+        self._guess_NV = logits_NV.float()
+        index_NK, shared_NK = vocabulary.find(kept.ids_NK)
+        # One gather of all that is looked at: its gradient is as large as the logits.
+        log_q_NK = self._guess_NV.log_softmax(dim=-1).gather(-1, index_NK)
+        log_q_NK = log_q_NK.masked_fill(~shared_NK, _NOTHING)
+        log_p_NK = kept.logits_NK.float() - kept.lse_N.float().unsqueeze(-1)
+        tail_p_N1 = _rest(log_p_NK)
+        best_at_N1 = log_p_NK.argmax(dim=-1, keepdim=True)
+        log_p_NK = log_p_NK.masked_fill(~shared_NK, _NOTHING)
+        self._best_N = index_NK.gather(-1, best_at_N1).squeeze(-1)
+        self._knows_best_N = shared_NK.gather(-1, best_at_N1).squeeze(-1)
+        self._log_best_q_N = log_q_NK.gather(-1, best_at_N1).squeeze(-1)
+        self._log_p_NK, self._log_q_NK = log_p_NK, log_q_NK
+        self._log_p_NB, self._log_q_NB = log_p_NK, log_q_NK
+        if kept.ids_NK.shape[-1] < vocabulary.vocab_size:
+            self._log_p_NB = torch.cat([log_p_NK, tail_p_N1.log()], dim=-1)
+            self._log_q_NB = torch.cat([log_q_NK, _rest(log_q_NK).log()], dim=-1)
+
+    def loss(self, options: LossOptions) -> Tensor:
+        """In nats. A head with a truncated vocabulary is asked for no token it lacks: the
+        cross-entropy skips positions whose best token it has not, and the target is made to sum to
+        one over what it has (the tail counts as had), each position weighing as much as that."""
+        hard_N = -self._log_best_q_N * self._knows_best_N
+        return (1.0 - options.soft) * hard_N + options.soft * self._divergence(options)
+
+    def agrees(self) -> Tensor:
+        """Whether head and target put the same token first."""
+        top_N: Tensor = self._guess_NV.argmax(dim=-1)
+        return (top_N == self._best_N) & self._knows_best_N
+
+    def one_minus_tv(self) -> Tensor:
+        """What rejection sampling would accept at temperature 1, at least: the tail adds more."""
+        return torch.minimum(self._log_p_NK, self._log_q_NK).exp().sum(dim=-1)
+
+    def _divergence(self, options: LossOptions) -> Tensor:
+        if options.divergence == "tv":
+            return 1.0 - torch.minimum(self._log_p_NB.exp(), self._log_q_NB.exp()).sum(dim=-1)
+        temperature = options.temperature
+        log_mass_N1 = self._log_p_NB.logsumexp(dim=-1, keepdim=True)
+        log_p_NB = _tempered(self._log_p_NB - log_mass_N1, temperature)
+        log_q_NB = _tempered(self._log_q_NB, temperature)
+        if options.divergence == "reverse_kl":
+            log_p_NB, log_q_NB = log_q_NB, log_p_NB
+        divergence_N = (log_p_NB.exp() * (log_p_NB - log_q_NB)).sum(dim=-1)
+        return temperature**2 * log_mass_N1.exp().squeeze(-1) * divergence_N
+
+
+def _rest(log_probs_NK: Tensor) -> Tensor:
+    """[N, 1]: the probability that is left over."""
+    return (1.0 - log_probs_NK.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST_TAIL)
+
+
+def _tempered(log_probs_NB: Tensor, temperature: float) -> Tensor:
+    if temperature == 1.0:
+        return log_probs_NB
+    return (log_probs_NB / temperature).log_softmax(dim=-1)

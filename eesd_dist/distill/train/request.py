@@ -1,0 +1,241 @@
+"""What can be asked of training, and what a run reads before its first step.
+
+Decides the defaults, what does not fit together, which sequences are learnt from, which device
+computes, and what the head begins as: alike in every rank. It knows no DeepSpeed and no Ray.
+"""
+
+# Shapes: W target vocabulary.
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import torch
+from torch import Tensor
+
+from eesd_dist.config import DType
+from eesd_dist.distill.checks import require_positive
+from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
+from eesd_dist.distill.train.batches import BatchShape
+from eesd_dist.distill.train.losses import LossOptions
+from eesd_dist.errors import ConfigError
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.spec import ModelSpec
+
+_MAY_CHANGE = frozenset(
+    {"log_every", "checkpoint_every_s", "checkpoint_every_steps", "device", "keep"}
+)
+"""Options that a run may go on with after they have changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How a head is trained. The defaults fit a small model on a CPU."""
+
+    rows: Annotated[int, "of one step, over all workers and accumulated micro-batches"] = 16
+    length: Annotated[int, "tokens of a row, at most"] = 256
+    accumulation: Annotated[int, "micro-batches of a step"] = 1
+    learning_rate: Annotated[float, "highest learning rate"] = 2e-3
+    warmup_steps: Annotated[int, "over which the rate rises"] = 20
+    weight_decay: Annotated[float, "of AdamW"] = 0.0
+    clip: Annotated[float, "largest norm of a gradient"] = 1.0
+    loss: LossOptions = field(default_factory=LossOptions)
+    prompt_weight: Annotated[float, "of a position in a prompt; one in an answer weighs 1"] = 1.0
+    source: Annotated[
+        Literal["features", "live"], "live: the target runs at every step, only tokens are read"
+    ] = "features"
+    held_out_share: Annotated[float, "of the sequences: judged on, never learnt from"] = 0.1
+    held_out_sequences: Annotated[int, "so many of them are judged, at most"] = 64
+    evaluate_every: Annotated[int, "steps"] = 200
+    log_every: Annotated[int, "steps"] = 10
+    checkpoint_every_s: Annotated[float, "seconds"] = 60.0
+    checkpoint_every_steps: Annotated[int | None, "steps, as well as seconds"] = None
+    keep: Annotated[
+        Literal["best", "last"], "which head to save; best: by 1 - TV on held-out text"
+    ] = "best"
+    offload_optimizer: Annotated[
+        bool, "optimizer state in host memory; with ZeRO stages 1 to 3"
+    ] = False
+    bfloat16: Annotated[bool, "train in it, on machines that compute in it"] = False
+    save_dtype: Annotated[DType, "of the saved head"] = "bfloat16"
+    window_mib: Annotated[int, "features in memory at a time, per worker"] = 2048
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: CUDA where there is one"] = "auto"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "rows", "length", "accumulation", "warmup_steps", "evaluate_every")
+        require_positive(self, "log_every", "learning_rate", "clip", "window_mib")
+        require_positive(self, "checkpoint_every_s", "checkpoint_every_steps")
+        if not 0.0 <= self.held_out_share < 1.0:
+            raise ConfigError(f"held_out_share is {self.held_out_share}: from 0 up to, not with, 1")
+        if self.prompt_weight < 0.0 or self.weight_decay < 0.0:
+            raise ConfigError("prompt_weight and weight_decay must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """One head to train, from which target and features, and where everything goes."""
+
+    model: Annotated[Path, "folder of the target (the bundled one)"]
+    features: Annotated[Path, "what `eesd distill collect` wrote"]
+    out: Annotated[Path, "folder of the head; written when training has ended"]
+    checkpoints: Annotated[Path | None, "folder of the run (OUT.run); all nodes must see it"] = None
+    exit_layer: Annotated[int, "the head reads the state after so many layers"] = 1
+    head: Annotated[HeadKind, "whose LM head"] = "truncated"
+    draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
+    reads_embedding: Annotated[
+        bool, "the head also sees each token's embedding (arXiv 2404.19124)"
+    ] = False
+    minutes: Annotated[float | None, "of training"] = None
+    max_steps: Annotated[int | None, "end after so many steps"] = None
+    workers: Annotated[int, "processes"] = 1
+    zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
+    start: Annotated[
+        Path | None, "a head to train on; without it, the target's last layer is the start"
+    ] = None
+    seed: int = 0
+    threads: Annotated[int | None, "CPU threads of one worker (an even share)"] = None
+    options: TrainOptions = field(default_factory=TrainOptions)
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.max_steps is None:
+            raise ConfigError("neither minutes nor max_steps: say when training is to end")
+        require_positive(self, "minutes", "max_steps", "workers", "draft_vocab", "threads")
+        if self.zero_stage not in range(4):
+            raise ConfigError(f"zero_stage is {self.zero_stage}: DeepSpeed has 0, 1, 2 and 3")
+        if self.options.offload_optimizer and self.zero_stage == 0:
+            raise ConfigError(
+                "offload_optimizer at ZeRO stage 0: nothing is partitioned there; take zero_stage "
+                "1, 2 or 3, or leave it off"
+            )
+        _ = self.shape
+
+    @property
+    def run_folder(self) -> Path:
+        """Of checkpoints, log and TensorBoard."""
+        return self.checkpoints or self.out.with_name(f"{self.out.name}.run")
+
+    @property
+    def shape(self) -> BatchShape:
+        options = self.options
+        shares = self.workers * options.accumulation
+        return BatchShape(rows=options.rows, length=options.length, num_shares=shares)
+
+    @property
+    def threads_of_worker(self) -> int:
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
+
+    def job(self) -> dict[str, object]:
+        """What may not change while a run goes on."""
+        said = asdict(self)
+        said["options"] = {
+            name: value for name, value in said["options"].items() if name not in _MAY_CHANGE
+        }
+        for name in ("out", "checkpoints", "threads"):
+            del said[name]
+        if self.zero_stage == 0:  # any number of workers can read the optimizer's state
+            del said["workers"]
+        return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in said.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainInputs:
+    """The target's shape, the store and its split."""
+
+    spec: ModelSpec
+    store: FeatureStore
+    features_sha256: str
+    """Over the store's manifest, which knows every shard's checksum."""
+    learnt: tuple[int, ...]
+    judged: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, request: TrainRequest) -> Self:
+        options = request.options
+        store = FeatureStore.of_target(request.features, request.model)
+        if request.exit_layer not in store.manifest.exits:
+            raise ConfigError(
+                f"{request.features}: features after layers {list(store.manifest.exits)}, not "
+                f"after {request.exit_layer}: collect with --exits {request.exit_layer}"
+            )
+        learnt, held_out = store.split(options.held_out_share, request.seed)
+        device = device_of(options)
+        if options.bfloat16:
+            _require_bfloat16(device)
+        return cls(
+            spec=ModelSpec.from_folder(request.model),
+            store=store,
+            features_sha256=sha256((store.folder / MANIFEST_FILE).read_bytes()).hexdigest(),
+            learnt=learnt,
+            judged=held_out[: options.held_out_sequences],
+            device=device,
+        )
+
+    def job(self, request: TrainRequest) -> dict[str, object]:
+        """What may not change while a run goes on."""
+        return {**request.job(), "features_sha256": self.features_sha256}
+
+
+def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
+    """A head to train on, or one that begins as the target's last layer."""
+    if request.start is not None:
+        head = TrainableExitHead.read(request.start, target=inputs.spec, target_path=request.model)
+        found = (head.config.kind, head.exit_layer, head.reads_embedding)
+        wanted = (request.head, request.exit_layer, request.reads_embedding)
+        if found != wanted:
+            raise ConfigError(
+                f"{request.start}: found (kind, exit layer, reads the embedding) {found}, asked "
+                f"for {wanted}: start from another head, or from none"
+            )
+        return head
+    draft_vocab = None
+    if request.head == "truncated":
+        draft_vocab = draft_tokens(inputs.store, inputs.learnt, count=request.draft_vocab).tolist()
+    return TrainableExitHead.from_target(
+        request.model,
+        inputs.spec,
+        request.exit_layer,
+        head=request.head,
+        draft_vocab=draft_vocab,
+        reads_embedding=request.reads_embedding,
+    )
+
+
+def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Tensor:
+    """A truncated vocabulary, ascending: the tokens that the target wrote most often; where those
+    are too few, the most frequent ones of the prompts."""
+    vocab_size = store.manifest.verifier.vocab_size
+    written_W = torch.zeros(vocab_size, dtype=torch.long)
+    given_W = torch.zeros(vocab_size, dtype=torch.long)
+    for sequence in store.sequences(only):
+        prompt_T, answer_T = sequence.tokens_T.tensor_split([sequence.num_prompt])
+        written_W += torch.bincount(answer_T, minlength=vocab_size)
+        given_W += torch.bincount(prompt_T, minlength=vocab_size)
+    score_W = written_W * (given_W.sum() + 1) + given_W
+    order_W = score_W.argsort(descending=True, stable=True)
+    return order_W[: min(count, vocab_size)].sort().values
+
+
+def device_of(options: TrainOptions) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise ConfigError("device is cuda, and torch finds no CUDA device here: take auto or cpu")
+    if options.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _require_bfloat16(device: torch.device) -> None:
+    if device.type == "cuda":
+        fits = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fits = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not fits:
+        raise ConfigError(
+            f"bfloat16 training on {device.type}: this machine does not compute in bfloat16; leave "
+            "bfloat16 off and train in float32"
+        )

@@ -1,0 +1,93 @@
+"""Runs the work of distillation steps on Ray, on this machine or on a cluster.
+
+Ray reads the environment when it is imported: it is imported where it is needed, after the
+environment was prepared.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from eesd_dist.config import EngineConfig, ModelConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob
+from eesd_dist.distill.executor import LocalExecutor
+from eesd_dist.distill.train.request import TrainRequest
+from eesd_dist.distill.writer import Writer
+from serve_app.config import ServiceConfig
+from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayExecutor:
+    """Collects with Ray Data and trains with Ray Train; one training process needs no Ray."""
+
+    address: Annotated[str | None, "a running Ray cluster; without it, Ray is started here"] = None
+
+    def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
+        # Ray's core reports as an error how Ray Data makes its own actors.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        workers = job.num_workers(len(chunks))
+        with self._ray(job.model, min_cpus=workers):
+            from serve_app.distill.collect_job import make_shards
+
+            yield from make_shards(
+                job, chunks, workers=workers, num_cpus=self._cpus_of_worker(job.threads)
+            )
+
+    def train(self, request: TrainRequest) -> None:
+        if request.workers == 1:
+            LocalExecutor().train(request)
+            return
+        with self._ray(request.model, min_cpus=request.workers):
+            from serve_app.distill.train_job import train
+
+            train(request, num_cpus=self._cpus_of_worker(request.threads_of_worker))
+
+    def writer(self, config: EngineConfig, *, cost: CostModel | None = None) -> Writer:
+        return LocalExecutor().writer(config, cost=cost)
+
+    def _cpus_of_worker(self, threads: int) -> float:
+        """CPUs are logical and few here; in a cluster they decide which node a worker is on."""
+        return 0.5 if self.address is None else threads
+
+    @contextmanager
+    def _ray(self, model: Path, *, min_cpus: int) -> Iterator[None]:
+        """Ray runs within the block; one that runs in this process already is used as it is."""
+        if self.address is None:
+            prepare_for_local_ray()
+        else:
+            prepare_for_cluster()
+        import ray
+
+        from serve_app.session.local_ray import joined_ray, local_ray
+
+        with ExitStack() as stack:
+            if not ray.is_initialized():
+                config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=model)))
+                with _without_chatter():
+                    stack.enter_context(
+                        local_ray(config, shows_logs=False, min_cpus=min_cpus)
+                        if self.address is None
+                        else joined_ray(self.address, shows_logs=False)
+                    )
+            yield
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Ray's core writes past Python to the terminal while it starts; errors come as exceptions."""
+    sys.stderr.flush()
+    ours = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+        os.close(nowhere)
