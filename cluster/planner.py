@@ -1,6 +1,4 @@
-"""Whether speculation would pay on machines one does not have yet.
-
-    python -m cluster.planner --config model/config.json --exit-layer 4 --verify-tp 8
+"""Whether speculation would pay on machines one does not have yet: `eesd plan`.
 
 Predicts a round from the model's dimensions and a few figures of the machine: a layer takes as
 long as reading its weights and KV, or as multiplying its rows, whichever is longer. It measures
@@ -9,37 +7,21 @@ is told. Real kernels reach a part of the peak (`efficiency`); a start-up profil
 machine overrules all of this.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
+
+from typer import echo
 
 from cluster.memory import RankMemory, memory_of, render_memory, with_stand_ins
-from cluster.shapes import Load, ModelShape, Split, read_shape
+from cluster.options import PlanOptions
+from cluster.shapes import Load, Machine, ModelShape, Split, read_shape
+from eesd_dist.command_line import run_command
 from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import ConfigError
 
 _BISECTIONS = 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One GPU, and how it reaches the others."""
-
-    memory_bytes_per_s: float = 3.35e12
-    flops_per_s: float = 9.9e14
-    efficiency: float = 1.0
-    """Part of both peaks that kernels reach."""
-    link_latency_s: float = 20e-6
-    """One way, draft stage to verify stage."""
-    link_bytes_per_s: float = 25e9
-    draft_all_reduce_s: float = 0.0
-    """One all-reduce of a few rows among the draft ranks; there are two in a layer."""
-    verify_all_reduce_s: float = 0.0
-    """The same among the verify ranks: slow when they stand on several nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,69 +247,28 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:8.3f} ms"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+def main(options: PlanOptions) -> None:
+    """Prints the forecast of one model on one kind of machine."""
     split = Split(
-        exit_layer=arguments.exit_layer,
-        draft_tensor_parallel_size=arguments.draft_tp,
-        verify_tensor_parallel_size=arguments.verify_tp,
-        draft_vocab_size=arguments.draft_vocab_size,
+        exit_layer=options.exit_layer,
+        draft_tensor_parallel_size=options.draft_tp,
+        verify_tensor_parallel_size=options.verify_tp,
+        draft_vocab_size=options.draft_vocab_size,
     )
     load = Load(
-        num_requests=arguments.requests,
-        context_tokens=arguments.context,
-        acceptance=arguments.acceptance,
-        max_draft_tokens=arguments.max_draft_tokens,
+        num_requests=options.requests,
+        context_tokens=options.context,
+        acceptance=options.acceptance,
+        max_draft_tokens=options.max_draft_tokens,
     )
-    try:
-        shape = read_shape(arguments.config)
-        forecast = plan(shape, machine=_machine(arguments), split=split, load=load)
-        stages = memory_of(shape, split=split, load=load)
-        memories: tuple[RankMemory, ...] = stages
-        if arguments.stand_in:
-            memories = with_stand_ins(stages, shape, split=split, load=load)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{render(forecast)}\n\n{render_memory(memories)}\n")
-    return 0
-
-
-def _machine(arguments: argparse.Namespace) -> Machine:
-    return Machine(
-        memory_bytes_per_s=arguments.gpu_bandwidth_gbps * 1e9,
-        flops_per_s=arguments.gpu_tflops * 1e12,
-        efficiency=arguments.efficiency,
-        link_latency_s=arguments.link_latency_us * 1e-6,
-        link_bytes_per_s=arguments.link_bandwidth_gbps * 1e9,
-        draft_all_reduce_s=arguments.draft_all_reduce_us * 1e-6,
-        verify_all_reduce_s=arguments.verify_all_reduce_us * 1e-6,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    machine, load = Machine(), Load()
-    parser = argparse.ArgumentParser(prog="python -m cluster.planner", description=__doc__)
-    add = parser.add_argument
-    add("--config", type=Path, required=True, help="the target's config.json")
-    add("--exit-layer", type=int, required=True)
-    add("--draft-tp", type=int, default=1)
-    add("--verify-tp", type=int, default=1)
-    add("--stand-in", action="store_true", help="verify ranks also hold the draft ranks' layers")
-    add("--draft-vocab-size", type=int)
-    add("--gpu-bandwidth-gbps", type=float, default=machine.memory_bytes_per_s / 1e9)
-    add("--gpu-tflops", type=float, default=machine.flops_per_s / 1e12)
-    add("--efficiency", type=float, default=machine.efficiency)
-    add("--link-latency-us", type=float, default=machine.link_latency_s * 1e6)
-    add("--link-bandwidth-gbps", type=float, default=machine.link_bytes_per_s / 1e9)
-    add("--draft-all-reduce-us", type=float, default=machine.draft_all_reduce_s * 1e6)
-    add("--verify-all-reduce-us", type=float, default=machine.verify_all_reduce_s * 1e6)
-    add("--requests", type=int, default=load.num_requests)
-    add("--context", type=int, default=load.context_tokens)
-    add("--acceptance", type=float, default=load.acceptance)
-    add("--max-draft-tokens", type=int, default=load.max_draft_tokens)
-    return parser
+    shape = read_shape(options.config)
+    forecast = plan(shape, machine=options.machine, split=split, load=load)
+    stages = memory_of(shape, split=split, load=load)
+    memories: tuple[RankMemory, ...] = stages
+    if options.stand_in:
+        memories = with_stand_ins(stages, shape, split=split, load=load)
+    echo(f"{render(forecast)}\n\n{render_memory(memories)}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main, sys.argv[1:], program="python -m cluster.planner"))

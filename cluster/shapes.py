@@ -64,6 +64,23 @@ class Load:
         return -(-self.num_requests // self.num_cohorts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One GPU, and how it reaches the others."""
+
+    memory_bytes_per_s: float = 3.35e12
+    flops_per_s: float = 9.9e14
+    efficiency: float = 1.0
+    """Part of both peaks that kernels reach."""
+    link_latency_s: float = 20e-6
+    """One way, draft stage to verify stage."""
+    link_bytes_per_s: float = 25e9
+    draft_all_reduce_s: float = 0.0
+    """One all-reduce of a few rows among the draft ranks; there are two in a layer."""
+    verify_all_reduce_s: float = 0.0
+    """The same among the verify ranks: slow when they stand on several nodes."""
+
+
 def read_shape(config: Path) -> ModelShape:
     """From a checkpoint's config.json."""
     try:

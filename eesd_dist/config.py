@@ -19,11 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from eesd_dist.types import TreeShape
+from eesd_dist.types import (
+    Device,
+    StopRule,
+    TreeShape,
+)
+from eesd_dist.types import DType as DType
+from eesd_dist.types import DTypeSetting as DTypeSetting
+from eesd_dist.types import Numerics as Numerics
 
-DType = Literal["float32", "bfloat16", "float16"]
-DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
-Numerics = Literal["invariant", "fast"]
 Overlap = bool | Literal["auto"]
 
 
@@ -64,7 +68,7 @@ class ModelConfig(Section):
     """`invariant`: a row's result never depends on the rows beside it, so that speculation on and
     off agree bit for bit. `fast`: no such promise, and a stated mismatch rate."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """`auto` takes CUDA where there is one."""
 
     max_model_len: PositiveInt | None = None
@@ -182,7 +186,7 @@ class SpeculationConfig(Section):
     """Gaussian form: variance a request's past rate keeps as a forecast of its next token, however
     many rounds it has seen. Tokens of one text differ; about 0.04 is a spread of 0.2."""
 
-    stop_rule: Literal["auto", "bernoulli", "optimal", "steady"] = "auto"
+    stop_rule: StopRule = "auto"
     """What turns sampled acceptance probabilities into a length. `bernoulli`: a toss of the sampled
     coin per token, the published rule. `optimal`: draft on while the round's expected tokens per
     second rise, by the measured cost model. `steady`: while the next token earns more per second

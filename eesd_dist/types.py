@@ -12,6 +12,12 @@ TokenId = NewType("TokenId", int)
 RequestId = NewType("RequestId", str)
 PageId = NewType("PageId", int)
 
+DType = Literal["float32", "bfloat16", "float16"]
+DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Numerics = Literal["invariant", "fast"]
+StopRule = Literal["auto", "bernoulli", "optimal", "steady"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

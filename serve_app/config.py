@@ -4,11 +4,14 @@ An engine's own settings are `eesd_dist.config`; here stands what surrounds it: 
 are placed, how the service is reached, how long it may take to heal.
 """
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, Self
 
 import yaml
 from pydantic import (
+    BaseModel,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -300,10 +303,31 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
     try:
         config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        more = error.error_count() - 1
-        also = f" (and {more} more)" if more else ""
-        raise ConfigError(f"{key}: {first['msg']}, found {first['input']!r}{also}") from error
+        raise ConfigError(_complaint(error)) from error
     entry_of(config.engine.speculation.controller)
     return config
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first error of a tree, and how many more there are."""
+    first = error.errors(include_url=False)[0]
+    path, found = [str(part) for part in first["loc"]], first["input"]
+    text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
+    if first["type"] == "extra_forbidden":
+        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path)}"
+    elif isinstance(found, dict) and first["type"].endswith("_type"):
+        text += ": this key takes a value, set it without a key below it"
+    more = error.error_count() - 1
+    return f"{text} (and {more} more)" if more else text
+
+
+def _known_keys(path: Sequence[str]) -> str:
+    """What could be meant by the last part of `path`."""
+    section: type[BaseModel] = ServiceConfig
+    for part in path[:-1]:
+        field = section.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type):
+            return "remove it"
+        section = field.annotation
+    close = get_close_matches(path[-1], section.model_fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"

@@ -1,24 +1,13 @@
-"""Which controller to take, and how far from the best it stays: replayed and live.
+"""`eesd bench control`: controllers against the best fixed draft length, replayed and live.
 
-    eesd bench control [--quick] [--json] [--plots FOLDER] [--record FILE] [--traces FILE]
-
-Classes are the prompts' classes at several temperatures. One recording of what a draft from every
-position would have been lets every controller be replayed exactly (`--record` keeps it, `--traces`
-takes it from a file); then the variants take turns on the real engine, one process, and every text
-is held against plain decoding's. The summary counts the live section. The best fixed length is the
-fastest in hindsight, by the very figures it is then compared with: noise speaks for it. The last
-line of the output is one JSON object.
+The summary counts the live section. The best fixed length is the fastest in hindsight, by the very
+figures it is then compared with: noise speaks for it.
 """
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from typing import get_args
 
 from eesd_dist.bench.control_report import (
     CONTENDERS,
@@ -40,13 +29,13 @@ from eesd_dist.bench.judging import (
     tree_variants,
 )
 from eesd_dist.bench.live import PLAIN, Race, Track
+from eesd_dist.bench.options import ControlOptions
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.bench.pictures import draw_all
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.bench.replay import Setting, Variant
 from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (
     CacheConfig,
-    DTypeSetting,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -152,7 +141,7 @@ class Bench:
 
 
 def race_live(
-    bench: Bench, engine: EngineCore, findings: Findings | None, *, say: Callable[[str], None]
+    bench: Bench, engine: EngineCore, findings: Findings | None, *, say: Say
 ) -> LiveRaces:
     """Every class alone, mixed traffic, and every load, variants in turn."""
     track, scale = Track(engine, bench.texts, clock=bench.clock), bench.scale
@@ -242,42 +231,8 @@ def _controllers(*, contenders_only: bool) -> list[Variant]:
 # -- the command --------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="eesd bench control", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--head", type=Path)
-    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.2])
-    parser.add_argument("--max-tokens", type=int, help="tokens of one text")
-    parser.add_argument("--max-draft-tokens", type=int, default=8)
-    parser.add_argument("--dtype", choices=get_args(DTypeSetting), default="auto")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--clock",
-        choices=tuple(_CLOCKS),
-        default="wall",
-        help="cpu: seconds of this process alone, for a busy machine; on the CPU only",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("replay", "live"), help="one section instead of both")
-    parser.add_argument("--record", type=Path, help="keep the recorded traces in this file")
-    parser.add_argument("--traces", type=Path, help="replay the traces of this file")
-    parser.add_argument("--cost", type=Path, help="a pinned cost model, JSON; else it is measured")
-    parser.add_argument("--plots", type=Path, help="folder for PNG pictures")
-    parser.add_argument("--quick", action="store_true", help="under four minutes on two cores")
-    parser.add_argument("--json", action="store_true", help="only the last line")
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+def main(options: ControlOptions) -> None:
+    say = say_unless(options.json)
     if options.traces is not None and options.record is not None:
         raise ConfigError("--traces replays a recording and --record makes one: give one of them")
     bench = _bench(options, QUICK if options.quick else FULL)
@@ -318,11 +273,10 @@ def main(argv: Sequence[str]) -> int:
         "settings": _settings(options, bench, traces),
         "provenance": collect_provenance(seed=options.seed).as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 0
+    print_report(report)
 
 
-def _traces(options: argparse.Namespace, bench: Bench, say: Callable[[str], None]) -> TraceSet:
+def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:
     if options.traces is not None:
         return TraceSet.load(options.traces)
     traces = bench.record()
@@ -348,7 +302,7 @@ def _setting(bench: Bench, traces: TraceSet) -> Setting:
     )
 
 
-def _bench(options: argparse.Namespace, scale: Scale) -> Bench:
+def _bench(options: ControlOptions, scale: Scale) -> Bench:
     """Raises ConfigError when there is no head to draft with, or no room for the texts."""
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     prompts = take_per_class(prompts, scale.per_class)
@@ -384,9 +338,7 @@ def _bench(options: argparse.Namespace, scale: Scale) -> Bench:
     )
 
 
-def _config(
-    options: argparse.Namespace, prompts: Sequence[Prompt], max_tokens: int
-) -> EngineConfig:
+def _config(options: ControlOptions, prompts: Sequence[Prompt], max_tokens: int) -> EngineConfig:
     """Pages enough that no draft is ever cut for want of them."""
     ceiling = options.max_draft_tokens
     longest = _longest(prompts) + max_tokens + chain_length(ceiling)
@@ -415,9 +367,7 @@ def _longest(prompts: Sequence[Prompt]) -> int:
     return max(len(prompt.tokens) for prompt in prompts)
 
 
-def _settings(
-    options: argparse.Namespace, bench: Bench, traces: TraceSet | None
-) -> dict[str, object]:
+def _settings(options: ControlOptions, bench: Bench, traces: TraceSet | None) -> dict[str, object]:
     return {
         "quick": options.quick,
         "only": options.only,

@@ -1,27 +1,11 @@
-"""Is a single token different? Speculation on against plain decoding on the same stages.
+"""`eesd bench exact`: speculation on against plain decoding on the same stages, token for token.
 
-    eesd bench exact [--tokens N] [--topology V[xD]]... [--address HOST:PORT] [--json]
-
-Every controller with chains, static and dynamic trees, temperatures 0, 0.7 and 1.0 with top_p,
-penalties and logit_bias, batches of 1, 4 and 16, in one process and over actors with one and two
-verify ranks and one and two draft ranks; float32, and bfloat16 with `numerics: invariant`. Shapes
-take turns: each controller meets each of them under every sampling, in one of the three batches.
-A line for each
-sampling and batch says how much is done and how long the rest will take. What bfloat16 gives with
-`numerics: fast` is printed beside it. With --address all of it runs on
-that Ray cluster, four verify ranks too, spread over its nodes, and nothing in one process. The last
-line of the output is one JSON object. Exit status 1 when a promised equality fails.
-
-With --random SEED engines, requests and troubles are drawn instead: see `eesd bench exact --random
-1 --help`.
+Shapes of trees take turns: each controller meets each of them under every sampling, in one of the
+three batches.
 """
 
-import argparse
 import dataclasses
 import itertools
-import json
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.bench.options import ExactOptions, Topology
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import (
     CacheConfig,
     DType,
@@ -87,24 +72,6 @@ class PlacedRunner(Runner, Protocol):
 
 Actors = Callable[[EngineConfig], AbstractContextManager[PlacedRunner]]
 """Starts the drafting and verify-rank actors of one engine, and ends them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """How many actors hold each stage."""
-
-    verify_ranks: int
-    draft_ranks: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> "Topology":
-        """`4`, or `2x2`: verify ranks, then draft ranks."""
-        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
-        if found is None:
-            raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected verify ranks or verify x draft ranks, like 4 or 2x2"
-            )
-        return cls(verify_ranks=int(found[1]), draft_ranks=int(found[2] or 1))
 
 
 HERE = (
@@ -219,7 +186,7 @@ def compare(
     *,
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
-    report: Callable[[str], None],
+    report: Say,
     label: str,
     finished: Callable[[Tally], None] = lambda _: None,
 ) -> Comparison:
@@ -273,7 +240,7 @@ class Progress:
         self,
         *,
         num_groups: int,
-        report: Callable[[str], None],
+        report: Say,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_groups = num_groups
@@ -348,36 +315,9 @@ def _here(config: EngineConfig) -> Iterator[PlacedRunner]:
         runner.close()
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eesd bench exact",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", type=Path, required=True)
-    add("--head", type=Path)
-    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
-    add("--tokens", type=int, default=20_000, help="tokens to compare, about")
-    add(
-        "--topology",
-        type=Topology.parse,
-        action="append",
-        metavar="V[xD]",
-        help="verify ranks, and draft ranks where there is more than one; may be repeated",
-    )
-    add("--json", action="store_true", help="only the last line")
-    return parser
-
-
-def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int:
+def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     """`is_cluster`: the actors run elsewhere, and nothing is compared in this process."""
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+    say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     topologies = options.topology or (ACROSS if is_cluster else HERE)
     cases = cases_of(topologies, with_one_process=not is_cluster)
@@ -418,5 +358,5 @@ def run(options: argparse.Namespace, *, actors: Actors, is_cluster: bool) -> int
         "cases": rows,
         "provenance": collect_provenance(seed=1000).as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    print_report(report)
     return 1 if report["mismatches"] else 0

@@ -1,21 +1,12 @@
-"""Are the draws of two tokens independent? The sampling noise against what chance allows.
+"""`eesd bench noise`: the sampling noise of two tokens against what chance allows.
 
-    eesd bench noise [--draws N] [--seed S] [--json]
-
-A token's probability depends on pairs of draws: the noise of two ids under one key. For every
-difference of one to three bits below 2^17, and for ids that lie a few apart, this draws N pairs,
-each under a key of its own, and counts what a sampler would see (how often a token of probability
-0.01, 0.2, 0.5 or 0.8 wins) and what a weak hash shows first (correlation, low bits, joint tails).
-Every count becomes a z value; independent draws stay below 5.5 over all of them. The last line of
-the output is one JSON object. Exit status 1 when a z value is larger.
+The probability of a token depends on pairs of draws: the noise of two ids under one key. Every
+count becomes a z value; independent draws stay below 5.5 over all of them.
 
 Shapes: S keys, X differences.
 """
 
-import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +16,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from eesd_dist.bench.options import NoiseOptions
+from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.sampling.noise import exponential, gumbel, hash_ids, noise_key
 
@@ -152,20 +145,19 @@ def row_cost_us(*, num_ids: int = 4096, repeats: int = 200) -> float:
     return 1e6 * min(run_s() for _ in range(9))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+def main(options: NoiseOptions) -> int:
+    say = say_unless(options.json)
     torch.set_num_threads(1)
     cost_us = row_cost_us()
     surveys = {
         "xor": survey(XORS, num_draws=options.draws, seed=options.seed),
         "lag": survey(LAGS, num_draws=options.draws, seed=options.seed + 1, is_lag=True),
     }
-    if not options.json:
-        for kind, found in surveys.items():
-            sys.stdout.write(f"{kind}: {len(found.differences)} x {found.num_draws} pairs\n")
-            for name, told in found.as_json().items():
-                sys.stdout.write(f"  {name:18} {told}\n")
-        sys.stdout.write(f"4,096 tokens of one row: {cost_us:.0f} us\n")
+    for kind, found in surveys.items():
+        say(f"{kind}: {len(found.differences)} x {found.num_draws} pairs")
+        for name, told in found.as_json().items():
+            say(f"  {name:18} {told}")
+    say(f"4,096 tokens of one row: {cost_us:.0f} us")
     worst = max(found.worst for found in surveys.values())
     report = {
         "worst": round(worst, 2),
@@ -177,17 +169,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "provenance": collect_provenance(seed=options.seed).as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    print_report(report)
     return 1 if worst > LIMIT else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eesd bench noise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--draws", type=int, default=10_000_000, help="pairs per difference")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="nothing but the last line")
-    return parser

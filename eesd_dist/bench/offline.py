@@ -1,30 +1,20 @@
-"""How much sooner, with one request at a time: transformers, plain decoding, every controller.
+"""`eesd bench offline`: every controller, plain decoding and transformers in turn."""
 
-    eesd bench offline [--quick] [--prompts FILE.jsonl] [--json]
-
-One run, one process, the same weights, the same prompts, greedy. For each prompt the variants take
-turns, so that a machine that slows down slows all of them. Every text is compared with plain
-decoding's; a difference is counted and printed. The last line of the output is one JSON object.
-"""
-
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.bench.options import OfflineOptions
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import (
     CacheConfig,
-    DTypeSetting,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
@@ -165,7 +155,7 @@ def run(
     *,
     max_tokens: int,
     repeats: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, dict[str, Score]]:
     """Scores by variant and class. Each prompt goes through all variants before the next one."""
     scores: dict[str, dict[str, Score]] = {name: defaultdict(Score) for name in decoders}
@@ -277,29 +267,8 @@ def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
     return summary
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eesd bench offline", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--head", type=Path)
-    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
-    parser.add_argument("--limit", type=int, help="take this many prompts")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", choices=get_args(DTypeSetting), default="auto")
-    parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant")
-    parser.add_argument(
-        "--stop-rule", choices=("auto", "bernoulli", "optimal", "steady"), default="auto"
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="under three minutes")
-    parser.add_argument("--json", action="store_true", help="only the last line")
-    options = parser.parse_args(argv)
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+def main(options: OfflineOptions) -> None:
+    say = say_unless(options.json)
     max_tokens, repeats = options.max_tokens, options.repeats
     if options.quick:
         max_tokens, repeats = min(max_tokens, 64), 1
@@ -343,5 +312,4 @@ def main(argv: Sequence[str]) -> int:
         },
         "provenance": collect_provenance(seed=0).as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 0
+    print_report(report)

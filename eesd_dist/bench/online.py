@@ -1,21 +1,14 @@
-"""A running service under load: time to first token, between tokens, tokens per second.
+"""`eesd bench online`: a running service under load, as its clients see it.
 
-    eesd bench online --url http://127.0.0.1:8000 [--json]
-
-Open loop: requests arrive by a seeded Poisson process whether or not earlier ones have ended. Load
-c means c requests in the time that one request takes alone with speculation off. At every load,
-speculation off and on take turns on the same prompts. The last line is one JSON object; overlap on
-and off is a setting of the service, so it takes two runs of it (`make bench-online` does both).
+Overlap on and off is a setting of the service, so it takes two runs of it (`make bench-online`).
 """
 
-import argparse
 import asyncio
 import json
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.bench.options import OnlineOptions
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.provenance import collect_provenance
 
@@ -147,7 +141,7 @@ async def run(
     per_load: int,
     max_tokens: int,
     seed: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -250,22 +244,7 @@ def read_bodies(path: Path) -> list[dict[str, Any]]:
     return bodies
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eesd bench online", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--prompts", type=Path, default=SHIPPED_PROMPTS)
-    parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--per-load", type=int, default=24, help="requests at each load")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="only the last line")
-    options = parser.parse_args(argv)
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+def main(options: OnlineOptions) -> None:
     report = asyncio.run(
         run(
             options.url,
@@ -274,10 +253,9 @@ def main(argv: Sequence[str]) -> int:
             per_load=options.per_load,
             max_tokens=options.max_tokens,
             seed=options.seed,
-            say=say,
+            say=say_unless(options.json),
         )
     )
     report = {"summary": summarise(report)} | report
     report["provenance"] = collect_provenance(seed=options.seed).as_json()
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 0
+    print_report(report)

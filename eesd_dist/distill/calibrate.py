@@ -1,7 +1,5 @@
 """`eesd distill calibrate`: how likely is a draft token to be accepted, by what the head says?
 
-    eesd distill calibrate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
-
 Prompts that were kept aside are answered with rounds drafted to the full length. The map is fitted
 to all of them; how well it holds is said by fits that have not seen the prompt they judge. Beside
 calibration.json it writes reliability.json and reliability.png: forecasts against what came true,
@@ -14,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
     ReliabilityBin,
@@ -24,7 +23,6 @@ from eesd_dist.control.calibrator import (
 )
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.distill.answers import Answer, Machine, answer
-from eesd_dist.distill.checks import require_positive, require_temperatures
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json
 from eesd_dist.errors import ConfigError

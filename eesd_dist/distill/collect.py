@@ -1,7 +1,5 @@
 """`eesd distill collect`: features of the target over text it writes itself.
 
-    eesd distill collect --model TARGET --out FEATURES --exits 1 2 4 [--prompts FILE.jsonl]
-
 A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard, made by
 one worker. Stopped or killed, the same command goes on: shards that are there are kept, one that
 was made otherwise is refused. The folder must be one that every worker sees.
@@ -18,8 +16,8 @@ from typing import Annotated
 
 from tqdm import tqdm
 
+from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.config import DType
-from eesd_dist.distill.checks import require_positive, require_temperatures
 from eesd_dist.distill.collector import Chunk, Recipe, ShardJob, Source
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.features import (

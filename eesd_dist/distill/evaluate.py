@@ -1,7 +1,5 @@
 """`eesd distill evaluate`: what a head is worth, predicted and measured.
 
-    eesd distill evaluate --model TARGET --head HEAD [--prompts FILE.jsonl] [--out FOLDER]
-
 On prompts that were neither learnt from nor calibrated on: acceptance by position, by class and by
 temperature (rounds drafted to the full length); agreement and 1 - TV against the target, position
 by position over the text it wrote; tokens per round; the speed-up that these promise by the
@@ -21,10 +19,10 @@ from typing import Annotated
 import torch
 from tqdm import tqdm
 
+from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Machine, answer, longest
-from eesd_dist.distill.checks import require_positive, require_temperatures
 from eesd_dist.distill.compare import Judged, overlap_of
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json

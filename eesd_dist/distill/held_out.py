@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from eesd_dist.distill.checks import require_positive
+from eesd_dist.checks import require_positive
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureManifest
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.model.spec import ModelSpec, read_json

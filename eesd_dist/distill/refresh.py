@@ -1,7 +1,5 @@
 """`eesd distill refresh`: a head trained on with what a service verified, taken only if better.
 
-    eesd distill refresh --spool DIR --head HEAD --out NEW [--minutes 2] [--promote]
-
 Online distillation (OSD, arXiv 2310.07177): verification computes hidden states and the target's
 distribution for every token that leaves, so the text that users really ask for is training data
 for nothing. The spool is copied aside, its pieces are split by sequence, the head is trained on
@@ -62,7 +60,9 @@ class RefreshRequest:
     minutes: Annotated[float | None, "of training"] = 2.0
     steps: Annotated[int | None, "of training, at most"] = None
     held_out_share: Annotated[float, "of the pieces: compared on, never learnt from"] = 0.2
-    learning_rate: Annotated[float, "highest learning rate; a new head learns with more"] = 5e-4
+    learning_rate: Annotated[
+        float, "--rate: highest learning rate; a new head learns with more"
+    ] = 5e-4
     workers: Annotated[int, "training processes"] = 1
     threads: Annotated[int | None, "CPU threads of each"] = None
     seed: int = 0

@@ -1,7 +1,5 @@
 """`eesd distill run`: from a target and prompts to a head that is trained, calibrated and judged.
 
-    eesd distill run --model TARGET --out OUT --exit 1 [--prompts FILE.jsonl] [--minutes 16]
-
 collect -> train -> calibrate -> evaluate. What is done is what is there: OUT/features with its
 manifest, OUT/training with its checkpoints, then OUT/exit_N, and in it calibration.json and
 evaluation.json. Killed at any moment, the same command goes on; with other options it is refused,
@@ -19,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from eesd_dist.checks import require_positive
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.answers import Machine
 from eesd_dist.distill.calibrate import CalibrateOptions, calibrate
-from eesd_dist.distill.checks import require_positive
 from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, planned
 from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluate
 from eesd_dist.distill.executor import Executor, Say
@@ -88,7 +86,7 @@ class RunRequest:
 
     collect: CollectOptions
     out: Annotated[Path, "folder of everything"]
-    exit_layer: Annotated[int, "the head reads the state after so many layers"] = 1
+    exit_layer: Annotated[int, "--exit: the head reads the state after so many layers"] = 1
     minutes: Annotated[float, "for all four steps, about"] = DEFAULT_MINUTES
     max_steps: Annotated[int | None, "train no longer than this"] = None
     head: Annotated[HeadKind, "whose LM head"] = "truncated"

@@ -1,9 +1,5 @@
 """`eesd distill sweep`: which exit layer and which kind of head to take, by measured time.
 
-    eesd distill sweep --model TARGET --features FEATURES --exits 1 2 4 --heads shared truncated \\
-        --minutes-each 3 --out OUT
-    eesd distill sweep --model TARGET --collect --exits 1 2 4 --out OUT
-
 Every combination is trained for a short while on the same features, calibrated, and timed on this
 machine: its default controller against plain decoding, the same prompts in turn, in a process of
 its own. A deeper exit layer is accepted more often and dearer to draft with; which of the two wins
@@ -25,9 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.distill.answers import Machine
 from eesd_dist.distill.calibrate import CalibrateOptions
-from eesd_dist.distill.checks import require_positive, require_temperatures
 from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.features import FeatureStore, identity_of
@@ -99,7 +95,7 @@ class SweepOptions:
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
     minutes_each: Annotated[float | None, "of training"] = 3.0
     steps_each: Annotated[int | None, "of training, at most"] = None
-    learning_rate: Annotated[float, "highest learning rate"] = TrainOptions().learning_rate
+    learning_rate: Annotated[float, "--rate: highest learning rate"] = TrainOptions().learning_rate
     timed_prompts: Annotated[int, "at every temperature"] = 12
     timed_tokens: Annotated[int, "longest timed answer"] = 96
 

@@ -1,8 +1,5 @@
 """`eesd distill train`: an exit head from collected features, by DeepSpeed.
 
-    eesd distill train --features FEATURES --exit 1 --out HEAD --minutes 10
-    eesd distill train --features FEATURES --exit 4 --out HEAD --workers 8 --zero-stage 2 --bfloat16
-
 One worker trains in this process; more are started by Ray Train, here or on a running cluster, and
 talk through Gloo on CPUs and NCCL on GPUs. Stopped or killed, the same command goes on.
 """

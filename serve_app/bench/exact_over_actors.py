@@ -2,7 +2,7 @@
 
 Each topology is the service itself, pipeline, router and all, without HTTP, on a Ray instance of
 its own or, under a name of its own, on a cluster that is there; requests go in over the same handle
-that the ingress uses. With --random or --case it is the fuzz, which needs no Ray: `bench.fuzz`.
+that the ingress uses.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eesd_dist.bench import exact
-from eesd_dist.bench.fuzz import command as fuzz
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request
+from serve_app.bench.options import ExactOverActorsOptions
 from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
@@ -121,17 +121,10 @@ def _patiently(seconds: float) -> bool:
     return False
 
 
-def main(argv: Sequence[str]) -> int:
-    if fuzz.is_wanted(argv):
-        return fuzz.main(argv, program="eesd bench exact")
-    parser = exact.parser()
-    parser.add_argument(
-        "--address", help="a running Ray cluster to compare on; without it, Ray is started here"
-    )
-    options = parser.parse_args(argv)
+def main(options: ExactOverActorsOptions) -> int:
     if options.address is None:
         prepare_for_local_ray()  # once: a process keeps the first token it has read
-        return exact.run(options, actors=service_without_http, is_cluster=False)
+        return exact.run(options.exact, actors=service_without_http, is_cluster=False)
     prepare_for_cluster()
     actors = partial(service_on_cluster, address=options.address)
-    return exact.run(options, actors=actors, is_cluster=True)
+    return exact.run(options.exact, actors=actors, is_cluster=True)

@@ -1,28 +1,19 @@
-"""Streams that leave a pipeline: what their KV pages save them, and what moving the pages costs.
+"""`eesd bench handover`: streams that leave a pipeline, with their KV pages and without.
 
-    eesd bench handover [--requests N] [--prompt-tokens P] [--json]
-
-Two pipelines of the bundled model on a Ray of their own, without HTTP. N streams with long prompts
-run in one; all are handed over to the other, with their pages and, next, to be computed again, in
-turns. A stream's pause is its longest wait between two arrivals of tokens from the beginning of the
-hand-over on, the copying included, as its client sees it; an undisturbed run of the same requests
-has such waits too, and its texts are the right ones. The last line is one JSON object. Exit status
-1 when a stream was broken or changed.
+Two pipelines of one model on a Ray of their own, without HTTP. What a stream's pause is, and what
+it is compared with, is said by `eesd bench handover --help`.
 """
 
-import argparse
 import asyncio
-import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -35,7 +26,8 @@ from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app.config import BUNDLED_MODEL, PipelinesConfig, ServiceConfig
+from serve_app.bench.options import HandoverOptions
+from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
 
 if TYPE_CHECKING:  # these import Ray, which reads the environment then
@@ -163,7 +155,7 @@ def _started(
     return streams, [asyncio.ensure_future(clients.follow(stream)) for stream in streams]
 
 
-def _requests(options: argparse.Namespace, *, vocab_size: int, tag: str) -> list[Request]:
+def _requests(options: HandoverOptions, *, vocab_size: int, tag: str) -> list[Request]:
     """Prompts that no page cache has seen; the same seeds give the same ones again."""
     rng = Random(f"{options.seed} {tag}")
     return [
@@ -187,7 +179,7 @@ def _renamed(request: Request) -> Request:
 
 
 async def _measure(
-    config: ServiceConfig, options: argparse.Namespace, *, vocab_size: int
+    config: ServiceConfig, options: HandoverOptions, *, vocab_size: int, say: Say
 ) -> "dict[How, list[_Moved]]":
     clients = _Clients(config)
     await clients.ready()
@@ -198,7 +190,7 @@ async def _measure(
             tag = f"{how}-{repeat}"
             requests = _requests(options, vocab_size=vocab_size, tag=tag)
             found[how].append(await _move_once(clients, requests, how=how))
-            _say(options, _line(tag, found[how][-1]))
+            say(_line(tag, found[how][-1]))
     return found
 
 
@@ -243,12 +235,8 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _service(options: argparse.Namespace) -> tuple[ServiceConfig, int]:
+def _service(options: HandoverOptions) -> tuple[ServiceConfig, int]:
     """Two pipelines that hold all streams twice over, and the size of their vocabulary."""
-    for name in ("requests", "prompt_tokens", "tokens", "repeats", "verify_tp"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: found {getattr(options, name)}, expected 1 or more")
     longest = options.prompt_tokens + options.tokens
     num_pages = 2 * options.requests * (-(-longest // _PAGE_SIZE) + 1) + 8
     engine = EngineConfig(
@@ -267,8 +255,8 @@ def _service(options: argparse.Namespace) -> tuple[ServiceConfig, int]:
     return config, layout.spec.vocab_size
 
 
-def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+def main(options: HandoverOptions) -> int:
+    say = say_unless(options.json)
     config, vocab_size = _service(options)
     prepare_for_local_ray()
     from ray import serve
@@ -278,13 +266,13 @@ def main(argv: Sequence[str]) -> int:
 
     provenance = collect_provenance(seed=options.seed)
     for line in provenance.lines():
-        _say(options, line)
+        say(line)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with local_ray(config, shows_logs=False):
         serve.start(proxy_location="Disabled")
         try:
             serve.run(build_app(config), name=config.app_name, route_prefix=None)
-            found = asyncio.run(_measure(config, options, vocab_size=vocab_size))
+            found = asyncio.run(_measure(config, options, vocab_size=vocab_size, say=say))
         finally:
             serve.shutdown()
     summary = {how: _summary(moves) for how, moves in found.items()}
@@ -297,27 +285,5 @@ def main(argv: Sequence[str]) -> int:
         },
         "provenance": provenance.as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    print_report(report)
     return int(any(each["broken"] or each["changed"] for each in summary.values()))
-
-
-def _say(options: argparse.Namespace, text: str) -> None:
-    if not options.json:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eesd bench handover",
-        description="What their KV pages save streams that leave a pipeline.",
-    )
-    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="folder of the target")
-    parser.add_argument("--requests", type=int, default=6, help="streams handed over at once")
-    parser.add_argument("--prompt-tokens", type=int, default=800, help="length of each prompt")
-    parser.add_argument("--tokens", type=int, default=300, help="length of each answer")
-    parser.add_argument("--repeats", type=int, default=3, help="hand-overs of each kind")
-    parser.add_argument("--verify-tp", type=int, default=1, help="verify ranks of each pipeline")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", action="store_true", help="nothing but the last line")
-    return parser

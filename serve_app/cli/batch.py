@@ -1,134 +1,81 @@
-"""`eesd batch`: a file of requests over an engine in this process, or over a running service."""
+"""`eesd batch`."""
 
 import asyncio
-import hashlib
-from collections.abc import Iterable
-from contextlib import aclosing
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_local_engine, layout_of
-from eesd_dist.model.dtype import resolve_dtype
-from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.sampling.noise import NOISE_VERSION
-from eesd_dist.text import Tokenizer
-from serve_app.batch.http_client import HttpClient
-from serve_app.batch.local_client import LocalClient
-from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
-from serve_app.config import ServiceConfig
+from typer import Argument, echo
 
-_HASHED_WHOLE_BYTES = 2**28
-_TEXT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-"""What turns a prompt into token ids and ends a text, besides the model's shape."""
+from eesd_dist.errors import ConfigError
+from serve_app.cli.configuration import EngineFlags, config_of
 
 
-def run_here(
-    input_file: Path, output_file: Path, *, config: ServiceConfig, options: BatchOptions
-) -> BatchReport:
-    """Raises ConfigError before any row is run when something does not fit."""
-    return asyncio.run(_here(input_file, output_file, config, options))
+def batch(
+    input_file: Annotated[
+        Path, Argument(metavar="IN.jsonl", help="OpenAI batch lines, or plain request bodies")
+    ],
+    output_file: Annotated[
+        Path, Argument(metavar="OUT.jsonl", help="continued where an earlier run stopped")
+    ],
+    engine: EngineFlags,
+    url: Annotated[str | None, "a running service; without it, the engine runs here"] = None,
+    concurrency: Annotated[int, "rows in flight"] = 16,
+    seed: Annotated[int, "seed of the job; the seed of a row overrides it"] = 0,
+    default: Annotated[
+        tuple[str, ...], "--default FIELD=VALUE: body field of every row; may be repeated"
+    ] = (),
+    ordered: Annotated[bool, "write the output in the order of the input"] = False,
+    force: Annotated[bool, "continue an output that was made with other settings"] = False,
+    quiet: Annotated[bool, "no progress bar"] = False,
+) -> int:
+    """Runs a file of requests and writes one answer per line."""
+    # torch takes seconds to import.
+    from serve_app.batch.runner import BatchOptions
+    from serve_app.batch.start import run_here, run_there
 
-
-def run_there(
-    input_file: Path,
-    output_file: Path,
-    *,
-    url: str,
-    api_key: str | None,
-    config: ServiceConfig,
-    options: BatchOptions,
-) -> BatchReport:
-    """`config` names the folder of the tokenizer, which has to be the service's own."""
-    return asyncio.run(_there(input_file, output_file, url, api_key, config, options))
-
-
-async def _here(
-    input_file: Path, output_file: Path, config: ServiceConfig, options: BatchOptions
-) -> BatchReport:
-    engine = config.engine
-    tokenizer = Tokenizer.load(engine.model.path)
-    model = ServedModel(
-        name=config.served_model_name,
-        identity=_identity(engine),
-        max_model_len=layout_of(engine).max_model_len,
-        max_draft_tokens=engine.speculation.max_draft_tokens,
+    config = config_of(engine)
+    options = BatchOptions(
+        concurrency=concurrency,
+        seed=seed,
+        defaults=defaults_of(default),
+        ordered=ordered,
+        force=force,
+        show_progress=not quiet,
     )
-    book = BeliefBook(discount=engine.speculation.discount)
-    async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
-        return await run_batch(
-            input_file,
-            output_file,
-            engine=client,
-            tokenizer=tokenizer,
-            model=model,
-            options=options,
-        )
-
-
-async def _there(
-    input_file: Path,
-    output_file: Path,
-    url: str,
-    api_key: str | None,
-    config: ServiceConfig,
-    options: BatchOptions,
-) -> BatchReport:
-    tokenizer = Tokenizer.load(config.engine.model.path)
-    async with aclosing(HttpClient(url, model="", api_key=api_key)) as asking:
-        card = await asking.model_card()
-    model = ServedModel(
-        name=card.name,
-        identity=_identity_there(card.name, config.engine.model.path),
-        max_model_len=card.max_model_len,
-        max_draft_tokens=config.engine.speculation.max_draft_tokens,
+    files = (input_file, output_file)
+    if url is None:
+        run = run_here(*files, config=config, options=options)
+    else:
+        key = os.environ.get(config.api_key_env) or None
+        run = run_there(*files, url=url, api_key=key, config=config, options=options)
+    report = asyncio.run(run)
+    echo(
+        f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
+        f"answered, {report.num_failed} failed; {report.num_tokens} tokens"
     )
-    async with aclosing(HttpClient(url, model=model.name, api_key=api_key)) as client:
-        return await run_batch(
-            input_file,
-            output_file,
-            engine=client,
-            tokenizer=tokenizer,
-            model=model,
-            options=options,
-        )
+    if report.num_failed_before:
+        echo(f"{report.num_failed_before} of those done before had failed: correct their rows")
+    return 1 if report.num_failed or report.num_failed_before else 0
 
 
-def _identity(engine: EngineConfig) -> str:
-    """A digest of the weights and of what else decides texts.
+def defaults_of(words: Sequence[str]) -> dict[str, object]:
+    """The fields of --default; values that JSON cannot express are refused with ConfigError."""
+    from serve_app.settings import parse_setting
 
-    The draft stage does not, unless rejection sampling draws other tokens behind its drafts.
-    """
-    model = engine.model
-    words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
-    if engine.speculation.acceptance == "rejection":
-        words += " rejection"
-    weights = sorted(model.path.glob("*.safetensors"))
-    return _digest(words, (*weights, *_text_files(model.path)))
-
-
-def _identity_there(name: str, folder: Path) -> str:
-    """Of a service only the name is known; prompts and ends are made here, from the folder."""
-    return f"served as {name}, text by {_digest('', _text_files(folder))}"
-
-
-def _digest(words: str, files: Iterable[Path]) -> str:
-    digest = hashlib.sha256(words.encode())
-    for file in files:
-        digest.update(f"\0{file.name} {file.stat().st_size}\0".encode())
-        if file.stat().st_size <= _HASHED_WHOLE_BYTES:
-            digest.update(file.read_bytes())
-        else:
-            digest.update(str(file.stat().st_mtime_ns).encode())
-    return digest.hexdigest()
-
-
-def _text_files(folder: Path) -> list[Path]:
-    return [folder / name for name in _TEXT_FILES if (folder / name).exists()]
+    defaults: dict[str, object] = {}
+    for word in words:
+        name, value = parse_setting("--default", word, form="FIELD=VALUE")
+        try:
+            survives = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            survives = False
+        if not survives:
+            raise ConfigError(
+                f"--default {word}: found {value!r}, which JSON has no form for: put dates, and "
+                "the keys of a mapping, into quotes of their own"
+            )
+        defaults[name] = value
+    return defaults

@@ -4,11 +4,10 @@ In a process of its own: a process keeps the first token of a Ray that it has re
 promotes a head may just have trained it on a Ray of its own.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,12 +36,16 @@ def promote(
     goes on with the one it has), EngineError when the service cannot be reached.
     """
     router = router or RouterConfig()
-    words = [str(folder.resolve()), "--port", str(port), "--app", app_name]
-    words += ["--router", router.name, "--namespace", router.namespace]
-    words += ["--address", address] if address is not None else []
-    words += [word for sha256 in instead_of for word in ("--instead-of", sha256)]
+    request = {
+        "folder": str(folder.resolve()),
+        "address": address,
+        "port": port,
+        "app_name": app_name,
+        "router": {"name": router.name, "namespace": router.namespace},
+        "instead_of": [*instead_of],
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.operations.promotion", *words],
+        [sys.executable, "-m", "serve_app.operations.promotion", json.dumps(request)],
         capture_output=True,
         text=True,
         check=False,
@@ -54,24 +57,27 @@ def promote(
     raise ConfigError(reason) if done.returncode == _REFUSED else EngineError(reason)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m serve_app.operations.promotion")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--address")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--app", default="eesd")
-    parser.add_argument("--router", default=RouterConfig().name)
-    parser.add_argument("--namespace", default=RouterConfig().namespace)
-    parser.add_argument("--instead-of", action="append", default=[], metavar="SHA256")
-    options = parser.parse_args(argv)
-    try:
-        address = prepare_to_join(options.address, port=options.port)
-        # Ray reads the environment when it is imported.
-        from serve_app.operations.connect import joined
+def _load_head(
+    *,
+    folder: str,
+    address: str | None,
+    port: int,
+    app_name: str,
+    router: dict[str, str],
+    instead_of: Collection[str],
+) -> list[HeadReport]:
+    address = prepare_to_join(address, port=port)
+    # Ray reads the environment when it is imported.
+    from serve_app.operations.connect import joined
 
-        router = RouterConfig(name=options.router, namespace=options.namespace)
-        with joined(address, router=router, app_name=options.app) as service:
-            reports = service.load_head(str(options.folder), instead_of=options.instead_of)
+    at = RouterConfig.model_validate(router)
+    with joined(address, router=at, app_name=app_name) as service:
+        return service.load_head(folder, instead_of=instead_of)
+
+
+def _main(request: str) -> int:
+    try:
+        reports = _load_head(**json.loads(request))
     except EesdError as error:
         sys.stderr.write(f"{error}\n")
         return _REFUSED if isinstance(error, ConfigError) else 1
@@ -80,4 +86,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(_main(sys.argv[1]))

@@ -21,7 +21,7 @@ from eesd_dist.routing.choice import Choice
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import application_of
-from serve_app.cli import pipelines
+from serve_app.cli.main import main
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.load_balancing import Steering
 from serve_app.ingress.pipeline_client import ServiceClient
@@ -324,13 +324,13 @@ def test_the_command_lists_pipelines_and_drains_them(
     where += ["--router", config.router.name]
 
     def listed() -> list[dict[str, Any]]:
-        assert pipelines.main([*where, "--json"]) == 0
+        assert main(["pipelines", *where, "--json"]) == 0
         found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
         return found
 
     names = [each["pipeline"] for each in listed()]
     assert len(names) == 2
-    assert pipelines.main(["drain", names[0], *where]) == 0
+    assert main(["pipelines", "drain", names[0], *where]) == 0
     assert f"{names[0]} takes no more requests; 0 streams go on elsewhere" in (
         capsys.readouterr().out
     )
@@ -338,11 +338,11 @@ def test_the_command_lists_pipelines_and_drains_them(
         names[0]: "drained by hand",
         names[1]: "",
     }
-    assert pipelines.main(where) == 0
+    assert main(["pipelines", *where]) == 0
     table = capsys.readouterr().out
     assert all(name in table for name in names)
     assert "drained by hand" in table
-    assert pipelines.main(["undrain", names[0], *where]) == 0
+    assert main(["pipelines", *where, "undrain", names[0]]) == 0
     assert f"{names[0]} takes requests again" in capsys.readouterr().out
     assert not any(each["draining"] for each in listed())
 

@@ -18,9 +18,9 @@ from eesd_dist.bench.gpu_check.processes import run_section
 from eesd_dist.bench.gpu_check.report import failures, json_of, table_of
 from eesd_dist.bench.gpu_check.rows import Row
 from eesd_dist.bench.gpu_check.setting import SECTIONS, DeviceName, Section
+from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.provenance import collect_provenance
 
-BUNDLED = Path(__file__).parents[3] / "serve_app" / "demo_model"
 _LEAST_S = 60.0
 """A section gets this long even when the minutes are spent: importing torch alone takes a while."""
 
@@ -75,6 +75,6 @@ def _options(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes (cuda)")
     add("--minutes", type=float, default=9.0, help="for all sections together, about (9)")
     add("--section", action="append", choices=names, help="only this one; may be repeated")
-    add("--model", type=Path, default=BUNDLED, help="checkpoint folder (the bundled model)")
+    add("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint folder (the bundled model)")
     add("--out", type=Path, default=Path("gpu-check.json"), help="(./gpu-check.json)")
     return parser.parse_args(argv)

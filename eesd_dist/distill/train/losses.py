@@ -42,7 +42,7 @@ class LossOptions:
     """
 
     soft: Annotated[float, "share of the divergence in the loss"] = 0.7
-    temperature: Annotated[float, "of both distributions in a KL"] = 1.0
+    temperature: Annotated[float, "--loss-temperature: of both distributions in a KL"] = 1.0
     divergence: Annotated[Divergence, "between the target and the head"] = "forward_kl"
 
     def __post_init__(self) -> None:

@@ -16,8 +16,8 @@ from typing import Annotated, Literal, Self
 import torch
 from torch import Tensor
 
+from eesd_dist.checks import require_positive
 from eesd_dist.config import DType
-from eesd_dist.distill.checks import require_positive
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
 from eesd_dist.distill.train.batches import BatchShape
 from eesd_dist.distill.train.losses import LossOptions
@@ -39,7 +39,7 @@ class TrainOptions:
     rows: Annotated[int, "of one step, over all workers and accumulated micro-batches"] = 16
     length: Annotated[int, "tokens of a row, at most"] = 256
     accumulation: Annotated[int, "micro-batches of a step"] = 1
-    learning_rate: Annotated[float, "highest learning rate"] = 2e-3
+    learning_rate: Annotated[float, "--rate: highest learning rate"] = 2e-3
     warmup_steps: Annotated[int, "over which the rate rises"] = 20
     weight_decay: Annotated[float, "of AdamW"] = 0.0
     clip: Annotated[float, "largest norm of a gradient"] = 1.0
@@ -52,7 +52,7 @@ class TrainOptions:
     held_out_sequences: Annotated[int, "so many of them are judged, at most"] = 64
     evaluate_every: Annotated[int, "steps"] = 200
     log_every: Annotated[int, "steps"] = 10
-    checkpoint_every_s: Annotated[float, "seconds"] = 60.0
+    checkpoint_every_s: Annotated[float, "--checkpoint-every: seconds"] = 60.0
     checkpoint_every_steps: Annotated[int | None, "steps, as well as seconds"] = None
     keep: Annotated[
         Literal["best", "last"], "which head to save; best: by 1 - TV on held-out text"
@@ -83,7 +83,7 @@ class TrainRequest:
     features: Annotated[Path, "what `eesd distill collect` wrote"]
     out: Annotated[Path, "folder of the head; written when training has ended"]
     checkpoints: Annotated[Path | None, "folder of the run (OUT.run); all nodes must see it"] = None
-    exit_layer: Annotated[int, "the head reads the state after so many layers"] = 1
+    exit_layer: Annotated[int, "--exit: the head reads the state after so many layers"] = 1
     head: Annotated[HeadKind, "whose LM head"] = "truncated"
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
     reads_embedding: Annotated[

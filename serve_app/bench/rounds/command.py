@@ -12,6 +12,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request, RoundStats
 from serve_app.bench.exact_over_actors import ActorRunner
+from serve_app.bench.options import RoundsOptions
 from serve_app.bench.rounds import measure
 from serve_app.config import RouterConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
@@ -84,6 +85,6 @@ def _num_cpus(configs: Iterable[ServiceConfig]) -> int:
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def main(options: RoundsOptions) -> int:
     prepare_for_local_ray()  # once: a process keeps the first token it has read
-    return measure.main(argv, actors=services)
+    return measure.run(options, actors=services)

@@ -1,33 +1,16 @@
-"""Where the time of a round goes, over real actors and without HTTP.
+"""Where the time of a round goes: requests, statistics and tables of `eesd bench rounds`.
 
-    eesd bench rounds [--verify-tp N] [--draft-tp N] [--quick] [--json]
-
-Batches of 1, 4 and 8 requests, plain and drafting, with and without two cohorts (overlap) and
-drafting ahead, and with one or two cohorts as measured costs say (auto). The services of all
-variants stand side by side and take turns with the same requests, so that a machine that slows down
-slows all of them. A round's wall clock is told as the loop that drafts sees it:
-
-    plan, draft (ahead of a verdict too), transfer, verify, collectives, commit, other
-
-`verify` and `collectives` are what the loop waited for, the draft ranks' collectives among the
-latter; what was verified while it drafted stands beside them as `hidden`. Overhead is the share
-that is no model computation: all but draft and verify. Counted are rounds in which nobody is
-prefilled and nobody has left. Every text is compared; exit status 1 when one differs. The last line
-of the output is one JSON object.
+Counted are rounds without prefill in which every request of the batch is running.
 """
 
-import argparse
 import itertools
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -37,9 +20,7 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation
-from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -51,6 +32,7 @@ from eesd_dist.types import (
     SpeculationParams,
     TokenId,
 )
+from serve_app.bench.options import RoundsOptions
 
 BATCHES = (1, 4, 8)
 QUICK_BATCHES = (1, 4)
@@ -225,9 +207,7 @@ class Bench:
         """The last round of each that has been looked at."""
         self._num_asked = 0
 
-    def run(
-        self, settings: Sequence[Setting], *, repeats: int, say: Callable[[str], None]
-    ) -> Measured:
+    def run(self, settings: Sequence[Setting], *, repeats: int, say: Say) -> Measured:
         measured = Measured(splits={})
         for variant in self._runners:
             self._one(variant, Setting(batch=1, drafting=True))  # warms it
@@ -289,7 +269,7 @@ def added(splits: Sequence[Split]) -> Split:
     return total
 
 
-def engine_config(options: argparse.Namespace, variant: Variant) -> EngineConfig:
+def engine_config(options: RoundsOptions, variant: Variant) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=options.model, head=options.head),
         cache=CacheConfig(num_pages=256),
@@ -345,14 +325,8 @@ def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Variant, float]]
                 yield variant, ratio
 
 
-def main(argv: Sequence[str], *, actors: Actors) -> int:
-    options = _options(argv)
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+def run(options: RoundsOptions, *, actors: Actors) -> int:
+    say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     settings = [
         Setting(batch=batch, drafting=drafting)
@@ -376,30 +350,8 @@ def main(argv: Sequence[str], *, actors: Actors) -> int:
     report |= {"verify_tp": options.verify_tp, "draft_tp": options.draft_tp, "repeats": repeats}
     report |= {"max_tokens": max_tokens, "controller": options.controller}
     report["provenance"] = collect_provenance(seed=0).as_json()
-    sys.stdout.write(json.dumps(report) + "\n")
+    print_report(report)
     return 1 if measured.texts_changed else 0
-
-
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="eesd bench rounds", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--model", type=Path, required=True)
-    add("--head", type=Path)
-    add("--prompts", type=Path, default=SHIPPED_PROMPTS, help="JSON lines")
-    add("--verify-tp", type=int, default=1, metavar="N", help="ranks of the verify stage (1)")
-    add("--draft-tp", type=int, default=1, metavar="N", help="ranks of the draft stage (1)")
-    add("--controller", choices=CONTROLLER_NAMES, default="fixed", help="(fixed, 4 tokens)")
-    add("--max-tokens", type=int, help="of each text (64; 24 with --quick)")
-    add("--repeats", type=int, help="turns of every variant (5; 1 with --quick)")
-    add("--quick", action="store_true", help="two variants, batches of 1 and 4")
-    add("--json", action="store_true", help="only the last line")
-    options = parser.parse_args(argv)
-    for name in ("verify_tp", "draft_tp"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(options, name)}: a stage has 1 rank or more")
-    return options
 
 
 def _rotated(variants: list[Variant], turn: int) -> list[Variant]:

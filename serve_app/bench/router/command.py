@@ -7,6 +7,7 @@ from pathlib import Path
 from eesd_dist.config import EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.types import Outcome, RequestId
 from eesd_dist.workers.messages import RouterNews
+from serve_app.bench.options import RouterOptions
 from serve_app.bench.router import measure
 from serve_app.bench.router.measure import ActorRouter
 from serve_app.config import BUNDLED_MODEL, RouterConfig, ServiceConfig
@@ -37,12 +38,13 @@ def _actor(checkpoint: Path) -> Iterator[ActorRouter]:
         ray.kill(handle)
 
 
-def main(argv: Sequence[str]) -> int:
-    if "--actor" not in argv:
-        return measure.main(argv)
+def main(options: RouterOptions) -> None:
+    if not options.actor:
+        measure.run(options)
+        return
     prepare_for_local_ray()
     from serve_app.session.local_ray import local_ray
 
     config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=BUNDLED_MODEL)))
     with local_ray(config, shows_logs=False):
-        return measure.main(argv, actor=_actor)
+        measure.run(options, actor=_actor)

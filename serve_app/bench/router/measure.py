@@ -1,17 +1,10 @@
-"""What the router's planning costs: per request, per round, and while it saves what it knows.
+"""What planning costs the router: questions, timing and tables of `eesd bench router`.
 
-    eesd bench router [--quick] [--actor] [--json]
-
-The belief book is filled with 1, 100 and 10,000 live requests, and then asked for the plans of a
-few: what it costs must not depend on how many others live. Saving is timed in two parts, the copy
-that planning waits for and the writing that it does not. With --actor the same questions go to the
-router's own actor, over Ray, as a drafting actor asks them. The last line is one JSON object.
+The cost must not depend on how many requests are live. Saving is timed in two parts: the copy that
+planning waits for, and the writing that it does not.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -22,9 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import Outcome, RequestId
+from serve_app.bench.options import RouterOptions
 
 LOADS = (1, 100, 10_000)
 _PACE_S = 0.002
@@ -77,15 +72,9 @@ RouterFactory = Callable[[Path], AbstractContextManager[ActorRouter]]
 """A router of its own that saves to this file once a second."""
 
 
-def main(argv: Sequence[str], *, actor: RouterFactory | None = None) -> int:
-    options = _parser().parse_args(argv)
+def run(options: RouterOptions, *, actor: RouterFactory | None = None) -> None:
     repeats = 200 if options.quick else 2000
-
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
+    say = say_unless(options.json)
     provenance = collect_provenance(seed=0)
     for line in provenance.lines():
         say(line)
@@ -97,7 +86,7 @@ def main(argv: Sequence[str], *, actor: RouterFactory | None = None) -> int:
         books.append(book_cost(num_live, repeats=repeats))
         say(_book_line(books[-1]))
     actors: list[ActorCost] = []
-    if options.actor and actor is not None:
+    if actor is not None:
         say("\nover Ray    one round  a batch of 32      p99")
         for cost in _actor_costs(actor, repeats=repeats // 5):
             actors.append(cost)
@@ -113,8 +102,7 @@ def main(argv: Sequence[str], *, actor: RouterFactory | None = None) -> int:
         "over_ray": [asdict(cost) for cost in actors],
         "provenance": provenance.as_json(),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 0
+    print_report(report)
 
 
 def book_cost(num_live: int, *, repeats: int) -> BookCost:
@@ -237,13 +225,3 @@ def _actor_line(cost: ActorCost) -> str:
         f"{cost.num_live:>6} live {cost.round_trip_ms:>7.2f} ms {cost.batch_round_trip_ms:>12.2f} "
         f"ms {cost.p99_ms:>6.1f} ms"
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eesd bench router", description="What the router's planning costs."
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--actor", action="store_true", help="also over Ray, started for this")
-    parser.add_argument("--json", action="store_true", help="nothing but the last line")
-    return parser

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.bench import exact, offline
+from eesd_dist.bench import exact
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
+from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, TokenId
+from serve_app.cli.main import main
 from tests.support.tiny_service import write_tiny_service
 
 
@@ -27,7 +29,8 @@ def test_offline_reports_every_variant_and_no_changed_text(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the quick", "class": "a"}\n{"prompt": "dog", "class": "b"}\n')
     words = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "10"]
-    assert offline.main([*words, "--repeats", "1", "--dtype", "float32", "--json"]) == 0
+    words += ["--repeats", "1", "--dtype", "float32", "--json"]
+    assert main(["bench", "offline", *words]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     summary = report["summary"]
     assert set(summary["by_class"]) == {"a", "b"}
@@ -64,7 +67,7 @@ _HERE = exact.Case(verify_ranks=0, dtype="float32", numerics="invariant")
 def test_exact_finds_a_single_changed_token(model: Path) -> None:
     case = _HERE
     config = exact.engine_config(model, None, case)
-    prompts = load_prompts(Tokenizer.load(model), exact.SHIPPED_PROMPTS, limit=4)
+    prompts = load_prompts(Tokenizer.load(model), SHIPPED_PROMPTS, limit=4)
     said: list[str] = []
     runner = LocalEngine(config)
     sound = exact.compare(
@@ -94,7 +97,7 @@ def test_exact_meets_every_controller_with_every_shape_under_every_sampling(mode
                     asked.add((*key, request.sampling.temperature))
             return [Generation(request_id=request.request_id) for request in requests]
 
-    prompts = load_prompts(Tokenizer.load(config.model.path), exact.SHIPPED_PROMPTS, limit=1)
+    prompts = load_prompts(Tokenizer.load(config.model.path), SHIPPED_PROMPTS, limit=1)
     exact.compare(
         Listening(), prompts, max_tokens=4, stop_token_ids=(), report=lambda _: None, label="l"
     )

@@ -17,6 +17,7 @@ from eesd_dist.bench import control
 from eesd_dist.bench.crowds import at_once, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
+from eesd_dist.bench.options import ControlOptions
 from eesd_dist.bench.replay import Arrival, Setting, Variant, replay
 from eesd_dist.bench.traces import Guess, Trace, TraceSet
 from eesd_dist.config import SpeculationConfig
@@ -25,6 +26,7 @@ from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence, TokenId
+from serve_app.cli.main import main
 from tests.support.drafters import save_target
 from tests.support.tiny_service import write_tiny_service
 from tests.support.tiny_tokenizer import write_byte_level
@@ -79,7 +81,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def report_of(words: Sequence[str]) -> dict[str, Any]:
     out = io.StringIO()
     with redirect_stdout(out):
-        assert control.main(words) == 0
+        assert main(["bench", "control", *words]) == 0
     report: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
     return report
 
@@ -181,16 +183,18 @@ def test_a_pinned_cost_model_is_the_replays_clock(ran: Ran, tmp_path: Path) -> N
         (["--max-tokens", "5000"], "lower --max-tokens"),
     ],
 )
-def test_what_cannot_be_run_is_said_at_once(ran: Ran, words: list[str], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        control.main([*ran.words, *words])
+def test_what_cannot_be_run_is_said_at_once(
+    ran: Ran, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "control", *ran.words, *words]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     save_target(tmp_path, vocab_size=320)
     with pytest.raises(ConfigError, match="found no exit head"):
-        control.main(["--model", str(tmp_path)])
+        control.main(ControlOptions(model=tmp_path))
 
 
 # -- figures that are known beforehand ----------------------------------------------------------

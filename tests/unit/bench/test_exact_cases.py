@@ -1,10 +1,9 @@
 """Which topologies `eesd bench exact` compares on."""
 
-import argparse
-
 import pytest
 
-from eesd_dist.bench.exact import ACROSS, HERE, Case, Topology, cases_of
+from eesd_dist.bench.exact import ACROSS, HERE, Case, cases_of
+from eesd_dist.bench.options import Topology
 
 
 @pytest.mark.parametrize(
@@ -18,7 +17,7 @@ def test_a_topology_is_written_as_verify_ranks_by_draft_ranks(
 
 @pytest.mark.parametrize("text", ["", "0", "2x", "x2", "2x0", "two", "2x2x2"])
 def test_what_is_no_topology_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="like 4 or 2x2"):
+    with pytest.raises(ValueError, match="like 4 or 2x2"):
         Topology.parse(text)
 
 

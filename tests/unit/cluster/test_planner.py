@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner import Machine, Plan, main, plan, render
-from cluster.shapes import Load, ModelShape, Split
+from cluster.planner import Plan, plan, render
+from cluster.shapes import Load, Machine, ModelShape, Split
 from eesd_dist.errors import ConfigError
+from serve_app.cli.main import main
 
 LLAMA_70B = ModelShape(
     num_layers=80,
@@ -136,7 +137,7 @@ def test_the_command_prints_a_table_and_a_verdict(
         "vocab_size": 32000,
     }
     config.write_text(json.dumps(fields))
-    arguments = ["--config", str(config), "--verify-tp", "8"]
+    arguments = ["plan", "--config", str(config), "--verify-tp", "8"]
     assert main([*arguments, "--exit-layer", "2"]) == 0
     assert "speculation pays" in capsys.readouterr().out
     assert main([*arguments, "--exit-layer", "99"]) == 2

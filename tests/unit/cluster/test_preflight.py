@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from cluster.checks import Finding, Requirements, Severity, check_node
-from cluster.preflight import main
 from cluster.probe import NodeFacts, probe_node
+from serve_app.cli.main import main
 
 GIB = 2**30
 HEALTHY = NodeFacts(
@@ -105,7 +105,7 @@ def test_this_machine_can_be_probed() -> None:
 def test_the_command_exits_with_one_when_something_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--cpus", "100000"]) == 1
+    assert main(["preflight", "--cpus", "100000"]) == 1
     assert "100000 asked for" in capsys.readouterr().out
 
 
@@ -113,12 +113,12 @@ def test_the_command_takes_the_auth_mode_from_the_cluster_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert main(["--cluster-file", str(ONPREM)]) == 1
+    assert main(["preflight", "--cluster-file", str(ONPREM)]) == 1
     assert "RAY_AUTH_MODE is disabled here and token in the cluster file" in capsys.readouterr().out
 
 
 def test_a_broken_cluster_file_exits_with_two(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--cluster-file", str(tmp_path / "absent.yaml")]) == 2
+    assert main(["preflight", "--cluster-file", str(tmp_path / "absent.yaml")]) == 2
     assert "absent.yaml" in capsys.readouterr().err

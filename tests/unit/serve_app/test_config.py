@@ -55,3 +55,33 @@ def test_the_home_of_nobody_is_refused_in_one_line() -> None:
 def test_a_controller_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
     with pytest.raises(ConfigError, match=r"controller is 'magic', expected one of fixed, .*ucb"):
         _config(engine={"model": {"path": "/m"}, "speculation": {"controller": "magic"}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        ({"prt": 5}, "prt: unknown key, found 5; did you mean port?"),
+        (
+            {"placement": {"draft": {"nope": 1}}},
+            "placement.draft.nope: unknown key, found 1; known: num_cpus, num_gpus, resources, "
+            "labels, strategy",
+        ),
+        (
+            {"port": {"x": 1}},
+            "port: Input should be a valid integer, found {'x': 1}: this key takes a value, set it "
+            "without a key below it",
+        ),
+        (
+            {"port": "x", "prt": 5},
+            "port: Input should be a valid integer, unable to parse string as an integer, found "
+            "'x' (and 1 more)",
+        ),
+        ({"router": 3}, "router: Input should be a valid dictionary or instance of RouterConfig"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_was_found_and_what_to_do(
+    tree: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        _config(**tree)
+    assert str(error.value).startswith(complaint)

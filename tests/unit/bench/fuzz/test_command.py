@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 from eesd_dist.bench.fuzz import campaign, command
 from eesd_dist.bench.fuzz.campaign import Campaign
 from eesd_dist.bench.fuzz.cases import Case
-from eesd_dist.bench.fuzz.command import main
 from eesd_dist.bench.fuzz.plants import PLANTS
-from serve_app.bench import exact_over_actors
+from eesd_dist.command_line import run_command
+from serve_app.cli import main as cli
 
 BLOCKED = """
 import importlib.abc, sys
@@ -25,9 +26,13 @@ class Blocked(importlib.abc.MetaPathFinder):
             raise ImportError(f"{name} is not installed here")
         return None
 sys.meta_path.insert(0, Blocked())
-from eesd_dist.bench.fuzz.command import main
-raise SystemExit(main(sys.argv[1:]))
+import runpy
+runpy.run_module("eesd_dist.bench.fuzz", run_name="__main__", alter_sys=True)
 """
+
+
+def main(words: Sequence[str]) -> int:
+    return run_command(command.main, words, program="python -m eesd_dist.bench.fuzz")
 
 
 def run(
@@ -177,13 +182,24 @@ def test_it_runs_where_neither_ray_nor_a_server_is_installed(tmp_path: Path) -> 
     assert json.loads(done.stdout)["tokens"] >= 50
 
 
-def test_the_command_line_hands_the_fuzz_its_words(
-    capsys: pytest.CaptureFixture[str],
+def test_exact_with_a_seed_or_a_case_is_the_fuzz(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit):
-        exact_over_actors.main(["--random", "1", "--help"])
-    assert "--random-models" in capsys.readouterr().out
+    exact = ("bench", "exact")
+    for words in (("--random", "1"), ("--random=4",), ("--case", "x")):
+        assert cli.main([*exact, *words, "--help"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("Usage: eesd bench exact [OPTIONS]")
+        assert "--random-models" in printed
+        assert "--plant" not in printed
+    assert cli.main([*exact, "--model", "random", "--help"]) == 0
+    assert "--random-models" not in capsys.readouterr().out
+    assert cli.main([*exact, "--case", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_the_fuzz_needs_a_model_and_a_seed_or_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--random", "1"]) == 2
     assert "no model: give --model FOLDER" in capsys.readouterr().err
-    assert not command.is_wanted(["--model", "random"])
-    assert command.is_wanted(["--random=4"])
+    assert main(["--model", "x"]) == 2
+    assert "give --random SEED, or --case FILE" in capsys.readouterr().err

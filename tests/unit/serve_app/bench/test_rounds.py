@@ -14,6 +14,7 @@ from eesd_dist.engine.local import Generation
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
+from serve_app.bench.options import RoundsOptions
 from serve_app.bench.rounds import measure
 from serve_app.bench.rounds.measure import Setting, Variant, over_one_cohort, split_of, steady
 from tests.support.tiny_service import write_tiny_service
@@ -131,8 +132,8 @@ def test_two_cohorts_are_held_against_one_run_by_run() -> None:
 def test_every_variant_is_measured_and_no_text_differs(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model", str(model), "--quick", "--max-tokens", "12", "--json"]
-    assert measure.main(words, actors=here) == 0
+    options = RoundsOptions(model=model, quick=True, max_tokens=12, json=True)
+    assert measure.run(options, actors=here) == 0
     found = report(capsys)
     rows = found["rows"]
     assert isinstance(rows, list)
@@ -151,6 +152,6 @@ def test_every_variant_is_measured_and_no_text_differs(
 def test_a_changed_text_is_counted_and_fails_the_bench(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model", str(model), "--quick", "--max-tokens", "4", "--json"]
-    assert measure.main(words, actors=one_forgets) == 1
+    options = RoundsOptions(model=model, quick=True, max_tokens=4, json=True)
+    assert measure.run(options, actors=one_forgets) == 1
     assert report(capsys)["texts_changed"] == 2 * (1 + 4)

@@ -1,6 +1,8 @@
 """`eesd batch --url` over the whole API in front of a toy, and what makes two runs the same."""
 
+import asyncio
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,9 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError, Poisonous
 from eesd_dist.text import Tokenizer
 from serve_app.batch.runner import BatchOptions, BatchReport
+from serve_app.batch.start import _identity, run_there
 from serve_app.cli import main as cli
-from serve_app.cli.batch import _identity, run_there
+from serve_app.cli.batch import defaults_of
 from serve_app.config import service_config
 from serve_app.openai.api import build_api
 from tests.support.live_server import serving
@@ -63,7 +66,9 @@ class Job:
         config = service_config({"engine": {"model": {"path": str(self.model)}}})
         options = BatchOptions(concurrency=4, show_progress=False)
         files = (self.rows, self.out)
-        return run_there(*files, url=self.url, api_key=None, config=config, options=options)
+        return asyncio.run(
+            run_there(*files, url=self.url, api_key=None, config=config, options=options)
+        )
 
     def typed(self, *words: str) -> int:
         """The exit status of `eesd batch`."""
@@ -141,6 +146,26 @@ def test_no_row_at_a_time_is_no_job(job: Job, capsys: pytest.CaptureFixture[str]
     job.write({"prompt": "x"})
     assert job.typed("--concurrency", "0") == 2
     assert capsys.readouterr().err.startswith("eesd: concurrency is 0, expected 1 or more")
+
+
+def test_defaults_are_read_as_yaml_and_quoted_texts_stay_texts() -> None:
+    assert defaults_of(["stop='#'", 'user="2026-01-01"', 'logit_bias={"5": 10}', "seed=null"]) == {
+        "stop": "#",
+        "user": "2026-01-01",
+        "logit_bias": {"5": 10},
+        "seed": None,
+    }
+    with pytest.raises(ConfigError, match=r"^--default stop: expected FIELD=VALUE$"):
+        defaults_of(["stop"])
+
+
+@pytest.mark.parametrize(
+    "setting", ["user=2026-01-01", "logit_bias={5: 10}", "temperature=.nan", "stop=!!set {a}"]
+)
+def test_a_default_is_something_that_json_has_a_form_for(setting: str) -> None:
+    complaint = rf"^--default {re.escape(setting)}: found .*, which JSON has no form for"
+    with pytest.raises(ConfigError, match=complaint):
+        defaults_of([setting])
 
 
 def test_another_template_here_is_another_job_there(job: Job) -> None:

@@ -1,129 +1,142 @@
-"""From words to a configuration, without starting anything."""
+"""`eesd` as people type it, up to where the work begins."""
 
-import argparse
-import re
-from pathlib import Path
+import os
+import subprocess
+import sys
+from importlib import import_module
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from eesd_dist.errors import ConfigError
 from serve_app.cli import main as cli
-from serve_app.config import BUNDLED_MODEL, ServiceConfig
+
+GROUPS = {
+    (): (
+        *("serve", "generate", "batch", "plan", "preflight", "version"),
+        *("controllers", "pipelines", "bench", "distill"),
+    ),
+    ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
+    ("pipelines",): ("list", "drain", "undrain"),
+    ("bench",): (
+        *("offline", "online", "exact", "noise", "control"),
+        *("router", "rounds", "chaos", "handover"),
+    ),
+    ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
+}
+COMMANDS = [(*group, name) for group, names in GROUPS.items() for name in names]
+HEAVY = ("torch", "ray", "transformers", "pydantic", "httpx", "rich")
 
 
-def _config(*words: str) -> ServiceConfig:
-    arguments: argparse.Namespace = cli._parser().parse_args(words)
-    return cli._config_of(arguments)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_lists_its_commands(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*group, "--help"]) == 0
+    listed = capsys.readouterr().out
+    lines = listed[listed.index("Commands:") :].splitlines()[1:]
+    assert [line.split()[0] for line in lines if not line.startswith("  exact --random")] == list(
+        GROUPS[group]
+    )
+    assert not any(line.endswith("...") for line in lines)
 
 
-def test_with_no_words_the_bundled_model_is_served_on_this_machine_alone() -> None:
-    config = _config("serve")
-    assert config.engine.model.path == BUNDLED_MODEL
-    assert (config.host, config.port) == ("127.0.0.1", 8000)
-    assert config.telemetry.otlp_endpoint is None
+@pytest.mark.parametrize("group", [(), ("bench",), ("distill",)])
+def test_a_group_without_a_command_lists_them_too(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(group) == 2
+    listed = capsys.readouterr().err
+    assert cli.main([*group, "--help"]) == 0
+    assert capsys.readouterr().out == listed
 
 
-def test_flags_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path) -> None:
-    file = tmp_path / "service.yaml"
-    file.write_text("engine: {model: {path: /m, dtype: float32}}\nport: 9000\nhost: 0.0.0.0\n")
-    flags = ("--port", "9001", "--verify-tp", "2", "--draft-tp", "4")
-    config = _config("serve", "--config", str(file), *flags)
-    assert config.engine.model.path == Path("/m")
-    assert config.engine.model.dtype == "float32"
-    assert config.engine.parallel.verify_tensor_parallel_size == 2
-    assert config.engine.parallel.draft_tensor_parallel_size == 4
-    assert (config.host, config.port) == ("0.0.0.0", 9001)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_by_its_own_name(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: eesd {' '.join(command)} ")
 
 
-def test_any_key_can_be_set_and_is_checked() -> None:
-    config = _config("serve", "--set", "engine.scheduler.overlap=false", "--set", "app_name=x")
-    assert config.engine.scheduler.overlap is False
-    assert config.app_name == "x"
-    with pytest.raises(ConfigError, match=r"engine\.scheduler\.overlapp: Extra inputs"):
-        _config("serve", "--set", "engine.scheduler.overlapp=false")
-    with pytest.raises(ConfigError, match="host is 'x', expected a section"):
-        _config("serve", "--host", "x", "--set", "host.name=y")
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        (("bnech",), "bench"),
+        (("bench", "exat"), "exact"),
+        (("controllers", "unpni"), "unpin"),
+        (("distill", "trian"), "train"),
+        (("serve", "--modle", "x"), "--model"),
+    ],
+)
+def test_a_typo_is_answered_with_what_was_meant(
+    typo: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(typo) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Usage: eesd ")
+    assert meant in error.splitlines()[-1]
 
 
+def test_help_imports_nothing_that_takes_long() -> None:
+    script = (
+        "import sys; from serve_app.cli.main import main; status = main(['--help'])\n"
+        f"sys.exit(' '.join(name for name in {HEAVY} if name in sys.modules) or status)"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    after = os.times()
+    spent_s = after.children_user + after.children_system - before.children_user
+    spent_s -= before.children_system
+    assert done.stderr == ""
+    assert "Commands:" in done.stdout
+    assert spent_s < 0.7  # of processor time: the wall clock depends on what else is running
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("serve",), ("--host", "127.0.0.1")),
+        (("generate", "x"), ()),
+        (("batch", "in", "out"), ()),
+        (("bench", "chaos"), ()),
+    ],
+)
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("model_name=@x", r"found no YAML \(found character '@' that cannot start any token\)"),
-        ("model_name=[", r"found no YAML .* put a text into quotes of its own"),
-        ("model_name=2026-13-45", r"found no YAML \(month must be in 1\.\.12"),
-        ("model_name=#x", "found no value, expected one: write null"),
-        ("model_name=", "found no value, expected one: write null"),
+        ("engine.model.colour=red", "eesd: engine.model.colour: unknown key, found 'red'; known: "),
+        ("engine.cache.num_pages=many", "eesd: engine.cache.num_pages: Input should be a valid"),
+        ("host.x=1", "eesd: host"),
+        ("port", "eesd: --set port: expected KEY=VALUE"),
     ],
 )
-def test_a_value_that_is_none_is_named_with_its_argument(setting: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--set {re.escape(setting)}: {complaint}"):
-        _config("serve", "--set", setting)
-    with pytest.raises(ConfigError, match=f"^--default {re.escape(setting)}: {complaint}"):
-        cli._defaults([setting])
-
-
-def test_null_and_quoted_texts_are_values() -> None:
-    for null in ("null", "~", " Null "):
-        assert _config("serve", "--set", f"engine.model.head={null}").engine.model.head is None
-        assert cli._defaults([f"stop={null}"]) == {"stop": None}
-    assert cli._defaults(["stop='#'", 'user="2026-01-01"', 'logit_bias={"5": 10}']) == {
-        "stop": "#",
-        "user": "2026-01-01",
-        "logit_bias": {"5": 10},
-    }
-
-
-@pytest.mark.parametrize(
-    "setting", ["user=2026-01-01", "logit_bias={5: 10}", "temperature=.nan", "stop=!!set {a}"]
-)
-def test_a_default_is_something_that_json_has_a_form_for(setting: str) -> None:
-    complaint = rf"^--default {re.escape(setting)}: found .*, which JSON has no form for"
-    with pytest.raises(ConfigError, match=complaint):
-        cli._defaults([setting])
-
-
-def test_a_tree_is_named_by_a_flag_and_its_form_by_the_configuration() -> None:
-    words = ("serve", "--tree", "static", "--set", "engine.speculation.tree.widths=[3, 1]")
-    tree = _config(*words).engine.speculation.tree
-    assert (tree.shape, tree.widths) == ("static", (3, 1))
-    assert [tree.width_at(depth, "static") for depth in range(3)] == [3, 1, 1]
-    rejection = ("--set", "engine.speculation.acceptance=rejection")
-    with pytest.raises(ConfigError, match="rejection sampling judges chains"):
-        _config("serve", "--tree", "dynamic", *rejection)
-    assert _config("serve", *rejection).engine.speculation.tree.shape == "none"
-
-
-def test_pipelines_sets_both_bounds() -> None:
-    pipelines = _config("serve", "--pipelines", "3").pipelines
-    assert (pipelines.min_count, pipelines.max_count) == (3, 3)
-
-
-def test_a_collector_in_the_environment_is_used_unless_another_one_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+def test_every_command_with_a_configuration_checks_settings_alike(
+    command: tuple[str, ...],
+    words: tuple[str, ...],
+    setting: str,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
-    assert _config("serve").telemetry.otlp_endpoint == "http://collector:4318"
-    named = _config("serve", "--otlp-endpoint", "http://other:4318")
-    assert named.telemetry.otlp_endpoint == "http://other:4318"
+    assert cli.main([*command, *words, "--set", setting]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(complaint)
+    assert error.count("\n") == 1
 
 
-def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text("- a\n- b\n")
-    with pytest.raises(ConfigError, match=r"x\.yaml: found list, expected a mapping"):
-        _config("serve", "--config", str(file))
-    file.write_text("a: [")
-    with pytest.raises(ConfigError, match=r"x\.yaml: not YAML"):
-        _config("serve", "--config", str(file))
-
-
-def test_commands_of_other_parts_get_their_own_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_chaos_names_the_value_that_a_setting_goes_through(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["plan", "--help"])
-    assert leaving.value.code == 0
-    assert "--exit-layer" in capsys.readouterr().out
+    assert cli.main(["bench", "chaos", "--port", "7", "--set", "port.x=1"]) == 2
+    assert capsys.readouterr().err == (
+        "eesd: port.x: port is 7, expected a section: set port itself\n"
+    )
+
+
+def test_chaos_refuses_a_fault_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "chaos", "--kinds", "hang", "earthquake"]) == 2
+    assert capsys.readouterr().err.startswith("eesd: found fault kind 'earthquake', expected one of: verify rank")
 
 
 def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,13 +144,27 @@ def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("eesd: /no/such.yaml: No such file")
 
 
-def test_a_command_that_is_none_is_told_of_all_there_are(
-    capsys: pytest.CaptureFixture[str],
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("eesd")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("plan", "--config", "x", "--exit-layer", "1"), ("preflight",), ("bench", "exact", "--case=x")]
+    + [("bench", name) for name in GROUPS["bench",]],
+)
+def test_what_a_command_runs_takes_the_options_that_it_declares(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["bench", "nope"])
-    assert leaving.value.code == 2
-    error = capsys.readouterr().err
-    assert all(repr(name) in error for name in ("serve", "bench exact", "controllers", "distill"))
-    assert cli.main(["--verbose", "plan"]) == 2
-    assert capsys.readouterr().err.startswith("eesd: --verbose before a command")
+    asked: list[Any] = []
+
+    def load(name: str) -> SimpleNamespace:
+        asked.append(name)
+        return SimpleNamespace(main=asked.append)
+
+    monkeypatch.setattr("eesd_dist.command_line.import_module", load)
+    assert cli.main(command) == 0
+    module, options = asked
+    (parameter,) = signature(import_module(module).main).parameters.values()
+    assert parameter.annotation is type(options)

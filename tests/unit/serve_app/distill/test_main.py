@@ -5,36 +5,40 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.errors import ConfigError
 from serve_app.cli import main as cli
-from serve_app.distill import main as distill
+from serve_app.distill.main import _STEPS as STEPS
 
 
-def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="eesd distill trian: expected one of run, collect"):
-        distill.main(["trian"])
-    with pytest.raises(SystemExit):
-        distill.main([])
-    assert "eesd distill run" in capsys.readouterr().out
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_says_what_its_options_mean(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["distill", step, "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith(f"Usage: eesd distill {step} [OPTIONS] `eesd distill {step}`: ")
+    assert "--model <path> folder of the target (the bundled one) --" in told
 
 
-@pytest.mark.parametrize("command", distill.COMMANDS)
-def test_every_step_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        distill.main([command, "--help"])
-    assert left.value.code == 0
-    assert f"eesd distill {command}" in capsys.readouterr().out
+def test_options_have_the_names_that_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["distill", "train", "--help"]) == 0
+    told = capsys.readouterr().out
+    for name in ("exit", "rate", "checkpoint-every", "loss-temperature", "zero-stage", "bfloat16"):
+        assert f"  --{name} " in told
 
 
-def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_packages_that_are_missing_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = importlib.util.find_spec
     missing = {"deepspeed", "pyarrow"}
     monkeypatch.setattr(
-        "serve_app.distill.main.find_spec",
-        lambda name: None if name in missing else found(name),
+        "serve_app.cli.distill.find_spec", lambda name: None if name in missing else found(name)
     )
-    with pytest.raises(ConfigError, match=r"needs deepspeed, pyarrow.*eesd-dist\[distill\]"):
-        distill.main(["evaluate"])
+    assert cli.main(["distill", "evaluate"]) == 2
+    assert capsys.readouterr().err == (
+        "eesd: distillation needs deepspeed, pyarrow, not found here: pip install "
+        "'eesd-dist[distill]'\n"
+    )
 
 
 def test_a_file_where_a_folder_was_meant_ends_with_one_line(

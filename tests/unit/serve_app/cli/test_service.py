@@ -1,5 +1,6 @@
-"""`eesd controllers` looking at whatever may answer at a URL."""
+"""`eesd controllers` and `eesd pipelines` reading whatever may answer at a URL."""
 
+import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -30,6 +31,42 @@ def server() -> Iterator[HTTPServer]:
         yield server
         server.shutdown()
         thread.join()
+
+
+def test_options_before_and_behind_an_action_count_and_the_latter_win(
+    server: HTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status, server.answer = 200, _STATE.encode()  # type: ignore[attr-defined]
+    at, nowhere = f"--url=http://127.0.0.1:{server.server_port}", "--url=http://127.0.0.1:1"
+    for words in (
+        [at, "--json"],
+        [at, "--json", "show"],
+        ["show", at, "--json"],
+        [nowhere, "--json", "show", at],
+    ):
+        assert main(["controllers", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(_STATE)
+    assert main(["controllers", at, "show", nowhere]) == 1
+
+
+def test_pipelines_are_a_table_or_a_json_list(
+    server: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    pipeline = {
+        **{"pipeline": "p1", "address": "h:1", "is_whole": False, "last_trouble": "a rank died"},
+        **{"generation": 3, "num_live": 2, "weight": None, "draining": ""},
+    }
+    answer = json.dumps({"pipelines": [pipeline]})
+    server.status, server.answer = 200, answer.encode()  # type: ignore[attr-defined]
+    port = str(server.server_port)
+    assert main(["pipelines", "--port", port, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [pipeline]
+    assert main(["pipelines", "--port", port, "list"]) == 0
+    table = capsys.readouterr().out
+    assert "p1" in table
+    assert "a rank died" in table
+    assert "not measured" in table
 
 
 @pytest.mark.parametrize(

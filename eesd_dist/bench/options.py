@@ -1,0 +1,144 @@
+"""Options of the benchmarks that need the engine alone; a docstring is the help of its command.
+
+Imports nothing heavy.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.types import Device, DTypeSetting, Numerics, StopRule
+
+Model = Annotated[Path, "folder of the target model (the bundled one)"]
+Head = Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"]
+Prompts = Annotated[Path, "prompts, JSON lines (the bundled ones)"]
+Quick = Annotated[bool, "a smaller run"]
+Json = Annotated[bool, "print the last line only, one JSON object"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How many actors hold each stage."""
+
+    verify_ranks: int
+    draft_ranks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """`4`, or `2x2`: verify ranks, then draft ranks."""
+        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+        if found is None:
+            raise ValueError(
+                f"found {text!r}, expected verify ranks or verify x draft ranks, like 4 or 2x2"
+            )
+        return cls(verify_ranks=int(found[1]), draft_ranks=int(found[2] or 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineOptions:
+    """Speed of every controller, one request at a time.
+
+    Compared with transformers and plain decoding: one process, the same weights and prompts,
+    greedy. For each prompt the variants take turns, so that a machine that slows down slows all of
+    them. Texts that differ from plain decoding's are counted.
+    """
+
+    model: Model = BUNDLED_MODEL
+    head: Head = None
+    prompts: Prompts = SHIPPED_PROMPTS
+    limit: Annotated[int | None, "number of prompts (all)"] = None
+    max_tokens: Annotated[int, "length of each text"] = 128
+    repeats: Annotated[int, "runs of every variant"] = 3
+    dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
+    numerics: Annotated[Numerics, "invariant: bit-for-bit reproducible"] = "invariant"
+    stop_rule: Annotated[StopRule, "when the goodput controller stops drafting"] = "auto"
+    threads: Annotated[int, "CPU threads"] = 1
+    quick: Annotated[bool, "under three minutes"] = False
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineOptions:
+    """Latency and throughput of a running service under load.
+
+    Open loop: requests arrive by a seeded Poisson process whether or not earlier ones have ended.
+    Load c is c requests in the time that one request takes alone with speculation off. At every
+    load, speculation off and on take turns on the same prompts.
+    """
+
+    url: Annotated[str, "the running service"] = "http://127.0.0.1:8000"
+    prompts: Prompts = SHIPPED_PROMPTS
+    loads: Annotated[tuple[int, ...], "requests per time of one alone"] = (1, 2, 4, 8, 16)
+    per_load: Annotated[int, "requests at each load"] = 24
+    max_tokens: Annotated[int, "length of each text"] = 96
+    seed: Annotated[int, "of the arrivals"] = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactOptions:
+    model: Model = BUNDLED_MODEL
+    head: Head = None
+    prompts: Prompts = SHIPPED_PROMPTS
+    tokens: Annotated[int, "tokens to compare, about"] = 20_000
+    topology: Annotated[
+        tuple[Topology, ...],
+        Option(
+            "--topology",
+            parser=Topology.parse,
+            metavar="V[xD]",
+            help="verify ranks, and draft ranks where there is more than one; may be repeated",
+        ),
+    ] = ()
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseOptions:
+    """Independence of the sampling noise of two tokens.
+
+    For every difference of one to three bits below 2^17, and for ids that lie a few apart, N pairs
+    are drawn, each under a key of its own. Counted is what a sampler would see (how often a token
+    of probability 0.01, 0.2, 0.5 or 0.8 wins) and what a weak hash shows first (correlation, low
+    bits, joint tails). Exit status 1 when a z value is above 5.5.
+    """
+
+    draws: Annotated[int, "pairs per difference"] = 10_000_000
+    seed: Annotated[int, "of the keys"] = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlOptions:
+    """Controllers against the best fixed draft length.
+
+    Classes are the classes of the prompts at several temperatures. One recording of what a draft
+    from every position would have been lets every controller be replayed exactly; then the variants
+    take turns on the real engine, and every text is compared with plain decoding's. The best fixed
+    length is chosen in hindsight, by the figures it is then compared with.
+    """
+
+    model: Model = BUNDLED_MODEL
+    head: Head = None
+    prompts: Prompts = SHIPPED_PROMPTS
+    temperatures: Annotated[tuple[float, ...], "of every prompt class"] = (0.0, 0.8, 1.2)
+    max_tokens: Annotated[int | None, "length of each text"] = None
+    max_draft_tokens: Annotated[int, "maximum draft length"] = 8
+    dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
+    device: Annotated[Device, "where to compute"] = "auto"
+    threads: Annotated[int, "CPU threads"] = 1
+    clock: Annotated[
+        Literal["wall", "cpu"], "cpu: seconds of this process, for a busy machine; on the CPU only"
+    ] = "wall"
+    seed: Annotated[int, "of requests and noise"] = 0
+    only: Annotated[Literal["replay", "live"] | None, "one section instead of both"] = None
+    record: Annotated[Path | None, "write the recorded traces to this file"] = None
+    traces: Annotated[Path | None, "replay the traces of this file"] = None
+    cost: Annotated[Path | None, "a pinned cost model, JSON; without it, it is measured"] = None
+    plots: Annotated[Path | None, "folder for PNG pictures"] = None
+    quick: Annotated[bool, "under four minutes on two cores"] = False
+    json: Json = False

@@ -1,0 +1,212 @@
+"""Command lines: functions as commands, dataclasses as groups of options, errors as exit codes.
+
+typer declares, parses and prints usage. This module adds what every command shares. A parameter
+that is a dataclass stands for one option for each of its fields, so that commands can share
+options. Text in an annotation is the option's help, behind its name where that is not the field's:
+`exit_layer: Annotated[int, "--exit N: layers of the draft stage"]`. A tuple is an option with
+several values. It knows no command.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial, wraps
+from importlib import import_module
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from typer import Context, Exit, Option, Typer
+from typer.core import TyperCommand
+
+from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
+
+Run = Callable[..., int | None]
+"""Does what a command is for and returns its exit status; None is 0."""
+
+
+def group(name: str, **settings: Any) -> Typer:
+    """A program, or a command with commands of its own, which it lists when none is given."""
+    defaults = {
+        "add_completion": False,
+        "rich_markup_mode": None,
+        "pretty_exceptions_enable": False,
+        "no_args_is_help": True,
+        "context_settings": {"help_option_names": ["--help", "-h"], "max_content_width": 100},
+    }
+    return Typer(name=name, **{**defaults, **settings})
+
+
+def add_command(
+    app: Typer,
+    run: Run,
+    *,
+    name: str | None = None,
+    help: str | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> None:
+    """Makes `run` a command; the first sentence of its docstring is its line in the list.
+
+    `defaults` take the place of those of parameters and fields.
+    """
+    app.command(name, cls=_Command, help=help)(_flattened(run, defaults or {}))
+
+
+def add_module(app: Typer, name: str, options: type, module: str, **settings: Any) -> None:
+    """Makes `main` of a module, which takes these options, a command.
+
+    The module is imported when the command runs; the help is the docstring of the options.
+    """
+
+    def run(options: Any) -> int | None:
+        status: int | None = import_module(module).main(options)
+        return status
+
+    run.__annotations__["options"] = options
+    add_command(app, run, name=name, help=options.__doc__, **settings)
+
+
+def add_callback(app: Typer, run: Run) -> None:
+    """Makes `run` what comes before every command of a group; its docstring describes the group."""
+    app.callback()(_flattened(run, {}))
+
+
+def program_of(run: Run, **settings: Any) -> Typer:
+    """A program that is one command, with the settings of `add_command`."""
+    app = group(run.__name__)
+    add_command(app, run, **settings)
+    return app
+
+
+def run_app(app: Typer, words: Sequence[str], *, program: str) -> int:
+    """Runs one command and returns the exit status of the process.
+
+    2: the usage, the configuration or a file is wrong; 1: other errors of this project, on one
+    line each; 130: interrupted.
+    """
+    try:
+        app(list(words), prog_name=program)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except (ConfigError, RequestError) as error:
+        return _failed(program, str(error), status=2)
+    except EesdError as error:
+        return _failed(program, str(error), status=1)
+    except OSError as error:  # a file where a folder was meant, a disk that is full
+        return _failed(program, os_error_text(error), status=2)
+    return 0
+
+
+def run_command(run: Run, words: Sequence[str], *, program: str) -> int:
+    """The same for a program that is one command."""
+    return run_app(program_of(run), words, program=program)
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not None, for a callee with defaults of its own."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _flattened(run: Run, defaults: Mapping[str, object]) -> Callable[..., None]:
+    """The same function as typer reads it: every option is a parameter of its own."""
+    parameters = signature(run).parameters
+
+    @wraps(run)
+    def call(**values: Any) -> None:
+        try:
+            status = run(**{name: _gathered(each, values) for name, each in parameters.items()})
+        except BrokenPipeError:  # the reader of our output has closed it: not an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 0
+        if status:
+            raise Exit(status)
+
+    leaves = [leaf for each in parameters.values() for leaf in _leaves(each, defaults)]
+    call.__signature__ = Signature(leaves)  # type: ignore[attr-defined]
+    return call
+
+
+class _Command(TyperCommand):
+    """Options with several values take all words up to the next option: `--exits 1 2 4`.
+
+    Not in a command with arguments, which such an option would swallow; there as everywhere it can
+    be repeated.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if all(param.param_type_name == "option" for param in self.params):
+            several = {name for param in self.params if param.multiple for name in param.opts}
+            args = list(_repeated(args, several))
+        return super().parse_args(ctx, args)
+
+
+def _repeated(words: Sequence[str], several: set[str]) -> Iterator[str]:
+    """`--exits 1 2` as `--exits 1 --exits 2`."""
+    option, is_first = "", False
+    for word in words:
+        if word.startswith("-"):
+            option, is_first = word if word in several else "", True
+        elif option and not is_first:
+            yield option
+        else:
+            is_first = False
+        yield word
+
+
+def _leaves(parameter: Parameter, defaults: Mapping[str, object]) -> Iterator[Parameter]:
+    kind = parameter.annotation
+    if isinstance(kind, type) and is_dataclass(kind):
+        for each in signature(kind).parameters.values():
+            yield from _leaves(each, defaults)
+    elif kind is Context:
+        yield parameter
+    else:
+        default = defaults.get(parameter.name, parameter.default)
+        yield _declared(parameter.replace(default=default))
+
+
+def _gathered(parameter: Parameter, values: dict[str, Any]) -> Any:
+    kind = parameter.annotation
+    if isinstance(kind, type) and is_dataclass(kind):
+        parts = signature(kind).parameters
+        return kind(**{name: _gathered(each, values) for name, each in parts.items()})
+    value = values[parameter.name]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _declared(parameter: Parameter) -> Parameter:
+    """The parameter as typer takes it: with an `Option`, and a list for a tuple."""
+    kind, info = parameter.annotation, ""
+    if get_origin(kind) is Annotated:
+        kind, info = get_args(kind)
+    if isinstance(info, str):
+        names, _, text = info.partition(": ") if info.startswith("--") else ("", "", info)
+        name, _, metavar = names.partition(" ")
+        default = parameter.default
+        paths = default if isinstance(default, tuple) else (default,)
+        # Files of this installation: the help names them.
+        is_ours = any(isinstance(path, Path) and path.is_absolute() for path in paths)
+        name = name or f"--{parameter.name.replace('_', '-')}"
+        info = Option(name, help=text, metavar=metavar or None, show_default=not is_ours)
+    if get_origin(kind) is tuple:
+        element, info = get_args(kind)[0], copy(info)
+        label, kind = getattr(element, "__name__", ""), list[element]  # type: ignore[valid-type]
+        if get_origin(element) is Literal:  # which typer takes alone, but not in a list
+            choices = get_args(element)
+            label, kind, info.parser = "|".join(choices), list[str], partial(_one_of, choices)
+        info.metavar = info.metavar or f"<{label.lower()}>..."
+    return parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
+
+
+def _one_of(choices: Sequence[str], word: str) -> str:
+    if word not in choices:
+        raise ValueError(f"found {word!r}, expected one of {', '.join(choices)}")
+    return word
+
+
+def _failed(program: str, message: str, *, status: int) -> int:
+    sys.stderr.write(f"{program}: {message}\n")
+    return status

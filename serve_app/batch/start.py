@@ -1,0 +1,114 @@
+"""Starts a batch over an engine in this process, or over a running service."""
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import aclosing
+from pathlib import Path
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.model.dtype import resolve_dtype
+from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.sampling.noise import NOISE_VERSION
+from eesd_dist.text import Tokenizer
+from serve_app.batch.http_client import HttpClient
+from serve_app.batch.local_client import LocalClient
+from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
+from serve_app.config import ServiceConfig
+
+_HASHED_WHOLE_BYTES = 2**28
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What turns a prompt into token ids and ends a text, besides the model's shape."""
+
+
+async def run_here(
+    input_file: Path, output_file: Path, *, config: ServiceConfig, options: BatchOptions
+) -> BatchReport:
+    """Raises ConfigError before any row is run when something does not fit."""
+    engine = config.engine
+    model = ServedModel(
+        name=config.served_model_name,
+        identity=_identity(engine),
+        max_model_len=layout_of(engine).max_model_len,
+        max_draft_tokens=engine.speculation.max_draft_tokens,
+    )
+    book = BeliefBook(discount=engine.speculation.discount)
+    tokenizer = Tokenizer.load(engine.model.path)
+    async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
+        return await run_batch(
+            *(input_file, output_file),
+            engine=client,
+            tokenizer=tokenizer,
+            model=model,
+            options=options,
+        )
+
+
+async def run_there(
+    input_file: Path,
+    output_file: Path,
+    *,
+    url: str,
+    api_key: str | None,
+    config: ServiceConfig,
+    options: BatchOptions,
+) -> BatchReport:
+    """`config` names the folder of the tokenizer, which has to be the service's own."""
+    tokenizer = Tokenizer.load(config.engine.model.path)
+    async with aclosing(HttpClient(url, model="", api_key=api_key)) as asking:
+        card = await asking.model_card()
+    model = ServedModel(
+        name=card.name,
+        identity=_identity_there(card.name, config.engine.model.path),
+        max_model_len=card.max_model_len,
+        max_draft_tokens=config.engine.speculation.max_draft_tokens,
+    )
+    async with aclosing(HttpClient(url, model=model.name, api_key=api_key)) as client:
+        return await run_batch(
+            *(input_file, output_file),
+            engine=client,
+            tokenizer=tokenizer,
+            model=model,
+            options=options,
+        )
+
+
+def _identity(engine: EngineConfig) -> str:
+    """A digest of the weights and of what else decides texts.
+
+    The draft stage does not, unless rejection sampling draws other tokens behind its drafts.
+    """
+    model = engine.model
+    words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
+    if engine.speculation.acceptance == "rejection":
+        words += " rejection"
+    weights = sorted(model.path.glob("*.safetensors"))
+    return _digest(words, (*weights, *_text_files(model.path)))
+
+
+def _identity_there(name: str, folder: Path) -> str:
+    """Of a service only the name is known; prompts and ends are made here, from the folder."""
+    return f"served as {name}, text by {_digest('', _text_files(folder))}"
+
+
+def _digest(words: str, files: Iterable[Path]) -> str:
+    digest = hashlib.sha256(words.encode())
+    for file in files:
+        digest.update(f"\0{file.name} {file.stat().st_size}\0".encode())
+        if file.stat().st_size <= _HASHED_WHOLE_BYTES:
+            digest.update(file.read_bytes())
+        else:
+            digest.update(str(file.stat().st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
+def _text_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _TEXT_FILES if (folder / name).exists()]

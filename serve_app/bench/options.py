@@ -1,0 +1,144 @@
+"""Options of the benchmarks that need the service; a docstring is the help of its command.
+
+Imports nothing heavy.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from eesd_dist.bench.options import ExactOptions, Head, Json, Model, Prompts, Quick
+from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.checks import require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """Compares streams while processes die and links are cut.
+
+    A real service is started and asked the same seeded requests twice over HTTP: undisturbed, and
+    while a seeded schedule kills verify ranks, drafting actors, the router and pipeline replicas,
+    hangs ranks and cuts connections, some of them before recovery from the one before.
+
+    recovery_p50_s and recovery_p95_s are over kills: seconds from the kill to the next token of the
+    slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in
+    no recovery time: no stream waits for a router. alone_* leave out kills whose streams waited for
+    another one's end as well. A kill after which no stream of its pipeline continued counts as
+    infinite.
+
+    Exit status 1 when a stream was lost, repeated or changed, when nothing was killed, when a kill
+    went unnoticed, and when the schedule ended early because the service had not recovered in time.
+    """
+
+    quick: Quick = False
+    json: Json = False
+    seed: Annotated[int, "of requests and schedule"] = 0
+    requests: Annotated[int | None, "of each run (200; 40 with --quick)"] = None
+    max_tokens: Annotated[int, "of the longest requests"] = 192
+    concurrency: Annotated[int, "streams at the same time"] = 8
+    prompts: Prompts = SHIPPED_PROMPTS
+    kills: Annotated[int | None, "maximum number of faults"] = None
+    kinds: Annotated[tuple[str, ...], "kinds of faults (all)"] = ()
+    gap_s: Annotated[float, "mean time between recovery and the next fault"] = 2.0
+    at_once: Annotated[float, "share of faults that do not wait for recovery"] = 0.25
+    model: Model = BUNDLED_MODEL
+    verify_tp: Annotated[int, "ranks of the verify stage"] = 2
+    pipelines: Annotated[int, "number of pipelines"] = 1
+    deadline_s: Annotated[float, "limit of every wait between ranks"] = 5.0
+    port: Annotated[int | None, "of the service (a free one)"] = None
+    set: Annotated[tuple[str, ...], "--set KEY=VALUE: any configuration key; may be repeated"] = ()
+    address: Annotated[
+        str | None, "HOST:PORT of a Ray cluster to join; run this on the host of its head"
+    ] = None
+    kill: Annotated[str | None, "--kill CMD: {host} {pid} {signal}; signals a process there"] = None
+    link_down: Annotated[str | None, "--link-down CMD: {host}; cuts its link"] = None
+    link_up: Annotated[str | None, "--link-up CMD: {host}; restores the link"] = None
+    cut_s: Annotated[float, "how long a link stays down"] = 8.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "requests", "max_tokens", "concurrency", "kills", "port")
+        require_positive(self, "verify_tp", "pipelines", "deadline_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverOptions:
+    """Pauses of streams that move to another pipeline.
+
+    Streams with long prompts run in one of two pipelines and are handed over to the other, with
+    their pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
+    between two arrivals of tokens from the beginning of the hand-over on, the copying included. An
+    undisturbed run of the same requests has such waits too, and its texts are the right ones. Exit
+    status 1 when a stream was broken or changed.
+    """
+
+    model: Model = BUNDLED_MODEL
+    requests: Annotated[int, "streams handed over at once"] = 6
+    prompt_tokens: Annotated[int, "length of each prompt"] = 800
+    tokens: Annotated[int, "length of each answer"] = 300
+    repeats: Annotated[int, "hand-overs of each kind"] = 3
+    verify_tp: Annotated[int, "verify ranks of each pipeline"] = 1
+    seed: Annotated[int, "of the prompts"] = 0
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "requests", "prompt_tokens", "tokens", "repeats", "verify_tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """Cost of the router's planning.
+
+    The belief book is filled with 1, 100 and 10,000 live requests, and then asked for the plans of
+    a few: per request, per round, and while a checkpoint is written. With --actor the same
+    questions go to the router's own actor, over Ray.
+    """
+
+    quick: Quick = False
+    actor: Annotated[bool, "also over Ray, which is started for it"] = False
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsOptions:
+    """Where the time of a round goes.
+
+    Over real actors and without HTTP: batches of 1, 4 and 8 requests, plain and drafting, with and
+    without two microbatches (overlap) and drafting ahead, and with one or two microbatches as
+    measured costs say (auto). The services of all variants take turns with the same requests. The
+    wall clock of a round is split as the drafting loop sees it: plan, draft, transfer, verify,
+    collectives, commit, other. `verify` and `collectives` are what the loop waited for; what was
+    verified while it drafted is `hidden`. Overhead is everything except draft and verify. Exit
+    status 1 when a text differs.
+    """
+
+    model: Model = BUNDLED_MODEL
+    head: Head = None
+    prompts: Prompts = SHIPPED_PROMPTS
+    verify_tp: Annotated[int, "ranks of the verify stage"] = 1
+    draft_tp: Annotated[int, "ranks of the draft stage"] = 1
+    controller: Annotated[str, "fixed drafts 4 tokens"] = "fixed"
+    max_tokens: Annotated[int | None, "length of each text (64; 24 with --quick)"] = None
+    repeats: Annotated[int | None, "runs of every variant (5; 1 with --quick)"] = None
+    quick: Annotated[bool, "two variants, batches of 1 and 4"] = False
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "verify_tp", "draft_tp", "max_tokens", "repeats")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactOverActorsOptions:
+    """Compares texts with and without speculation.
+
+    Every controller with chains, static and dynamic trees, temperatures 0, 0.7 and 1.0 with top_p,
+    penalties and logit_bias, batches of 1, 4 and 16, in one process and over actors with one and
+    two verify ranks and one and two draft ranks; float32, and bfloat16 with `numerics: invariant`.
+    What bfloat16 gives with `numerics: fast` is printed as well. With --address all of it runs on
+    that cluster, spread over its nodes, four verify ranks too, and nothing in one process. Exit
+    status 1 when a promised equality fails.
+
+    With --random SEED, engines, requests and troubles are drawn instead: `eesd bench exact --random
+    1 --help`.
+    """
+
+    exact: ExactOptions
+    address: Annotated[str | None, "Ray cluster to compare on; else Ray is started here"] = None

@@ -1,0 +1,108 @@
+"""Options of the commands that run an engine, and the configuration they make.
+
+Options are names for keys of the configuration. One that is not given leaves the key as the file,
+or the default, has it.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Argument
+
+from eesd_dist.command_line import given
+from eesd_dist.types import Device, DTypeSetting, Numerics, TreeShape
+
+if TYPE_CHECKING:
+    from serve_app.config import ServiceConfig
+
+_KEYS = {
+    "model": "engine.model.path",
+    "head": "engine.model.head",
+    "dtype": "engine.model.dtype",
+    "numerics": "engine.model.numerics",
+    "device": "engine.model.device",
+    "draft_tp": "engine.parallel.draft_tensor_parallel_size",
+    "verify_tp": "engine.parallel.verify_tensor_parallel_size",
+    "stand_in": "engine.parallel.stand_in",
+    "controller": "engine.speculation.controller",
+    "max_draft_tokens": "engine.speculation.max_draft_tokens",
+    "tree": "engine.speculation.tree.shape",
+    "name": "model_name",
+    "host": "host",
+    "port": "port",
+    "pipelines": "pipelines.max_count",
+    "otlp_endpoint": "telemetry.otlp_endpoint",
+    "trace_folder": "telemetry.trace_folder",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """Options of every command that runs an engine."""
+
+    config: Annotated[Path | None, "--config FILE.yaml: options override it"] = None
+    model: Annotated[Path | None, "folder of the target model (the bundled one)"] = None
+    head: Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"] = None
+    dtype: Annotated[DTypeSetting | None, "type of the weights (auto: as in the checkpoint)"] = None
+    numerics: Annotated[Numerics | None, "invariant: texts are bit-for-bit reproducible"] = None
+    device: Annotated[Device | None, "where to compute (auto)"] = None
+    draft_tp: Annotated[int | None, "ranks of the draft stage (1)"] = None
+    verify_tp: Annotated[int | None, "ranks of the verify stage (1)"] = None
+    controller: Annotated[str | None, "which controller decides draft lengths"] = None
+    tree: Annotated[TreeShape | None, "shape of the draft tree (none: chains)"] = None
+    max_draft_tokens: Annotated[int | None, "maximum draft length; 0 disables drafting"] = None
+    set: Annotated[tuple[str, ...], "--set KEY=VALUE: any configuration key; may be repeated"] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFlags:
+    """Options of a command that starts the whole service."""
+
+    host: Annotated[str | None, "address to listen on (127.0.0.1)"] = None
+    port: Annotated[int | None, "port to listen on (8000)"] = None
+    name: Annotated[str | None, "model name in the API (name of the model folder)"] = None
+    stand_in: Annotated[
+        bool | None,
+        "verify ranks also load the draft ranks' layers: decoding continues without drafts while a "
+        "draft rank is replaced",
+    ] = None
+    pipelines: Annotated[int | None, "number of pipelines (1)"] = None
+    otlp_endpoint: Annotated[str | None, "OpenTelemetry collector, e.g. http://localhost:4318"] = (
+        None
+    )
+    trace_folder: Annotated[Path | None, "folder for span files, without a collector"] = None
+
+
+def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "ServiceConfig":
+    """The file with the options over it, then every --set. Raises ConfigError."""
+    from serve_app.config import BUNDLED_MODEL, read_service_config, service_config
+    from serve_app.settings import apply_settings, is_missing, put
+
+    tree = {} if engine.config is None else read_service_config(engine.config)
+    flags = given(engine) | ({} if service is None else given(service))
+    for flag, key in _KEYS.items():
+        if flag in flags:
+            put(tree, key, str(flags[flag]) if isinstance(flags[flag], Path) else flags[flag])
+    if "pipelines" in flags:
+        put(tree, "pipelines.min_count", flags["pipelines"])
+    apply_settings(tree, engine.set)
+    if is_missing(tree, "engine.model.path"):
+        put(tree, "engine.model.path", str(BUNDLED_MODEL))
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if endpoint and is_missing(tree, "telemetry.otlp_endpoint"):
+        put(tree, "telemetry.otlp_endpoint", endpoint)
+    return service_config(tree)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="the prompt; - reads standard input")]
+    raw: Annotated[bool, "continue the prompt itself: no chat template"] = False
+    max_tokens: Annotated[int, "maximum length of the text"] = 256
+    temperature: Annotated[float, "0 is greedy"] = 0.0
+    top_p: Annotated[float, "nucleus sampling"] = 1.0
+    seed: Annotated[int | None, "the same seed gives the same text (drawn, and shown)"] = None
+    no_speculation: Annotated[bool, "plain decoding: the same text, slower"] = False
+    color: Annotated[Literal["auto", "always", "never"], "mark accepted draft tokens"] = "auto"

@@ -1,0 +1,27 @@
+"""`eesd serve`."""
+
+from typing import Annotated
+
+from typer import Context, echo
+
+from serve_app.cli.configuration import EngineFlags, ServiceFlags, config_of
+from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+
+
+def serve(
+    context: Context,
+    engine: EngineFlags,
+    service: ServiceFlags,
+    address: Annotated[str | None, "Ray cluster to join; without it, Ray is started here"] = None,
+) -> None:
+    """Serves an OpenAI-compatible API on Ray until interrupted."""
+    config = config_of(engine, service)
+    shows_logs: bool = context.find_root().params["verbose"]
+    if address is None:
+        prepare_for_local_ray(shows_logs=shows_logs)
+    else:
+        prepare_for_cluster(shows_logs=shows_logs)
+    # Ray reads the environment when it is imported.
+    from serve_app.operations.serving import run_service
+
+    run_service(config, address=address, shows_logs=shows_logs, say=echo)
