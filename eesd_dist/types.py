@@ -6,7 +6,9 @@ torch or HTTP.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType
+
+from msgspec import Meta
 
 TokenId = NewType("TokenId", int)
 RequestId = NewType("RequestId", str)
@@ -235,8 +237,8 @@ class SpoolCounts:
 class Traffic:
     """What one rank exchanged with others, and how long it waited for them."""
 
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    sent_bytes: Annotated[int, Meta(ge=0)] = 0
+    received_bytes: Annotated[int, Meta(ge=0)] = 0
     wait_s: float = 0.0
     """0 for what lies on a GPU: there a wait orders streams and the host runs on."""
 

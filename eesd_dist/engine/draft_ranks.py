@@ -27,7 +27,6 @@ from eesd_dist.transport.command_stream import CommandSink, CommandSource
 from eesd_dist.transport.commands import (
     Command,
     MoveSlots,
-    RowsLike,
     RunHead,
     RunLayers,
     RunLogits,
@@ -271,11 +270,13 @@ def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_below("token", max(tokens), shard.span.spec.vocab_size)
-            shard.run_layers(tokens, _row_segments(segments, shard))
+            _expect_pages(segments, shard)
+            shard.run_layers(tokens, segments)
         case RunHead(segments=segments, input_TE=input_TE):
             reads_embedding = shard.head is not None and shard.head.reads_embedding
             _expect_rows(input_TE, shard.span, width_times=2 if reads_embedding else 1)
-            shard.run_head(input_TE, _row_segments(segments, shard))
+            _expect_pages(segments, shard)
+            shard.run_head(input_TE, segments)
         case RunLogits(exit_AD=exit_AD):
             _expect_rows(exit_AD, shard.span)
             shard.logits(exit_AD)
@@ -288,12 +289,11 @@ def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
                 shard.take_head(heads.take(command))
 
 
-def _row_segments(segments: Sequence[RowsLike], shard: OwnShard) -> list[RowSegment]:
+def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
     for rows in segments:
         _expect_below("page", max(rows.pages, default=0), shard.num_pages)
         last = rows.start + rows.num_rows - 1
         _expect_below("place", last, len(rows.pages) * shard.page_size)
-    return [RowSegment(rows.start, rows.num_rows, rows.pages, rows.parents) for rows in segments]
 
 
 def _expect_rows(x_TD: Tensor, span: LlamaSpan, *, width_times: int = 1) -> None:

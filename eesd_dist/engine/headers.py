@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from eesd_dist.engine.draft import DraftedRound, DraftRun
 from eesd_dist.engine.spool import SpoolTap
 from eesd_dist.schedule.scheduler import RoundPlan
-from eesd_dist.transport.contracts import RoundHeader, Segment
+from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.types import RequestId
 
-Move = tuple[int, int]
-"""A slot whose keys and values have to go to another: (from, to)."""
 RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
 """From the traceparents of a round's requests to trace id and span id that the round will have."""
 
@@ -89,7 +87,7 @@ class HeaderWriter:
                 _segment(run, self._page_size, num_recorded=self._num_recorded(run.request_id))
                 for run in drafted.runs
             ),
-            trace_id=trace_id,
+            trace_id=trace_id.to_bytes(16),
             span_id=span_id,
             wants_rejection=self._by_rejection,
             kv_moves=self._moves.take(self._round_id),

@@ -135,7 +135,7 @@ class RoundMeter:
             draft_group=draft_group,
             request_ids=tuple(i.live.request.request_id for i in items),
             traceparents=tuple(i.live.request.traceparent for i in items),
-            trace_id=waiting.header.trace_id,
+            trace_id=int.from_bytes(waiting.header.trace_id),
             span_id=waiting.header.span_id,
             drafted_by_position=tuple(sum(depth > j for depth in depths) for j in range(longest)),
             accepted_by_position=tuple(

@@ -8,11 +8,11 @@ parameters stand in each round's header. It does not know requests, queues or co
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.config import Numerics

@@ -22,53 +22,14 @@ from torch import Tensor
 
 from eesd_dist.config import Numerics
 from eesd_dist.model.kernels import padded_rows
-from eesd_dist.trees import depths_of, is_chain, path_to, runs_of
+from eesd_dist.transport.contracts import RowSegment as RowSegment
+from eesd_dist.trees import depths_of, path_to, runs_of
 
 MIN_QUERIES = 4
 """Fewer query rows take another routine in the attention kernel's products."""
 
 QUERY_BLOCK = 32
 """The attention kernel cuts its query rows into blocks of this many, or a multiple."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowSegment:
-    """One request's rows, at consecutive places [start, start + num_rows) of its page table.
-
-    A row's place is its position in the text, except in a drafted tree: its tokens lie behind the
-    known ones in the order they were drafted, wherever in the text they would stand.
-    """
-
-    start: int
-    num_rows: int
-    pages: Sequence[int]
-    """Page table covering places [0, start + num_rows), in order."""
-    parents: tuple[int, ...] = ()
-    """Of a drafted tree that ends with this segment's last row: which of its tokens each follows,
-    -1 being the last known one. Tokens computed earlier in the round are named too. Empty where
-    every row follows the one before it."""
-
-    @property
-    def first_drafted(self) -> int:
-        """The place of the tree's first token; its position too."""
-        return self.start + self.num_rows - len(self.parents)
-
-    @property
-    def is_tree(self) -> bool:
-        return not is_chain(self.parents)
-
-    @property
-    def positions(self) -> list[int]:
-        """Of each row, in the text."""
-        places = range(self.start, self.start + self.num_rows)
-        if not self.is_tree:
-            return list(places)
-        first = self.first_drafted
-        depths = depths_of(self.parents)
-        return [at if at < first else first - 1 + depths[at - first] for at in places]
-
-    def slot(self, place: int, *, page_size: int) -> int:
-        return self.pages[place // page_size] * page_size + place % page_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ class DistVerifyChannel:
         self._refuse_if_done(operation, header.round_id)
         self._group.doing(header.round_id)
         message = wire.encode_round(header, hidden_TD, draft_probs_KV)
-        parts = (*message.words, *message.beside)
+        parts = (*message.parts, *message.beside)
         transfers = tuple(
             self._group.isend(part, to=self._to, tag=Tag.ROUND, operation=operation)
             for part in parts
@@ -223,7 +223,7 @@ class DistRoundSource:
             self._group.isend(
                 part, to=self._from, tag=Tag.REPLY, operation=operation, confirmed=is_last
             )
-            for part in message.words
+            for part in message.parts
         ]
         finish_all(transfers, timeout_s=self._group.timeout_s)
 
@@ -287,7 +287,7 @@ def _to_followers(
     assert group.rank == 0, f"rank {group.rank} shares a round, only rank 0 may"
     return [
         group.isend(part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last)
-        for part in message.words
+        for part in message.parts
         for follower in range(1, group.size)
     ]
 

@@ -73,7 +73,7 @@ class DistCommandSink:
             self._group.isend(
                 part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
             )
-            for part in message.words
+            for part in message.parts
             for follower in range(1, self._group.size)
         ]
         for x in message.beside:

@@ -4,19 +4,36 @@ A `TensorGroup` holds one stage's ranks together (collectives of a tensor-parall
 `VerifyChannel` is the draft stage's end of the pipeline of two. Each has an in-process and a
 torch.distributed implementation. Every wait inside them has a deadline and its error, `PeerLost`,
 names the peer.
+
+What travels is a `Record`. Its annotations are the bounds that `transport.wire` enforces where a
+message is read; building a record checks nothing.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Annotated, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 from torch import Tensor
 
+from eesd_dist.trees import depths_of, is_chain
 from eesd_dist.types import NO_TRAFFIC, Traffic
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A count, token id, page, slot or place: none is negative and all fit 32 bits."""
+Unsigned = Annotated[int, Meta(ge=0)]
+"""0 to 2**64 - 1: msgpack has no larger integer."""
+Parents = tuple[Annotated[int, Meta(ge=-1)], ...]
+Move = tuple[Count, Count]
+"""A slot whose keys and values have to go to another: (from, to)."""
+
+
+class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A value that travels between ranks, written as its fields in order."""
 
 
 class TensorGroup(Protocol):
@@ -37,8 +54,46 @@ class TensorGroup(Protocol):
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class RowSegment(Record, frozen=True):
+    """One request's rows, at consecutive places [start, start + num_rows) of its page table.
+
+    A row's place is its position in the text, except in a drafted tree: its tokens lie behind the
+    known ones in the order they were drafted, wherever in the text they would stand.
+    """
+
+    start: Count
+    num_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    pages: Sequence[Count]
+    """Page table covering places [0, start + num_rows), in order."""
+    parents: Parents = ()
+    """Of a drafted tree that ends with this segment's last row: which of its tokens each follows,
+    -1 being the last known one. Tokens computed earlier in the round are named too. Empty where
+    every row follows the one before it."""
+
+    @property
+    def first_drafted(self) -> int:
+        """The place of the tree's first token; its position too."""
+        return self.start + self.num_rows - len(self.parents)
+
+    @property
+    def is_tree(self) -> bool:
+        return not is_chain(self.parents)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each row, in the text."""
+        places = range(self.start, self.start + self.num_rows)
+        if not self.is_tree:
+            return list(places)
+        first = self.first_drafted
+        depths = depths_of(self.parents)
+        return [at if at < first else first - 1 + depths[at - first] for at in places]
+
+    def slot(self, place: int, *, page_size: int) -> int:
+        return self.pages[place // page_size] * page_size + place % page_size
+
+
+class Segment(Record, frozen=True, kw_only=True):
     """One request's rows in a round, at places [start, start + num_rows) of its page table.
 
     The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the
@@ -47,33 +102,32 @@ class Segment:
     order they were drafted, each standing one position after its parent.
     """
 
-    start: int
-    num_rows: int
-    num_sampled: int
-    pages: tuple[int, ...]
+    start: Count
+    num_rows: Count
+    num_sampled: Count
+    pages: tuple[Count, ...]
     """Page table covering places [0, start + num_rows)."""
-    tokens: tuple[int, ...]
+    tokens: tuple[Count, ...]
     """The token at each row; a later row's history includes them."""
-    history: tuple[int, ...]
+    history: tuple[Count, ...]
     """Tokens before `start`, only when the sampling needs them (penalties); else empty."""
-    num_prompt: int
+    num_prompt: Count
     """Prompt length: penalties on output count from here, min_tokens too."""
     temperature: float
     top_p: float
-    top_k: int
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
     min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    seed: int
-    """0 to 2**64 - 1."""
-    min_tokens: int
-    stop_token_ids: tuple[int, ...]
+    seed: Unsigned
+    min_tokens: Count
+    stop_token_ids: tuple[Count, ...]
     """Forbidden while fewer than min_tokens were generated."""
-    logit_bias: tuple[tuple[int, float], ...]
-    top_logprobs: int | None
+    logit_bias: tuple[tuple[Count, float], ...]
+    top_logprobs: Count | None
     """None: no log-probabilities wanted."""
-    parents: tuple[int, ...] = ()
+    parents: Parents = ()
     """Of a tree: the drafted row each drafted row follows, -1 being the last known one. Empty for a
     chain, where every row follows the one before it."""
 
@@ -83,20 +137,19 @@ class Segment:
         return self.num_rows - len(self.parents)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundHeader:
+class RoundHeader(Record, frozen=True, kw_only=True):
     """All a verify rank needs to know of a round; it has no opinion of its own."""
 
     generation: int
     round_id: int
     segments: tuple[Segment, ...]
-    trace_id: int = 0
-    """128-bit trace and 64-bit span id of the round's span, 0 when nobody traces."""
-    span_id: int = 0
+    trace_id: Annotated[bytes, Meta(min_length=16, max_length=16)] = bytes(16)
+    """Trace and span id of the round's span, 0 when it is not traced."""
+    span_id: Unsigned = 0
     wants_rejection: bool = False
     """Rejection sampling: draft probabilities [num drafted rows, V] travel beside hidden states."""
-    kv_moves: tuple[tuple[int, int], ...] = ()
-    """Slots to copy, (from, to), before this round's rows: accepted branches of earlier rounds take
+    kv_moves: tuple[Move, ...] = ()
+    """Slots to copy before this round's rows: accepted branches of earlier rounds take
     their places in the text. All are read before one is written."""
 
     @property
@@ -108,8 +161,7 @@ class RoundHeader:
         return sum(s.num_sampled for s in self.segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReply:
+class VerifyReply(Record, frozen=True, kw_only=True):
     """The verifier's choices, one per sampled row in the order of the segments."""
 
     round_id: int

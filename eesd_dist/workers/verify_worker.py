@@ -111,7 +111,7 @@ class VerifyMember:
         if self._spans is None:
             return
         self._spans.record_rank(
-            trace_id=header.trace_id,
+            trace_id=int.from_bytes(header.trace_id),
             span_id=header.span_id,
             rank=self._rank,
             num_rows=header.num_rows,

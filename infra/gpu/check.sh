@@ -17,10 +17,10 @@ trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
 
-if ! "$python" -c 'import pydantic' 2>/dev/null; then
+if ! "$python" -c 'import msgspec, pydantic' 2>/dev/null; then
     if ! compgen -G "$here/wheels/*.whl" >/dev/null; then
-        echo "$python has no pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh where there" \
-            "is a network, and copy that folder along" >&2
+        echo "$python lacks msgspec or pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh where" \
+            "there is a network, and copy that folder along" >&2
         exit 2
     fi
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \

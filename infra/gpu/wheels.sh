@@ -15,5 +15,5 @@ rm -f "$here"/wheels/*.whl
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
     --platform manylinux2014_x86_64 \
     --constraint "$here/../constraints.txt" --dest "$here/wheels" \
-    pydantic pydantic-core annotated-types typing-inspection typing-extensions
+    msgspec pydantic pydantic-core annotated-types typing-inspection typing-extensions
 ls -l "$here/wheels"

@@ -6,11 +6,11 @@ plain reference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.engine.verify import VerifyStage

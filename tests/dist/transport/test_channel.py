@@ -1,6 +1,5 @@
 """A round between processes: there and back, two at a time, and when the other end is lost."""
 
-import dataclasses
 import os
 import signal
 import threading
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from eesd_dist.errors import EngineError, PeerLost, WireError
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel, follow_round
@@ -42,7 +42,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> None:
-    long = dataclasses.replace(
+    long = replace(
         header(2, generation=1), segments=(segment(history=tuple(range(20_000))),)
     )
     rounds = [

@@ -4,22 +4,23 @@ import pytest
 import torch
 
 from eesd_dist.transport.command_stream import DistCommandSink, DistCommandSource
-from eesd_dist.transport.commands import Command, Rows, RunHead, RunLayers
+from eesd_dist.transport.commands import Command, RunHead, RunLayers
+from eesd_dist.transport.contracts import RowSegment
 from tests.dist.transport.peers import in_threads, join_threads
 from tests.unit.transport.test_commands import plain
 
 pytestmark = pytest.mark.dist
 
-LONG = Rows(start=0, num_rows=1, pages=tuple(range(9000)), parents=())
+LONG = RowSegment(0, 1, list(range(20_000)))
 """Its pages alone need more room than a frame has."""
 
 
 def test_commands_of_every_size_arrive_with_their_rows_and_without_any() -> None:
     sent: list[Command] = [
-        RunLayers(tokens=(5,), segments=(LONG,)),
-        RunHead(segments=(LONG,), input_TE=torch.rand(1, 8)),
-        RunHead(segments=(LONG,), input_TE=torch.rand(1, 20_000)),
-        RunLayers(tokens=(6,), segments=(Rows(start=1, num_rows=1, pages=(0,), parents=()),)),
+        RunLayers(tokens=[5], segments=[LONG]),
+        RunHead(segments=[LONG], input_TE=torch.rand(1, 8)),
+        RunHead(segments=[LONG], input_TE=torch.rand(1, 20_000)),
+        RunLayers(tokens=[6], segments=[RowSegment(1, 1, [0])]),
     ]
     leading, following = join_threads(2)
     found: list[Command] = []

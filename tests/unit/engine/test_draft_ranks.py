@@ -22,7 +22,6 @@ from eesd_dist.model.rows import RowSegment
 from eesd_dist.transport.commands import (
     Command,
     MoveSlots,
-    Rows,
     RunHead,
     RunLayers,
     RunLogits,
@@ -37,7 +36,7 @@ from tests.unit.engine.conftest import MakeConfig
 
 NUM_RANKS = 2
 PAGES = (4, 2, 9)
-ROW = Rows(start=0, num_rows=1, pages=(0,), parents=())
+ROW = RowSegment(0, 1, (0,))
 
 Result = TypeVar("Result")
 Work = Callable[[DraftCompute], Result]
@@ -174,15 +173,15 @@ def told(config: EngineConfig, command: Command) -> None:
     ("command", "said"),
     [
         (
-            RunLayers(tokens=(96,), segments=(Rows(start=0, num_rows=1, pages=(0,), parents=()),)),
+            RunLayers(tokens=(96,), segments=(RowSegment(0, 1, (0,)),)),
             "found token 96 in a command, expected less than 96",
         ),
         (
-            RunLayers(tokens=(1,), segments=(Rows(start=0, num_rows=1, pages=(96,), parents=()),)),
+            RunLayers(tokens=(1,), segments=(RowSegment(0, 1, (96,)),)),
             "found page 96 in a command, expected less than 96",
         ),
         (
-            RunLayers(tokens=(1,), segments=(Rows(start=16, num_rows=1, pages=(0,), parents=()),)),
+            RunLayers(tokens=(1,), segments=(RowSegment(16, 1, (0,)),)),
             "found place 16 in a command, expected less than 16",
         ),
         (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),

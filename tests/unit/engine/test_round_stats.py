@@ -3,10 +3,10 @@
 import statistics
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel

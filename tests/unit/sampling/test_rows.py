@@ -1,6 +1,6 @@
 """A row's rule says where it stands and what came before it, and asks for no more than it needs."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from eesd_dist.sampling.rows import rules_of
 from eesd_dist.transport.contracts import Segment

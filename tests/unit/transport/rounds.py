@@ -49,7 +49,7 @@ def headers(draw: st.DrawFn) -> RoundHeader:
         generation=draw(st.integers(0, 2**62)),
         round_id=draw(st.integers(0, 2**62)),
         segments=draw(st.lists(segments(), max_size=6).map(tuple)),
-        trace_id=draw(st.integers(0, 2**128 - 1)),
+        trace_id=draw(st.binary(min_size=16, max_size=16)),
         span_id=draw(st.integers(0, 2**64 - 1)),
         wants_rejection=draw(st.booleans()),
         kv_moves=draw(st.lists(st.tuples(_i32, _i32), max_size=5).map(tuple)),

@@ -1,12 +1,16 @@
 """What goes in comes out, bit for bit; what was broken on the way is refused."""
 
 import dataclasses
+import tracemalloc
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
@@ -25,9 +29,9 @@ def reply_through_the_wire(message: wire.Message) -> VerifyReply:
     return wire.decode_reply(prefix, message.frame, message.overflow)
 
 
-def header_words(message: wire.Message) -> int:
-    prefix = wire.decode_prefix(message.frame, generation=3)
-    return (wire.PREFIX_BYTES + prefix.payload_bytes) // 4
+def size_of(message: wire.Message) -> int:
+    """Bytes of prefix and payload."""
+    return wire.PREFIX_BYTES + wire.decode_prefix(message.frame, generation=3).payload_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,33 +71,31 @@ def test_every_reply_arrives_as_it_left(
         group=Traffic(sent_bytes=size_bytes, received_bytes=size_bytes // 2, wait_s=seconds / 7),
     )
     message = wire.encode_reply(sent, generation=4)
-    sent = dataclasses.replace(sent, wire_bytes=sum(part.nbytes for part in message.words))
+    sent = replace(sent, wire_bytes=sum(part.nbytes for part in message.parts))
     prefix = wire.decode_prefix(message.frame, generation=4)
     got = wire.decode_reply(prefix, message.frame, message.overflow)
-    for field in dataclasses.fields(VerifyReply):
-        a, b = getattr(got, field.name), getattr(sent, field.name)
-        np.testing.assert_array_equal(a, b, err_msg=field.name, strict=True)
+    for name in VerifyReply.__struct_fields__:
+        a, b = getattr(got, name), getattr(sent, name)
+        np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
 
 
 def test_a_reply_that_counts_backwards_is_refused() -> None:
-    broken = dataclasses.replace(reply_with([1, 2]), group=Traffic(sent_bytes=-1))
-    with pytest.raises(WireError, match="found -1 bytes sent and 0 received"):
+    broken = replace(reply_with([1, 2]), group=Traffic(sent_bytes=-1))
+    with pytest.raises(WireError, match=r"REPLY message 17: Expected `int` >= 0 .*sent_bytes"):
         reply_through_the_wire(wire.encode_reply(broken, generation=3))
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), bit=st.integers(0, 31))
+@given(data=st.data(), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_in_a_reply_is_refused(data: st.DataObject, bit: int) -> None:
     message = wire.encode_reply(reply_with([1, 2, 3]), generation=3)
-    word = data.draw(st.integers(0, header_words(message) - 1))
-    words = message.frame.numpy().view(np.uint32)
-    words[word] ^= np.uint32(1 << bit)
+    message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
     with pytest.raises(WireError):
         reply_through_the_wire(message)
 
 
 def test_a_header_longer_than_a_frame_travels_in_a_second_message() -> None:
-    sent = dataclasses.replace(header(), segments=(segment(history=tuple(range(20_000))),))
+    sent = replace(header(), segments=(segment(history=tuple(range(20_000))),))
     message = wire.encode_round(sent, hidden())
     assert message.overflow is not None
     assert through_the_wire(message, generation=3) == sent
@@ -118,7 +120,7 @@ def test_large_tensors_are_announced_and_travel_beside_the_frame() -> None:
     message = wire.encode_round(header(), big_TD)
     prefix = wire.decode_prefix(message.frame, generation=3)
     assert not prefix.tensors_are_inline
-    assert prefix.hidden == wire.TensorShape(rows=4, columns=5000, dtype=torch.float32)
+    assert prefix.hidden == wire.TensorShape(rows=4, columns=5000, dtype="float32")
     assert message.beside == (big_TD,)
 
 
@@ -130,22 +132,20 @@ def test_a_message_of_another_generation_is_refused() -> None:
 
 def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
     frame = wire.encode_round(header(), hidden()).frame.clone()
-    frame[1] += 1
+    frame[4] += 1  # after the four bytes of magic
     versions = f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"
     with pytest.raises(WireError, match=versions):
         wire.decode_prefix(frame, generation=3)
-    frame[0] = 0
+    frame[:4] = 0
     with pytest.raises(WireError, match="found magic 0x0"):
         wire.decode_prefix(frame, generation=3)
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), bit=st.integers(0, 31))
+@given(data=st.data(), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_in_a_header_is_refused(data: st.DataObject, bit: int) -> None:
     message = wire.encode_round(header(), hidden())
-    word = data.draw(st.integers(0, header_words(message) - 1))
-    words = message.frame.numpy().view(np.uint32)
-    words[word] ^= np.uint32(1 << bit)
+    message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
     with pytest.raises(WireError):
         through_the_wire(message, generation=3)
 
@@ -154,7 +154,7 @@ def test_one_flipped_bit_anywhere_in_a_header_is_refused(data: st.DataObject, bi
 @given(data=st.data())
 def test_a_message_cut_short_is_refused(data: st.DataObject) -> None:
     message = wire.encode_round(header(), hidden())
-    kept = data.draw(st.integers(0, header_words(message) - 1))
+    kept = data.draw(st.integers(0, size_of(message) - 1))
     with pytest.raises(WireError, match="found"):
         through_the_wire(dataclasses.replace(message, frame=message.frame[:kept]), generation=3)
 
@@ -163,11 +163,11 @@ def test_hidden_states_cut_short_are_refused() -> None:
     message = wire.encode_round(header(), hidden())
     prefix = wire.decode_prefix(message.frame, generation=3)
     with pytest.raises(WireError, match="found a frame of 400 bytes"):
-        wire.inline_tensors(prefix, message.frame[:100])
+        wire.inline_tensors(prefix, message.frame[:400])
 
 
 def test_an_overflow_that_never_came_or_is_another_is_refused() -> None:
-    long = dataclasses.replace(header(), segments=(segment(history=tuple(range(20_000))),))
+    long = replace(header(), segments=(segment(history=tuple(range(20_000))),))
     message = wire.encode_round(long, hidden())
     assert message.overflow is not None
     message.overflow[9] += 1
@@ -189,41 +189,43 @@ def test_hidden_states_that_do_not_belong_to_the_segments_are_not_sent() -> None
 
 
 def test_a_number_too_large_for_its_field_is_not_sent() -> None:
-    big = dataclasses.replace(segment(), seed=2**64)
+    big = replace(segment(), seed=2**64)
     with pytest.raises(WireError, match="does not fit its field"):
-        wire.encode_round(dataclasses.replace(header(), segments=(big,)), hidden())
+        wire.encode_round(replace(header(), segments=(big,)), hidden())
 
 
 def tree(*parents: int, num_known: int = 1) -> RoundHeader:
     rows = num_known + len(parents)
-    branching = dataclasses.replace(
-        segment(num_rows=rows), num_sampled=1 + len(parents), parents=parents
-    )
-    return dataclasses.replace(header(num_rows=rows), segments=(branching,))
+    branching = replace(segment(num_rows=rows), num_sampled=1 + len(parents), parents=parents)
+    return replace(header(num_rows=rows), segments=(branching,))
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1,), (-1, 0, -1)])
 def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> None:
-    sent = dataclasses.replace(tree(*parents, num_known=3), kv_moves=((7, 3), (9, 4)))
+    sent = replace(tree(*parents, num_known=3), kv_moves=((7, 3), (9, 4)))
     message = wire.encode_round(sent, hidden(sent.num_rows))
     assert through_the_wire(message, generation=3) == sent
 
 
-def test_a_chain_pays_nothing_for_trees() -> None:
+def test_a_chain_pays_one_byte_for_its_missing_tree_and_a_round_one_for_its_moves() -> None:
     plain = header(num_rows=4)
-    with_move = dataclasses.replace(plain, kv_moves=((2, 1),))
-    sizes = [header_words(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
-    listed = sum(len(s.pages) + len(s.tokens) + len(s.stop_token_ids) for s in plain.segments)
-    biases = sum(len(s.logit_bias) for s in plain.segments)
-    counts, trace, seed_and_doubles, table = 4, 6, 2 + 2 * 6, 13
-    prefix = wire.PREFIX_BYTES // 4
-    assert sizes[0] == prefix + counts + trace + seed_and_doubles + table + listed + 3 * biases
-    assert sizes[1] == sizes[0] + 1 + 1 + 2  # counts of moves and of parents, and one move
+    with_move = replace(plain, kv_moves=((2, 1),))
+    without_trees = msgspec.msgpack.encode(
+        [list(msgspec.structs.astuple(segment))[:-1] for segment in plain.segments]
+    )
+    segments = msgspec.msgpack.encode(plain.segments)
+    assert len(segments) == len(without_trees) + len(plain.segments)
+    sizes = [size_of(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
+    assert sizes[1] == sizes[0] + 3  # one move: an array of two small numbers
 
 
 @pytest.mark.parametrize(
     ("parents", "found"),
-    [((-1, 1), "parent 1 of drafted row 1"), ((0,), "parent 0"), ((-1, 0, -2), "parent -2")],
+    [
+        ((-1, 1), "parent 1 of drafted row 1"),
+        ((0,), "parent 0"),
+        ((-1, 0, -2), "Expected `int` >= -1"),
+    ],
 )
 def test_a_tree_that_refers_ahead_or_out_of_range_is_refused(
     parents: tuple[int, ...], found: str
@@ -237,15 +239,188 @@ def test_a_tree_that_refers_ahead_or_out_of_range_is_refused(
 def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
     for num_sampled in (2, 4):
         whole = tree(-1, -1, num_known=3)
-        cut = dataclasses.replace(whole.segments[0], num_sampled=num_sampled)
-        message = wire.encode_round(
-            dataclasses.replace(whole, segments=(cut,)), hidden(whole.num_rows)
-        )
+        cut = replace(whole.segments[0], num_sampled=num_sampled)
+        message = wire.encode_round(replace(whole, segments=(cut,)), hidden(whole.num_rows))
         with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
             through_the_wire(message, generation=3)
 
 
 def test_a_move_from_nowhere_is_refused() -> None:
-    message = wire.encode_round(dataclasses.replace(header(), kv_moves=((3, 2), (-1, 5))), hidden())
-    with pytest.raises(WireError, match="slot -1 in a KV move"):
+    message = wire.encode_round(replace(header(), kv_moves=((3, 2), (-1, 5))), hidden())
+    with pytest.raises(WireError, match=r"ROUND message 17: Expected `int` >= 0 .*\[6\]"):
         through_the_wire(message, generation=3)
+
+
+def lying(payload: bytes, *, kind: wire.Kind = wire.Kind.ROUND, num_rows: int = 4) -> wire.Message:
+    """A message whose checksums are right, whatever its payload says."""
+    return wire.message_of(
+        kind,
+        generation=3,
+        round_id=17,
+        content=msgspec.Raw(payload),  # type: ignore[arg-type]
+        frame_bytes=wire.ROUND_FRAME_BYTES,
+        hidden_TD=hidden(num_rows) if kind is wire.Kind.ROUND else None,
+    )
+
+
+def payload_of(message: wire.Message) -> bytes:
+    return bytes(message.frame[wire.PREFIX_BYTES : size_of(message)].numpy())
+
+
+REPLY = replace(
+    reply_with([1, 2]), top_ids=np.ones((2, 3), np.int32), top_logprobs=np.ones((2, 3), np.float32)
+)
+HONEST = {
+    wire.Kind.ROUND: payload_of(wire.encode_round(header(), hidden())),
+    wire.Kind.REPLY: payload_of(wire.encode_reply(REPLY, generation=3)),
+}
+
+
+def read(message: wire.Message, kind: wire.Kind) -> RoundHeader | VerifyReply:
+    if kind is wire.Kind.ROUND:
+        return through_the_wire(message, generation=3)
+    return reply_through_the_wire(message)
+
+
+@pytest.mark.parametrize("kind", HONEST)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_payload_changed_before_its_checksum_is_refused_or_within_its_bounds(
+    kind: wire.Kind, data: st.DataObject
+) -> None:
+    changed = bytearray(HONEST[kind])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(changed) - 1))
+        changed[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=6))
+    try:
+        found = read(lying(bytes(changed), kind=kind), kind)
+    except WireError:
+        return
+    if isinstance(found, RoundHeader):
+        assert 0 <= found.num_sampled <= found.num_rows == 4
+        assert all(min(s.pages, default=0) >= 0 for s in found.segments)
+    else:
+        assert found.top_ids.shape == found.top_logprobs.shape
+
+
+@pytest.mark.parametrize("kind", HONEST)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_payload_cut_short_before_its_checksum_is_refused(
+    kind: wire.Kind, data: st.DataObject
+) -> None:
+    kept = data.draw(st.integers(0, len(HONEST[kind]) - 1))
+    with pytest.raises(WireError, match="truncated"):
+        read(lying(HONEST[kind][:kept], kind=kind), kind)
+
+
+@pytest.mark.parametrize("kind", HONEST)
+@pytest.mark.parametrize("length", [b"\xdd\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_length_without_its_bytes_costs_no_memory(kind: wire.Kind, length: bytes) -> None:
+    """An array of 2**31 - 1, or 4 GiB of bytes, announced at every place of a message."""
+    messages = [
+        lying(HONEST[kind][:at] + length + HONEST[kind][at:], kind=kind)
+        for at in range(len(HONEST[kind]))
+    ]
+    tracemalloc.start()
+    for message in messages:
+        with pytest.raises(WireError):
+            read(message, kind)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for_it() -> None:
+    long = replace(header(), segments=(segment(history=tuple(range(20_000))),))
+    message = wire.encode_round(long, hidden())
+    prefix = wire.decode_prefix(message.frame, generation=3)
+    huge = replace(prefix, payload_bytes=wire.MAX_PAYLOAD_BYTES + 1)
+    with pytest.raises(WireError, match="broken prefix: Expected `int` <= 268435456"):
+        wire.decode_prefix(with_prefix(message.frame, huge), generation=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rows": -1}, "Expected `int` >= 0"),
+        ({"columns": 2**31}, "Expected `int` <= 2147483647"),
+        ({"rows": 2**20, "columns": 2**20}, "expected a size that fits in memory"),
+        ({"dtype": "float64"}, "Invalid enum value 'float64'"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_refused_before_there_is_room_for_it(
+    change: dict[str, Any], said: str
+) -> None:
+    message = wire.encode_round(header(), hidden())
+    prefix = wire.decode_prefix(message.frame, generation=3)
+    assert prefix.hidden is not None
+    lying_prefix = replace(prefix, hidden=replace(prefix.hidden, **change))
+    with pytest.raises(WireError, match=said):
+        wire.decode_prefix(with_prefix(message.frame, lying_prefix), generation=3)
+
+
+def with_prefix(frame: torch.Tensor, prefix: wire.Prefix) -> torch.Tensor:
+    frame = frame.clone()
+    frame[: wire.PREFIX_BYTES] = torch.frombuffer(bytearray(wire._front(prefix)), dtype=torch.uint8)
+    return frame
+
+
+def test_the_largest_prefix_fits_its_place() -> None:
+    shape = wire.TensorShape(rows=2**31 - 1, columns=4, dtype="bfloat16")
+    largest = wire.Prefix(
+        kind=wire.Kind.ROUND,
+        generation=2**63 - 1,
+        round_id=2**63 - 1,
+        payload_bytes=wire.MAX_PAYLOAD_BYTES,
+        payload_crc=2**32 - 1,
+        hidden=shape,
+        draft_probs=shape,
+        payload_is_inline=False,
+        tensors_are_inline=False,
+    )
+    frame = with_prefix(wire.round_frame().zero_(), largest)
+    assert wire.decode_prefix(frame, generation=2**63 - 1) == largest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": -1},
+        {"start": 2**31},
+        {"num_rows": -1},
+        {"pages": (0, -1)},
+        {"pages": (0, 2**31)},
+        {"tokens": (1, 2, 3, -4)},
+        {"history": (-1,)},
+        {"num_prompt": -1},
+        {"top_k": -2},
+        {"seed": -1},
+        {"min_tokens": -1},
+        {"stop_token_ids": (2**31,)},
+        {"logit_bias": ((-1, 0.5),)},
+        {"top_logprobs": -1},
+        {"temperature": "hot"},
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
+    (name,) = change
+    at = list(segment().__struct_fields__).index(name)
+    sent = replace(header(), segments=(replace(segment(), **change),))
+    with pytest.raises(WireError, match=rf"ROUND message 17: .* at `\$\[2\]\[0\]\[{at}\]"):
+        read(lying(msgspec.msgpack.encode(sent)), wire.Kind.ROUND)
+
+
+def test_a_header_that_contradicts_its_prefix_is_refused() -> None:
+    for sent, what in ((header(18), "round"), (header(generation=4), "generation")):
+        with pytest.raises(WireError, match=f"{what} of the header: found"):
+            read(lying(msgspec.msgpack.encode(sent)), wire.Kind.ROUND)
+
+
+def test_a_reply_whose_arrays_contradict_each_other_is_refused() -> None:
+    odd = replace(REPLY, top_logprobs=np.ones((2, 2), np.float32))
+    with pytest.raises(WireError, match=r"found \(2, 3\) alternatives with \(2, 2\)"):
+        reply_through_the_wire(wire.encode_reply(odd, generation=3))
+    wide = replace(REPLY, tokens=np.ones(2, np.int64))
+    with pytest.raises(WireError, match="Expected `array` of <i4, got <i8"):
+        reply_through_the_wire(wire.encode_reply(wide, generation=3))
