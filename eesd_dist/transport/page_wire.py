@@ -1,48 +1,55 @@
 """How KV pages travel between two ranks: in chunks, each announced, counted and checked.
 
 Both ends know beforehand which pages of how many layers are to come, and cut them into the same
-chunks. A chunk's header says which one it is, and anything else than the expected one is a
-WireError before a byte is written: version, hand-over, layers, pages and size are compared, then
-the checksum of the bytes. The last word is the receiver's: only when it has written everything
-does the sender hear so. Nothing is pickled, and no chunk is larger than `MAX_CHUNK_BYTES`, unless
-a single page of a single layer is.
+chunks. A chunk's header, a message of the form that `wire` describes, says which one it is, and
+anything else than the expected one is a WireError before a byte is written: version, hand-over,
+layers, pages and size are compared, then the checksum of the bytes. The last message is the
+receiver's: only when it has written everything does the sender hear so. No chunk is larger than
+`MAX_CHUNK_BYTES`, unless a single page of a single layer is.
 
 What the bytes mean and where they lie is the callers' business.
 """
 
-import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec.msgpack import Decoder
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.lending import PageTraffic
+from eesd_dist.transport import wire
+from eesd_dist.transport.contracts import Count, Record, Unsigned
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
 
 MAX_CHUNK_BYTES = 8 << 20
-_MAGIC = 0x45455350  # "EESP"
-_VERSION = 1
-# Magic, version, kind, digest of the hand-over's number, index, chunks, first and last layer,
-# first and last page, bytes, checksum of the bytes.
-_HEADER = struct.Struct("<IHHIIIIIIIII")
-_HEADER_CRC = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
-_CHUNK, _DONE = 1, 2
+HEADER_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(Record, frozen=True, kw_only=True):
     """Layers [first_layer, last_layer) of pages [first_page, last_page) of a list of pages."""
 
-    first_layer: int
-    last_layer: int
-    first_page: int
-    last_page: int
-    size_bytes: int
+    first_layer: Count
+    last_layer: Count
+    first_page: Count
+    last_page: Count
+    size_bytes: Count
+
+
+class _Header(Record, frozen=True, kw_only=True):
+    """What a chunk says of itself; and, without one, that all are written."""
+
+    handover: str
+    index: Count
+    num_chunks: Count
+    chunk: Chunk | None
+    content_crc: Unsigned
+    """0 without a chunk."""
+
+
+_headers = Decoder(_Header)
 
 
 Read = Callable[[Chunk], Tensor]
@@ -94,21 +101,21 @@ def send_pages(
 ) -> PageTraffic:
     """The sending end, rank 0 of a group of two. Returns when the other end has written all.
 
-    Raises PeerLost when that takes longer than `timeout_s`, WireError for an odd last word.
+    Raises PeerLost when that takes longer than `timeout_s`, WireError for any other answer.
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
     for index, chunk in enumerate(chunks):
         content_B = read(chunk)  # copied while the chunk before it is under way
-        header = _encode(_CHUNK, number, index, len(chunks), chunk, zlib.crc32(_view(content_B)))
+        header = _encode(_header_of(chunks, index, content_B, number=number), group)
         clock.finish_last()
         clock.begin(group.isend(header, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
         clock.begin(group.isend(content_B, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
     clock.finish_last()
-    last_word = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    clock.begin(group.irecv(last_word, source=1, tag=Tag.PAGES, operation="the last page"))
+    done = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    clock.begin(group.irecv(done, source=1, tag=Tag.PAGES, operation="the last page"))
     clock.finish_last()
-    _expect(last_word, _encode(_DONE, number, len(chunks), len(chunks), None, 0))
+    _expect(_done(chunks, number=number), done, group)
     return clock.traffic(num_pages, chunks)
 
 
@@ -136,15 +143,9 @@ def receive_pages(
         for transfer in transfers:
             clock.begin(transfer)
         clock.finish_last()
-        found_crc = _expect(header, _encode(_CHUNK, number, index, len(chunks), chunk, 0))
-        crc = zlib.crc32(_view(content_B))
-        if crc != found_crc:
-            raise WireError(
-                f"found checksum {crc:#010x} of page chunk {index}, its header says "
-                f"{found_crc:#010x}: the bytes were damaged on their way"
-            )
+        _expect(_header_of(chunks, index, content_B, number=number), header, group)
         write(chunk, content_B)
-    done = _encode(_DONE, number, len(chunks), len(chunks), None, 0)
+    done = _encode(_done(chunks, number=number), group)
     clock.begin(group.isend(done, to=0, tag=Tag.PAGES, operation="the last page", confirmed=True))
     clock.finish_last()
     return clock.traffic(num_pages, chunks)
@@ -199,57 +200,40 @@ class _Clock:
         )
 
 
-def _encode(
-    kind: int, number: str, index: int, count: int, chunk: Chunk | None, crc: int
-) -> Tensor:
-    places = (
-        (0, 0, 0, 0, 0)
-        if chunk is None
-        else (
-            chunk.first_layer,
-            chunk.last_layer,
-            chunk.first_page,
-            chunk.last_page,
-            chunk.size_bytes,
-        )
+def _header_of(chunks: Sequence[Chunk], index: int, content_B: Tensor, *, number: str) -> _Header:
+    return _Header(
+        handover=number,
+        index=index,
+        num_chunks=len(chunks),
+        chunk=chunks[index],
+        content_crc=zlib.crc32(content_B.numpy().data),
     )
-    words = _HEADER.pack(
-        _MAGIC, _VERSION, kind, zlib.crc32(number.encode()), index, count, *places, crc
+
+
+def _done(chunks: Sequence[Chunk], *, number: str) -> _Header:
+    count = len(chunks)
+    return _Header(handover=number, index=count, num_chunks=count, chunk=None, content_crc=0)
+
+
+def _encode(header: _Header, group: ProcessGroup) -> Tensor:
+    message = wire.message_of(
+        wire.Kind.PAGES,
+        generation=group.generation,
+        round_id=header.index,
+        content=header,
+        frame_bytes=HEADER_BYTES,
     )
-    words += _HEADER_CRC.pack(zlib.crc32(words))
-    return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    assert message.overflow is None, f"{header} does not fit {HEADER_BYTES} bytes"
+    return message.frame
 
 
-_FIELDS = (
-    "magic",
-    "version",
-    "kind",
-    "hand-over",
-    "index",
-    "number of chunks",
-    "first layer",
-    "last layer",
-    "first page",
-    "last page",
-    "bytes",
-)
-
-
-def _expect(header: Tensor, expected: Tensor) -> int:
-    """The checksum that a header announces; WireError when it is not the one that is due."""
-    words = _view(header)
-    (crc,) = _HEADER_CRC.unpack_from(words, _HEADER.size)
-    if crc != zlib.crc32(words[: _HEADER.size]):
-        raise WireError("found a page header with a wrong checksum: it was damaged on its way")
-    *found, content_crc = _HEADER.unpack_from(words)
-    for name, mine, due in zip(_FIELDS, found, _HEADER.unpack_from(_view(expected)), strict=False):
-        if mine != due:
-            raise WireError(f"found {name} {mine} in a page header, expected {due}")
-    return int(content_crc)
-
-
-def _view(x: Tensor) -> memoryview:
-    return memoryview(x.numpy().data)
+def _expect(due: _Header, frame: Tensor, group: ProcessGroup) -> None:
+    prefix = wire.decode_prefix(frame, generation=group.generation)
+    found = wire.decode_payload(_headers, prefix, frame, None, expected=wire.Kind.PAGES)
+    for name in found.__struct_fields__:
+        its, mine = getattr(found, name), getattr(due, name)
+        if its != mine:
+            raise WireError(f"found {name} {its} in a page header, expected {mine}")
 
 
 def _chunk_name(index: int) -> str:

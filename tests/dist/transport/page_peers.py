@@ -90,6 +90,7 @@ def send_damaged(port: int, spoilt_byte: int) -> None:
         """Keeps what would be sent first, and stops there."""
 
         members = link.members
+        generation = link.generation
         rank = 0
 
         def isend(self, x: Tensor, *, to: int, tag: Tag, operation: str) -> None:

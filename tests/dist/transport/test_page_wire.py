@@ -14,6 +14,7 @@ from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.lending import PageTraffic
 from eesd_dist.transport.page_wire import HEADER_BYTES, MAX_CHUNK_BYTES, chunks_of, receive_pages
 from eesd_dist.transport.rendezvous import StoreHost
+from eesd_dist.transport.wire import PREFIX_BYTES
 from tests.dist.transport import page_peers
 from tests.dist.transport.page_peers import NUM_PAGES, NUMBER, PAGE_BYTES, contents, join_link
 from tests.dist.transport.peers import peer_process
@@ -81,10 +82,10 @@ def test_a_sender_that_stops_on_the_way_is_named_when_the_time_is_up() -> None:
 @pytest.mark.parametrize(
     ("spoilt_byte", "message"),
     [
-        (0, "wrong checksum"),
-        (33, "wrong checksum"),
-        (HEADER_BYTES - 1, "wrong checksum"),
-        (HEADER_BYTES + 5, "found checksum .* the bytes were damaged on their way"),
+        (0, "found magic"),
+        (33, "prefix checksum: found"),
+        (PREFIX_BYTES + 3, "payload checksum: found"),
+        (HEADER_BYTES + 5, r"found content_crc \d+ in a page header, expected"),
     ],
 )
 def test_a_damaged_chunk_is_refused_before_anything_is_written(
@@ -100,7 +101,7 @@ def test_pages_of_another_hand_over_are_refused() -> None:
     store = StoreHost()
     with (
         peer_process(page_peers.send, store.port),
-        pytest.raises(WireError, match=r"found hand-over \d+ in a page header, expected"),
+        pytest.raises(WireError, match="found handover 3f1c in a page header, expected another"),
     ):
         receive_pages(
             join_link(store.port, 1, timeout_s=20.0),
