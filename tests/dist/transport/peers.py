@@ -184,6 +184,7 @@ def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: 
         while (received := source.next_round()) is not None:
             sharing = share_round(stage, *received)
             if received[0].round_id == stop_in_round:
+                finish_all(sharing, timeout_s=timeout_s)  # else the follower may not have it yet
                 os.kill(os.getpid(), signal.SIGSTOP)
             views = stage.all_reduce(torch.tensor(fingerprint(*received)))
             finish_all(sharing, timeout_s=timeout_s)
