@@ -201,7 +201,9 @@ class DistRoundSource:
         self._group.doing(prefix.round_id)
         if prefix.kind is wire.Kind.CLOSE:
             self._closed = True
-            farewell = wire.encode_closed(generation=self._group.generation)
+            farewell = wire.encode_close(
+                generation=self._group.generation, frame_bytes=wire.REPLY_FRAME_BYTES
+            )
             self._answer(farewell, "closing the channel", is_last=True)
             return None
         operation = f"round {prefix.round_id}"
@@ -300,28 +302,15 @@ def _receive_rest(
     *,
     device: torch.device,
 ) -> Round:
-    """What follows a frame: first words, then the tensors beside them."""
+    """What follows a frame: first the payload, then the tensors beside it."""
     overflow = wire.empty_overflow(prefix)
     if overflow is not None:
         receive(overflow)
     header = wire.decode_round(prefix, frame, overflow)
-    if prefix.tensors_are_inline:
-        hidden_TD, draft_probs_KV = wire.inline_tensors(prefix, frame)
-    else:
-        hidden_TD = _beside(prefix.hidden, receive_beside, device=device)
-        draft_probs_KV = _beside(prefix.draft_probs, receive_beside, device=device)
+    hidden_TD, draft_probs_KV = wire.receive_tensors(prefix, frame, receive_beside, device=device)
     if hidden_TD is None:
         raise WireError(f"found no hidden states in round {prefix.round_id}, expected a matrix")
     return header, hidden_TD, draft_probs_KV
-
-
-def _beside(
-    shape: wire.TensorShape | None, receive: Callable[[Tensor], Tensor], *, device: torch.device
-) -> Tensor | None:
-    if shape is None:
-        return None
-    x = shape.empty(device)
-    return receive(x) if x.numel() > 0 else x
 
 
 def _only_peer(group: ProcessGroup) -> int:

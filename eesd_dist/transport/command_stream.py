@@ -7,8 +7,6 @@ compute on other pages.
 
 from typing import Protocol
 
-from torch import Tensor
-
 from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
 from eesd_dist.transport.commands import Command, decode_command, encode_command
@@ -103,17 +101,12 @@ class DistCommandSource:
         if overflow is not None:
             operation = f"command {self._number}"
             self._group.recv(overflow, source=_LEADER, tag=Tag.SHARE, operation=operation)
-        command = decode_command(prefix, frame, overflow, self._rows(prefix, frame))
+        rows, _ = wire.receive_tensors(
+            prefix, frame, self._group.broadcast, device=self._group.device
+        )
+        command = decode_command(prefix, frame, overflow, rows)
         self._post_next_frame()  # so that the next one can arrive while this one is run
         return command
-
-    def _rows(self, prefix: wire.Prefix, frame: Tensor) -> Tensor | None:
-        if prefix.hidden is None:
-            return None
-        if prefix.tensors_are_inline:
-            return wire.inline_tensors(prefix, frame)[0]
-        rows = prefix.hidden.empty(self._group.device)
-        return self._group.broadcast(rows, source=_LEADER)
 
     def _post_next_frame(self) -> None:
         self._frame = self._group.irecv(

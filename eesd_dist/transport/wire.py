@@ -17,7 +17,7 @@ there are bytes for it.
 import ctypes
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, TypeVar
@@ -196,17 +196,8 @@ def encode_reply(reply: VerifyReply, *, generation: int) -> Message:
     )
 
 
-def encode_close(*, generation: int) -> Message:
-    """From the draft end, and from verify rank 0 to its followers: no more rounds."""
-    return _close(generation, frame_bytes=ROUND_FRAME_BYTES)
-
-
-def encode_closed(*, generation: int) -> Message:
-    """The verify end's answer to it: no more replies."""
-    return _close(generation, frame_bytes=REPLY_FRAME_BYTES)
-
-
-def _close(generation: int, *, frame_bytes: int) -> Message:
+def encode_close(*, generation: int, frame_bytes: int = ROUND_FRAME_BYTES) -> Message:
+    """No more rounds; in a frame of a reply's size, no more replies."""
     return message_of(
         Kind.CLOSE, generation=generation, round_id=0, content=None, frame_bytes=frame_bytes
     )
@@ -290,9 +281,24 @@ def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor
     return found[0], found[1]
 
 
+def receive_tensors(
+    prefix: Prefix, frame: Tensor, receive: Callable[[Tensor], Tensor], *, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Hidden states and draft probabilities, out of the frame or received after it."""
+    if prefix.tensors_are_inline:
+        return inline_tensors(prefix, frame)
+    found: list[Tensor | None] = []
+    for shape in (prefix.hidden, prefix.draft_probs):
+        x = None if shape is None else shape.empty(device)
+        found.append(receive(x) if x is not None and x.numel() > 0 else x)
+    return found[0], found[1]
+
+
 def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> VerifyReply:
     reply = decode_payload(_replies, prefix, frame, overflow, expected=Kind.REPLY)
     _check("round of the reply", found=reply.round_id, expected=prefix.round_id)
+    for name in ("tokens", "accepted", "logprobs"):
+        _check(f"dimensions of {name}", found=getattr(reply, name).ndim, expected=1)
     if reply.top_ids.ndim != 2 or reply.top_ids.shape != reply.top_logprobs.shape:
         raise WireError(
             f"found {reply.top_ids.shape} alternatives with {reply.top_logprobs.shape} "

@@ -421,6 +421,9 @@ def test_a_reply_whose_arrays_contradict_each_other_is_refused() -> None:
     odd = replace(REPLY, top_logprobs=np.ones((2, 2), np.float32))
     with pytest.raises(WireError, match=r"found \(2, 3\) alternatives with \(2, 2\)"):
         reply_through_the_wire(wire.encode_reply(odd, generation=3))
+    square = replace(REPLY, tokens=np.ones((1, 2), np.int32))
+    with pytest.raises(WireError, match="dimensions of tokens: found 2, expected 1"):
+        reply_through_the_wire(wire.encode_reply(square, generation=3))
     wide = replace(REPLY, tokens=np.ones(2, np.int64))
     with pytest.raises(WireError, match="Expected `array` of <i4, got <i8"):
         reply_through_the_wire(wire.encode_reply(wide, generation=3))
