@@ -46,20 +46,7 @@ READ = frozenset(
         "vocab_size",
     }
 )
-"""Keys of every family."""
-
-_WINDOW = frozenset({"sliding_window"})
-_WINDOW_BY_LAYER = _WINDOW | {"use_sliding_window", "max_window_layers"}
-
-READ_BY_FAMILY: Mapping[str, frozenset[str]] = {
-    "LlamaForCausalLM": frozenset({"attention_bias", "mlp_bias"}),
-    "MistralForCausalLM": _WINDOW,
-    "MinistralForCausalLM": _WINDOW,
-    "Qwen2ForCausalLM": _WINDOW_BY_LAYER,
-    "Qwen3ForCausalLM": _WINDOW_BY_LAYER | {"attention_bias"},
-}
-"""Keys that only some architectures have. In the others they are unknown: transformers ignores an
-`attention_bias` in a Mistral, other engines may not."""
+"""Keys of every family; `Family.keys` are those that only some have."""
 
 _HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
     "defaults for `generate`; requests and generation_config.json decide here": frozenset(
@@ -240,22 +227,27 @@ REFUSED_ROPE: Mapping[str, object] = {
 }
 
 
-def refuse_unread_keys(config: Mapping[str, object], *, architecture: str, file: Path) -> None:
-    """Raises CheckpointError for keys that may change the logits and that nothing here reads."""
+def refuse_unread_keys(
+    config: Mapping[str, object], *, own: frozenset[str], what: str, file: Path
+) -> None:
+    """Raises CheckpointError for keys that may change the logits and that nothing here reads.
+
+    `own`: the keys of the family; `what`: the architecture's name.
+    """
     code = config.get("auto_map")
     if isinstance(code, Mapping) and any(str(name).startswith("AutoModel") for name in code):
         raise CheckpointError(
             file=file,
             found=f"auto_map = {reprlib.repr(dict(code))}",
-            expected=f"{architecture} as transformers has it, not code that comes with the model",
+            expected=f"{what} as transformers has it, not code that comes with the model",
             advice=_ADVICE,
         )
     _refuse(
         config,
-        known=READ | READ_BY_FAMILY[architecture] | HARMLESS,
+        known=READ | own | HARMLESS,
         refused=REFUSED,
         file=file,
-        what=architecture,
+        what=what,
     )
 
 

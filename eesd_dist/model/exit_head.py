@@ -28,7 +28,8 @@ from eesd_dist.model.kernels import (
     padded_rows,
     plain_linear,
 )
-from eesd_dist.model.layer import LayerWeights, RmsNorm
+from eesd_dist.model.layer import LayerWeights
+from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard, joined_over_ranks, part_of
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.rows import RowPlan

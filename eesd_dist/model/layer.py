@@ -8,16 +8,17 @@ Order of the fused rows: query heads as (query within group, KV head), then keys
 two channels that a rotation mixes are neighbours.
 """
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from eesd_dist.model.elementwise import row_blocks
 from eesd_dist.model.kernels import Linear, Pack
+from eesd_dist.model.mlp import GatedMlp
+from eesd_dist.model.norms import HeadNorm, RmsNorm
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
 from eesd_dist.model.spec import ModelSpec
@@ -30,47 +31,6 @@ Attend = Callable[[Tensor], Tensor]
 """heads_THE -> mixed_TD: keeps the keys and values, lets the queries look at theirs."""
 
 
-_GRAIN = 32768
-"""Fewer elements than these torch never splits among threads."""
-
-
-class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 inside.
-
-    Computed as x / sqrt(|x|^2 + D * eps) * (sqrt(D) * weight): the norm of a row is one call and
-    does not depend on the rows beside it, and no call is spent on the mean.
-    """
-
-    def __init__(self, weight_D: Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        width = weight_D.shape[-1]
-        self._scaled_weight_D = weight_D.float() * math.sqrt(width)
-        self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
-        self._dtype = dtype
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        if self._dtype != torch.float32:
-            return self._normed(x_TD.float()).to(self._dtype)
-        return self._normed(x_TD)
-
-    def _normed(self, x_TD: Tensor) -> Tensor:
-        norm_T1: Tensor = torch.linalg.vector_norm(x_TD, 2, -1, True)
-        inverse_T1 = norm_T1.square().add_(self._floor_11).rsqrt_()
-        return (x_TD * inverse_T1).mul_(self._scaled_weight_D)
-
-
-class HeadNorm:
-    """The same over every query and key head, with one weight for queries and one for keys."""
-
-    def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        self._weight_HE = weight_HE.to(dtype)
-        self._eps = eps
-
-    def __call__(self, heads_THE: Tensor) -> Tensor:
-        wide_THE = heads_THE.float()
-        scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self._weight_HE
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """A layer ready to run."""
@@ -80,8 +40,7 @@ class DecoderLayer:
     head_norm: HeadNorm | None
     output: Linear
     mlp_norm: RmsNorm
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp
     num_kv_heads: int
     head_dim: int
 
@@ -92,15 +51,14 @@ class DecoderLayer:
         else:
             heads_THE = self._rotated(heads_THE, rotation_T1P)
         x_TD = x_TD + self.output(attend(heads_THE))
-        gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(_silu(gate_TI).mul_(up_TI))
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
     def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
         """Turns queries and keys to their positions; the fused product is ours alone."""
         num_rows, num_heads, head_dim = heads_THE.shape
         pairs_THP = torch.view_as_complex(heads_THE.view(num_rows, num_heads, head_dim // 2, 2))
         turned_THP = pairs_THP.narrow(1, 0, num_heads - self.num_kv_heads)
-        for rows in _row_blocks(turned_THP):
+        for rows in row_blocks(turned_THP):
             turned_THP[rows].mul_(rotation_T1P[rows])
 
     def _rotated(self, heads_THE: Tensor, rotation_T1P: Tensor) -> Tensor:
@@ -112,29 +70,10 @@ class DecoderLayer:
             turned_THE = self.head_norm(turned_THE)
         paired = turned_THE.to(torch.float32, copy=True).reshape(num_rows, -1, head_dim // 2, 2)
         pairs_THP = torch.view_as_complex(paired)
-        for rows in _row_blocks(pairs_THP):
+        for rows in row_blocks(pairs_THP):
             pairs_THP[rows].mul_(rotation_T1P[rows])
         turned_THE = torch.view_as_real(pairs_THP).flatten(2).to(heads_THE.dtype)
         return torch.cat([turned_THE, values_THE], dim=1)
-
-
-def _silu(x_TI: Tensor) -> Tensor:
-    parts = [functional.silu(x_TI[rows]) for rows in _row_blocks(x_TI)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _row_blocks(x: Tensor) -> Iterable[slice]:
-    """All rows, in runs that a thread computes alone, or one by one.
-
-    Where torch splits a longer range among threads, elements at the seams are computed by another
-    routine, which may round otherwise: where the seams lie must not depend on the rows beside one.
-    """
-    num_rows = x.shape[0]
-    is_whole = x.is_cuda or x.requires_grad or torch.get_num_threads() == 1
-    if is_whole or x.numel() < _GRAIN:
-        return (slice(num_rows),)
-    step = max(1, (_GRAIN - 1) // x[0].numel())
-    return (slice(first, first + step) for first in range(0, num_rows, step))
 
 
 class LayerWeights(nn.Module):
@@ -142,6 +81,7 @@ class LayerWeights(nn.Module):
 
     def __init__(self, spec: ModelSpec, shard: Shard, tensors: dict[str, Tensor]) -> None:
         super().__init__()
+        self._traits = spec.traits
         self._eps = spec.rms_norm_eps
         self._per_kv = spec.queries_per_kv
         self._head_dim = spec.head_dim
@@ -171,8 +111,11 @@ class LayerWeights(nn.Module):
             head_norm=self._head_norm(dtype),
             output=summed_over_ranks(packed("output"), group),
             mlp_norm=RmsNorm(parts["mlp_norm"], eps=self._eps, dtype=dtype),
-            gate_up=packed("gate_up"),
-            down=summed_over_ranks(packed("down"), group),
+            mlp=GatedMlp(
+                gate_up=packed("gate_up"),
+                activation=self._traits.activation,
+                down=summed_over_ranks(packed("down"), group),
+            ),
             num_kv_heads=self._num_kv,
             head_dim=self._head_dim,
         )
@@ -201,8 +144,8 @@ class LayerWeights(nn.Module):
                         f"mlp.{name}.{kind}": piece
                         for name, piece in zip(names, pieces, strict=True)
                     }
-        found["input_layernorm.weight"] = self.parts["attention_norm"]
-        found["post_attention_layernorm.weight"] = self.parts["mlp_norm"]
+        for part, name in self._traits.norms.names().items():
+            found[f"{name}.weight"] = self.parts[part]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
                 found[f"self_attn.{name}.weight"] = separate_pairs(
@@ -245,11 +188,13 @@ class _LayerReader:
     dtype: torch.dtype
 
     def tensors(self) -> dict[str, Tensor]:
-        spec, dim = self.spec, self.spec.head_dim
+        spec, dim, traits = self.spec, self.spec.head_dim, self.spec.traits
         hidden = (spec.hidden_size,)
         found = {
-            "attention_norm": self._vector("input_layernorm.weight", spec.hidden_size),
-            "mlp_norm": self._vector("post_attention_layernorm.weight", spec.hidden_size),
+            part: self._vector(f"{name}.weight", spec.hidden_size)
+            for part, name in traits.norms.names().items()
+        }
+        found |= {
             "qkv_weight": self._qkv("weight", hidden),
             "output_weight": self._output_weight(),
             "gate_up_weight": self._gate_up("weight", hidden),
@@ -259,15 +204,15 @@ class _LayerReader:
                 columns=self.shard.channels,
             ),
         }
-        if spec.qkv_bias:
+        if traits.qkv_bias:
             found["qkv_bias"] = self._qkv("bias", ())
-        if spec.mlp_bias:
+        if traits.mlp_bias:
             found["gate_up_bias"] = self._gate_up("bias", ())
-        if spec.output_bias and self.shard.adds_bias:
+        if traits.output_bias and self.shard.adds_bias:
             found["output_bias"] = self._vector("self_attn.o_proj.bias", spec.hidden_size)
-        if spec.mlp_bias and self.shard.adds_bias:
+        if traits.mlp_bias and self.shard.adds_bias:
             found["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
-        if spec.qk_norm:
+        if traits.qk_norm:
             for name in ("q_norm", "k_norm"):
                 weight_E = self._vector(f"self_attn.{name}.weight", dim)
                 found[name] = interleave_pairs(weight_E, head_dim=dim)

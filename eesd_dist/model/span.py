@@ -19,8 +19,9 @@ from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exact
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
-from eesd_dist.model.layer import DecoderLayer, LayerWeights, RmsNorm
+from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
+from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.rows import AttentionKind, RowPlan

@@ -1,7 +1,7 @@
 """What a checkpoint's config.json says the model is.
 
-Decides which architectures we run and how their differences are named; refuses, with file, found
-and expected, whatever we would compute wrongly. Reads no weights and knows no ranks.
+Refuses, with file, found and expected, whatever we would compute wrongly. What differs between
+architectures is said in `families`. Reads no weights and knows no ranks.
 """
 
 import json
@@ -10,66 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.config_keys import refuse_unread_keys
+from eesd_dist.model.families import family_of
+from eesd_dist.model.families.family import Traits
 from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Where one architecture differs from the next; defaults as in transformers."""
-
-    model_types: tuple[str, ...]
-    """What `model_type` may be: transformers chooses the class by it."""
-    qkv_bias: bool | None = None
-    """None: the config's `attention_bias` decides."""
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
-    qk_norm: bool = False
-    num_kv_heads: int | None = None
-    """When the config does not say; None means as many as query heads."""
-    head_dim: int | None = None
-    max_position_embeddings: int = 32_768
-    sliding_window: int | None = None
-    """When the config does not say."""
-    window_is_optional: bool = False
-    """`use_sliding_window` switches it on, `max_window_layers` says from which layer."""
-
-
-_MISTRAL = Family(
-    model_types=("mistral", "ministral"),
-    qkv_bias=False,
-    output_bias=False,
-    num_kv_heads=8,
-    max_position_embeddings=131_072,
-    sliding_window=4096,
-)
-
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(model_types=("llama",), mlp_bias=None, max_position_embeddings=2048),
-    "MistralForCausalLM": _MISTRAL,
-    # The same arithmetic. transformers reads `layer_types` in this class only; checkpoints of it
-    # name either.
-    "MinistralForCausalLM": _MISTRAL,
-    "Qwen2ForCausalLM": Family(
-        model_types=("qwen2",),
-        qkv_bias=True,
-        output_bias=False,
-        sliding_window=4096,
-        window_is_optional=True,
-    ),
-    "Qwen3ForCausalLM": Family(
-        model_types=("qwen3",),
-        qk_norm=True,
-        head_dim=128,
-        sliding_window=4096,
-        window_is_optional=True,
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model of the Llama family, as far as its arithmetic goes."""
+    """One model, as far as its arithmetic goes."""
 
     architecture: str
     vocab_size: int
@@ -82,10 +32,8 @@ class ModelSpec:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    traits: Traits
+    """How its family's layers differ from those of others."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many of the last positions a row may see, itself included; None: all."""
     rope: RopeSpec
@@ -113,23 +61,23 @@ class ModelSpec:
         file: Path,
         generation: Mapping[str, object] | None = None,
     ) -> "ModelSpec":
-        architecture, family = _family(config, file)
-        fields = _Fields(config, file)
-        _refuse_what_we_do_not_compute(fields)
-        refuse_unread_keys(config, architecture=architecture, file=file)
+        architecture, family = family_of(config, file)
+        fields = ConfigFields(config, file=file, defaults=family.defaults)
+        traits = family.traits(fields)
+        _refuse_what_we_do_not_compute(fields, traits)
+        refuse_unread_keys(config, own=family.keys, what=architecture, file=file)
         num_heads = fields.integer("num_attention_heads")
-        num_kv_heads = fields.integer("num_key_value_heads", family.num_kv_heads or num_heads)
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         hidden_size = fields.integer("hidden_size")
-        head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads)
+        head_dim = fields.integer("head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise CheckpointError(
                 file=file,
                 found=f"{num_heads} heads, {num_kv_heads} key-value heads, head_dim {head_dim}",
                 expected="heads a multiple of key-value heads, and an even head_dim",
             )
-        max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
+        max_positions = fields.integer("max_position_embeddings", 32_768)
         num_layers = fields.integer("num_hidden_layers")
-        attention_bias = fields.flag("attention_bias")
         return cls(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size"),
@@ -142,11 +90,8 @@ class ModelSpec:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_position_embeddings=max_positions,
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=attention_bias if family.output_bias is None else family.output_bias,
-            mlp_bias=fields.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
-            qk_norm=family.qk_norm,
-            sliding_windows=_sliding_windows(fields, family, num_layers),
+            traits=traits,
+            sliding_windows=family.windows(fields, num_layers),
             rope=RopeConfig.read(
                 config, head_dim=head_dim, max_positions=max_positions, file=file
             ).spec(),
@@ -169,112 +114,11 @@ def read_json(file: Path) -> dict[str, object]:
     return found
 
 
-class _Fields:
-    """Typed reading of one config; a null counts as absent."""
-
-    def __init__(self, config: Mapping[str, object], file: Path) -> None:
-        self._config = config
-        self.file = file
-
-    def get(self, key: str) -> object:
-        return self._config.get(key)
-
-    def says_null(self, key: str) -> bool:
-        return key in self._config and self._config[key] is None
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, expected="a positive integer")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        value = self._config.get(key)
-        return value if isinstance(value, int) else None
-
-    def number(self, key: str, default: float) -> float:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float):
-            raise self.error(key, expected="a number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._config.get(key) or False
-        if not isinstance(value, bool):
-            raise self.error(key, expected="true or false")
-        return value
-
-    def error(self, key: str, *, expected: str) -> CheckpointError:
-        return CheckpointError(
-            file=self.file, found=f"{key} = {self._config.get(key)!r}", expected=expected
-        )
-
-
-def _family(config: Mapping[str, object], file: Path) -> tuple[str, Family]:
-    listed = config.get("architectures")
-    names = [str(name) for name in listed] if isinstance(listed, list) else []
-    name = next((name for name in names if name in FAMILIES), None)
-    if name is None:
-        raise CheckpointError(
-            file=file,
-            found=f"architectures {names}",
-            expected=f"one of {', '.join(FAMILIES)}",
-        )
-    family, model_type = FAMILIES[name], config.get("model_type")
-    if model_type is not None and model_type not in family.model_types:
-        raise CheckpointError(
-            file=file,
-            found=f"model_type = {model_type!r} beside architecture {name}",
-            expected=f"{' or '.join(family.model_types)}, or another architecture",
-        )
-    return name, family
-
-
-def _refuse_what_we_do_not_compute(fields: _Fields) -> None:
-    if fields.get("hidden_act") not in (None, "silu"):
-        raise fields.error("hidden_act", expected="silu")
+def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None:
+    if fields.get("hidden_act") not in (None, traits.activation.name):
+        raise fields.error("hidden_act", expected=traits.activation.name)
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", expected="plain float weights")
-
-
-def _sliding_windows(fields: _Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    window = _window(fields, family)
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        return _windows_by_type(fields, layer_types, window, num_layers)
-    first = 0
-    if family.window_is_optional:
-        given = fields.optional_integer("max_window_layers")
-        first = 28 if given is None else given
-    return tuple(window if layer >= first else None for layer in range(num_layers))
-
-
-def _window(fields: _Fields, family: Family) -> int | None:
-    if family.sliding_window is None or fields.says_null("sliding_window"):
-        return None
-    if family.window_is_optional and not fields.flag("use_sliding_window"):
-        return None
-    return fields.integer("sliding_window", family.sliding_window)
-
-
-def _windows_by_type(
-    fields: _Fields, layer_types: object, window: int | None, num_layers: int
-) -> tuple[int | None, ...]:
-    """`attention` is an older word for full attention."""
-    known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or not all(isinstance(kind, str) and kind in known for kind in layer_types)
-    ):
-        raise fields.error(
-            "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"
-        )
-    if window is None and "sliding_attention" in layer_types:
-        raise fields.error("layer_types", expected="full_attention alone, for want of a window")
-    return tuple(known[str(kind)] for kind in layer_types)
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

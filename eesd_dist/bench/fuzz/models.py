@@ -6,6 +6,7 @@ head, which is the target's last layer and LM head with noise, is right often an
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,11 +18,37 @@ from torch import Tensor
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.families import FAMILIES
 from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.layer import LayerWeights
+from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
 
 _RANDOM = "random"
 HEAD_KINDS: tuple[HeadKind, ...] = ("shared", "own", "truncated")
+
+
+def _upper_windows(rng: Random, num_layers: int) -> dict[str, Any]:
+    return {
+        "use_sliding_window": rng.random() < 0.5,
+        "sliding_window": rng.choice((11, 19, 33)),
+        "max_window_layers": rng.randint(0, num_layers),
+    }
+
+
+_OWN_KEYS: Mapping[str, Callable[[Random, int], dict[str, Any]]] = {
+    "llama": lambda rng, num_layers: {
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+    },
+    "mistral": lambda rng, num_layers: {"sliding_window": rng.choice((None, 9, 21, 40))},
+    "qwen2": _upper_windows,
+    "qwen3": lambda rng, num_layers: {
+        **_upper_windows(rng, num_layers),
+        "attention_bias": rng.random() < 0.3,
+    },
+}
+"""By `model_type`: what a config of it has beside the keys of every family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +121,13 @@ def write_random_model(folder: Path, rng: Random) -> None:
 
 def random_config(rng: Random) -> dict[str, Any]:
     """A config.json that `ModelSpec` reads."""
-    family = rng.choice(("llama", "mistral", "qwen2", "qwen3"))
+    model_type = rng.choice(tuple(_OWN_KEYS))
     kv_heads = rng.choice((1, 2, 2, 3, 4, 4))
     positions = rng.choice((96, 131, 200, 256, 384))
     num_layers = rng.choice((2, 3, 4, 5, 7))
     config: dict[str, Any] = {
-        "model_type": family,
+        "architectures": [_architecture_of(model_type)],
+        "model_type": model_type,
         "num_hidden_layers": num_layers,
         "hidden_size": rng.choice((24, 40, 52, 64, 72, 90)),
         # Often a multiple of what ranks could share.
@@ -116,21 +144,11 @@ def random_config(rng: Random) -> dict[str, Any]:
         "eos_token_id": 2,
         "rope_parameters": _rope(rng, positions=positions),
     }
-    match family:
-        case "llama":
-            config |= {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
-        case "mistral":
-            config["sliding_window"] = rng.choice((None, 9, 21, 40))
-        case _:
-            config |= {
-                "use_sliding_window": rng.random() < 0.5,
-                "sliding_window": rng.choice((11, 19, 33)),
-                "max_window_layers": rng.randint(0, num_layers),
-            }
-    if family == "qwen3":
-        config["attention_bias"] = rng.random() < 0.3
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    return config | {"architectures": [f"{name}ForCausalLM"]}
+    return config | _OWN_KEYS[model_type](rng, num_layers)
+
+
+def _architecture_of(model_type: str) -> str:
+    return next(name for name, family in FAMILIES.items() if model_type in family.model_types)
 
 
 def _rope(rng: Random, *, positions: int) -> dict[str, Any]:
@@ -161,15 +179,7 @@ def _weights(
         return torch.rand(size, generator=generator) + 0.5
 
     width, std = spec.hidden_size, 1.2 / math.sqrt(spec.hidden_size)
-    shapes = {
-        "self_attn.q_proj": (spec.num_heads * spec.head_dim, width, spec.qkv_bias),
-        "self_attn.k_proj": (spec.num_kv_heads * spec.head_dim, width, spec.qkv_bias),
-        "self_attn.v_proj": (spec.num_kv_heads * spec.head_dim, width, spec.qkv_bias),
-        "self_attn.o_proj": (width, spec.num_heads * spec.head_dim, spec.output_bias),
-        "mlp.gate_proj": (spec.intermediate_size, width, spec.mlp_bias),
-        "mlp.up_proj": (spec.intermediate_size, width, spec.mlp_bias),
-        "mlp.down_proj": (width, spec.intermediate_size, spec.mlp_bias),
-    }
+    layer = _tensors_of_a_layer(spec)
     found = {
         "model.embed_tokens.weight": normal(spec.vocab_size, width, std=std),
         "model.norm.weight": norm(width),
@@ -177,19 +187,46 @@ def _weights(
     if not spec.tie_word_embeddings:
         found["lm_head.weight"] = normal(spec.vocab_size, width, std=std)
     for at in range(spec.num_layers):
-        prefix = f"model.layers.{at}."
-        for name, (rows, columns, has_bias) in shapes.items():
-            adds = name.endswith(("o_proj", "down_proj")) and at >= first_later
-            scale = later if adds else 1.0
-            found[f"{prefix}{name}.weight"] = normal(rows, columns, std=std * scale)
-            if has_bias:
-                found[f"{prefix}{name}.bias"] = normal(rows, std=0.3 * scale)
-        found[prefix + "input_layernorm.weight"] = norm(width)
-        found[prefix + "post_attention_layernorm.weight"] = norm(width)
-        if spec.qk_norm:
-            found[prefix + "self_attn.q_norm.weight"] = norm(spec.head_dim)
-            found[prefix + "self_attn.k_norm.weight"] = norm(spec.head_dim)
+        for name, shape in layer.items():
+            adds = "o_proj" in name or "down_proj" in name
+            scale = later if adds and at >= first_later else 1.0
+            if "norm" in name:
+                drawn = norm(*shape)
+            else:
+                drawn = normal(*shape, std=scale * (0.3 if name.endswith("bias") else std))
+            found[f"model.layers.{at}.{name}"] = drawn
     return found
+
+
+class _Asked:
+    """Takes a checkpoint's place to learn which tensors are read; what it hands out is empty."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def read(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype,
+        own: bool = True,
+    ) -> Tensor:
+        self.shapes[name] = tuple(shape)
+        return torch.empty(shape, dtype=dtype)
+
+
+def _tensors_of_a_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name to shape: each matrix and its bias, then the norms."""
+    asked = _Asked()
+    LayerWeights.read(asked, "", spec, Shard.of(spec, rank=0, size=1), torch.float32)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in asked.shapes))
+    names = sorted(
+        asked.shapes, key=lambda name: ("norm" in name, modules.index(name.rpartition(".")[0]))
+    )
+    return {name: asked.shapes[name] for name in names}
 
 
 def _write_head(

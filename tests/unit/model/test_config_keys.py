@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.config_keys import (
     HARMLESS,
     HARMLESS_ROPE,
     READ,
-    READ_BY_FAMILY,
     READ_BY_ROPE_TYPE,
     READ_ROPE,
     REFUSED,
     REFUSED_ROPE,
 )
+from eesd_dist.model.families import FAMILIES
 from eesd_dist.model.head_config import single_layer_config
-from eesd_dist.model.spec import FAMILIES, ModelSpec
+from eesd_dist.model.spec import ModelSpec
 
 MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MinistralForCausalLM": "ministral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+    architecture: model_type
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    if architecture in FAMILIES and model_type in FAMILIES[architecture].model_types
 }
+"""As transformers has it: its class by `model_type`."""
 FILE = Path("model/config.json")
 SIZES: Mapping[str, object] = {
     "vocab_size": 96,
@@ -67,15 +67,21 @@ def keys_of(model_type: str) -> set[str]:
     return fields | set(kind().to_dict()) | popped
 
 
-def test_the_families_are_those_with_lists() -> None:
-    assert set(FAMILIES) == set(MODEL_TYPES) == set(READ_BY_FAMILY)
-    for architecture, model_type in MODEL_TYPES.items():
-        assert model_type in FAMILIES[architecture].model_types
+def test_every_architecture_goes_with_the_model_type_that_transformers_has_for_it() -> None:
+    assert set(MODEL_TYPES) == set(FAMILIES)
+    expected = {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "MinistralForCausalLM": "ministral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    }
+    assert expected.items() <= MODEL_TYPES.items()
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_each_key_of_transformers_is_in_one_list(architecture: str) -> None:
-    lists = [READ | READ_BY_FAMILY[architecture], HARMLESS, frozenset(REFUSED)]
+    lists = [READ | FAMILIES[architecture].keys, HARMLESS, frozenset(REFUSED)]
     keys = keys_of(MODEL_TYPES[architecture])
     assert len(keys) > 25
     counts = {key: sum(key in each for each in lists) for key in keys}
@@ -83,9 +89,9 @@ def test_each_key_of_transformers_is_in_one_list(architecture: str) -> None:
 
 
 def test_no_key_is_in_two_lists() -> None:
-    for own in READ_BY_FAMILY.values():
-        assert not READ & own
-        assert not (READ | own) & (HARMLESS | set(REFUSED))
+    for family in FAMILIES.values():
+        assert not READ & family.keys
+        assert not (READ | family.keys) & (HARMLESS | set(REFUSED))
     assert not HARMLESS & set(REFUSED)
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 from eesd_dist.config import Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model import kernels
+from eesd_dist.model.elementwise import SILU, row_blocks
 from eesd_dist.model.kernels import (
     Candidate,
     Linear,
@@ -18,7 +19,6 @@ from eesd_dist.model.kernels import (
     padded_rows,
     rows_are_independent,
 )
-from eesd_dist.model.layer import _row_blocks, _silu
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -133,9 +133,9 @@ def test_a_row_has_the_same_gate_however_many_threads_and_rows_there_are(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = _silu(x_TI)
+        together = SILU(x_TI)
         for first, count in ((0, 1), (0, 50), (13, 7), (50, 14)):
-            alone = _silu(x_TI[first : first + count])
+            alone = SILU(x_TI[first : first + count])
             assert torch.equal(together[first : first + count], alone)
     finally:
         torch.set_num_threads(before)
@@ -149,7 +149,7 @@ def test_rows_are_computed_in_runs_that_no_thread_cuts(num_threads: int) -> None
     try:
         for shape in ((100, 7, 300), (5, 40_000), (0, 4), (3, 4)):
             x = torch.empty(shape)
-            runs = list(_row_blocks(x))
+            runs = list(row_blocks(x))
             assert [i for run in runs for i in range(shape[0])[run]] == list(range(shape[0]))
             if num_threads > 1:
                 assert all(x[run].shape[0] == 1 or x[run].numel() < 32768 for run in runs)

@@ -1,0 +1,55 @@
+"""Typed reading of a config.json; every error names file, key and value."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from eesd_dist.errors import CheckpointError
+
+
+class ConfigFields:
+    """One config.json over a family's defaults; a null counts as absent."""
+
+    def __init__(
+        self, config: Mapping[str, object], *, file: Path, defaults: Mapping[str, object]
+    ) -> None:
+        self._config = config
+        self._defaults = defaults
+        self.file = file
+
+    def get(self, key: str) -> object:
+        """What the file itself says."""
+        return self._config.get(key)
+
+    def says_null(self, key: str) -> bool:
+        return key in self._config and self._config[key] is None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, expected="a positive integer")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        value = self._value(key, None)
+        return value if isinstance(value, int) else None
+
+    def number(self, key: str, default: float) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, int | float):
+            raise self.error(key, expected="a number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._value(key, False) or False
+        if not isinstance(value, bool):
+            raise self.error(key, expected="true or false")
+        return value
+
+    def error(self, key: str, *, expected: str) -> CheckpointError:
+        return CheckpointError(
+            file=self.file, found=f"{key} = {self._config.get(key)!r}", expected=expected
+        )
+
+    def _value(self, key: str, default: object) -> object:
+        value = self._config.get(key)
+        return self._defaults.get(key, default) if value is None else value

@@ -1,0 +1,41 @@
+"""Model families: one small module for each architecture's differences, and the registry."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.families.family import Family
+from eesd_dist.model.families.llama import LLAMA
+from eesd_dist.model.families.mistral import MISTRAL
+from eesd_dist.model.families.qwen2 import QWEN2
+from eesd_dist.model.families.qwen3 import QWEN3
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+}
+
+
+def family_of(config: Mapping[str, object], file: Path) -> tuple[str, Family]:
+    """The architecture that config.json names, and its family; CheckpointError for an unknown one
+    or a `model_type` of another."""
+    listed = config.get("architectures")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    name = next((name for name in names if name in FAMILIES), None)
+    if name is None:
+        raise CheckpointError(
+            file=file,
+            found=f"architectures {names}",
+            expected=f"one of {', '.join(FAMILIES)}",
+        )
+    family, model_type = FAMILIES[name], config.get("model_type")
+    if model_type is not None and model_type not in family.model_types:
+        raise CheckpointError(
+            file=file,
+            found=f"model_type = {model_type!r} beside architecture {name}",
+            expected=f"{' or '.join(family.model_types)}, or another architecture",
+        )
+    return name, family

@@ -1,0 +1,50 @@
+"""Which layers attend within a sliding window, by the ways that config.json may say it."""
+
+from collections.abc import Callable
+
+from eesd_dist.model.config_fields import ConfigFields
+
+Windows = Callable[[ConfigFields, int], tuple[int | None, ...]]
+"""A config and its number of layers to the window of each layer; None: all positions."""
+
+
+def no_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    return _by_type(fields, None, num_layers) or (None,) * num_layers
+
+
+def window_in_every_layer(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Unless `layer_types` says otherwise."""
+    window = None if fields.says_null("sliding_window") else fields.integer("sliding_window")
+    return _by_type(fields, window, num_layers) or (window,) * num_layers
+
+
+def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """`use_sliding_window` switches it on, `max_window_layers` says from which layer."""
+    is_off = fields.says_null("sliding_window") or not fields.flag("use_sliding_window")
+    window = None if is_off else fields.integer("sliding_window")
+    given = fields.optional_integer("max_window_layers")
+    first = 28 if given is None else given
+    return _by_type(fields, window, num_layers) or tuple(
+        window if layer >= first else None for layer in range(num_layers)
+    )
+
+
+def _by_type(
+    fields: ConfigFields, window: int | None, num_layers: int
+) -> tuple[int | None, ...] | None:
+    """`attention` is an older word for full attention."""
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        return None
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or not all(isinstance(kind, str) and kind in known for kind in layer_types)
+    ):
+        raise fields.error(
+            "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise fields.error("layer_types", expected="full_attention alone, for want of a window")
+    return tuple(known[str(kind)] for kind in layer_types)
