@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.config import DType
-from eesd_dist.model.span import EMBEDDING, LlamaSpan
+from eesd_dist.model.span import LlamaSpan, read_embedding
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint
 from eesd_dist.transport.seats import SingleGroup
@@ -127,8 +127,7 @@ def target_embedding(
     path: Path, spec: ModelSpec, *, device: torch.device | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Token ids to the target's embeddings in float32, without the rest of the target."""
-    shape = (spec.vocab_size, spec.hidden_size)
     with Checkpoint(path) as checkpoint:
-        embedding_VD = checkpoint.read(EMBEDDING, shape=shape, dtype=torch.float32)
+        embedding_VD = read_embedding(checkpoint, spec, dtype=torch.float32)
     embedding_VD = embedding_VD.to(device or torch.device("cpu"))
     return lambda tokens: functional.embedding(tokens, embedding_VD)

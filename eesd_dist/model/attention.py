@@ -7,14 +7,16 @@ lie at an even stride and the result is a row again without a copy.
 
 import logging
 import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.model.answers import kept
+from eesd_dist.model.elementwise import soft_capped
+from eesd_dist.model.families.family import PLAIN_SCORES, Scores
 from eesd_dist.model.rows import (
     QUERY_BLOCK,
     AttentionGroup,
@@ -27,6 +29,34 @@ logger = logging.getLogger(__name__)
 
 # Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
 # KV head, E channels of a head, S slots, N keys, B sequences, L their length; of content_B, bytes.
+# Where heads are in groups of one KV head, Q stands for the queries of a group.
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""queries_BKQE, keys_BKNE, values_BKNE and what is added to the scores -> mixed_BKQE."""
+
+
+def mix_of(scores: Scores) -> Mix:
+    """The library's attention, or plain operations where it lacks what the scores need."""
+    if scores.softcap is not None:
+        return partial(_mix_capped, scale=scores.scale, softcap=scores.softcap)
+    library = functional.scaled_dot_product_attention
+    return library if scores.scale is None else partial(library, scale=scores.scale)
+
+
+def _mix_capped(
+    queries_BKQE: Tensor,
+    keys_BKNE: Tensor,
+    values_BKNE: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    factor = queries_BKQE.shape[-1] ** -0.5 if scale is None else scale
+    products_BKQN = (queries_BKQE @ keys_BKNE.transpose(-1, -2)).float() * factor
+    scores_BKQN = soft_capped(products_BKQN, softcap)
+    if mask is not None:
+        scores_BKQN = scores_BKQN + mask
+    return scores_BKQN.softmax(-1).to(values_BKNE.dtype) @ values_BKNE
 
 
 _TWINS = 5
@@ -56,7 +86,9 @@ class LayerPages:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scores: Scores = PLAIN_SCORES,
     ) -> None:
+        self._mix = mix_of(scores)
         self._num_kv_heads = num_kv_heads
         self._queries_per_kv = queries_per_kv
         self._num_queries = num_kv_heads * queries_per_kv
@@ -74,15 +106,13 @@ class LayerPages:
         num_rows = heads_THE.shape[0]
         if len(groups) == 1 and groups[0].window_rows == num_rows and groups[0].rows is None:
             keys, values = self._read(groups[0])
-            mixed_1KQE = functional.scaled_dot_product_attention(
-                queries_1KQE, keys, values, groups[0].mask
-            )
+            mixed_1KQE = self._mix(queries_1KQE, keys, values, groups[0].mask)
             return mixed_1KQE.transpose(1, 2).reshape(num_rows, -1)
         mixed_TD = heads_THE.new_zeros(num_rows, self._num_queries * self._head_dim)
         for group in groups:
             if group.rows is not None:
                 gathered_1KQE = self._queries(heads_THE.index_select(0, group.rows))
-                wanted_RD = self._mix(group, gathered_1KQE)[: group.num_rows]
+                wanted_RD = self._mixed(group, gathered_1KQE)[: group.num_rows]
                 mixed_TD.index_copy_(0, group.rows[: group.num_rows], wanted_RD)
                 continue
             wanted_RD = self._attend_in_group(group, queries_1KQE)
@@ -122,12 +152,12 @@ class LayerPages:
         window_1KQE = queries_1KQE.narrow(
             2, group.window_start * per_kv, group.window_rows * per_kv
         )
-        window_WD = self._mix(group, window_1KQE)
+        window_WD = self._mixed(group, window_1KQE)
         return window_WD.narrow(0, group.first_row - group.window_start, group.num_rows)
 
-    def _mix(self, group: AttentionGroup, window_1KQE: Tensor) -> Tensor:
+    def _mixed(self, group: AttentionGroup, window_1KQE: Tensor) -> Tensor:
         keys, values = self._read(group)
-        mixed_1KQE = functional.scaled_dot_product_attention(window_1KQE, keys, values, group.mask)
+        mixed_1KQE = self._mix(window_1KQE, keys, values, group.mask)
         return mixed_1KQE.transpose(1, 2).reshape(group.window_rows, -1)
 
     def _write(self, rows: RowPlan, heads_THE: Tensor) -> None:
@@ -154,7 +184,12 @@ class LayerPages:
 
 
 def attend_whole(
-    heads_THE: Tensor, *, num_sequences: int, num_kv_heads: int, window: int | None
+    heads_THE: Tensor,
+    *,
+    num_sequences: int,
+    num_kv_heads: int,
+    window: int | None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Causal attention within `num_sequences` equally long sequences, without any cache."""
     num_rows, num_heads, head_dim = heads_THE.shape
@@ -166,19 +201,22 @@ def attend_whole(
         heads_BGKLE[:, at].repeat(1, queries_per_kv, 1, 1)
         for at in (queries_per_kv, queries_per_kv + 1)
     )
-    mask = None
-    if window is not None:
-        mask = _window_mask(shape_BLGKE[1], window, heads_THE.device)
-    mixed_BHLE = functional.scaled_dot_product_attention(
-        queries_BHLE, keys_BHLE, values_BHLE, attn_mask=mask, is_causal=mask is None
-    )
+    if window is None and scores.softcap is None:
+        mixed_BHLE = functional.scaled_dot_product_attention(
+            queries_BHLE, keys_BHLE, values_BHLE, is_causal=True, scale=scores.scale
+        )
+    else:
+        length = shape_BLGKE[1]
+        mask_LL = _causal_mask(length, window or length, like=heads_THE)
+        mixed_BHLE = mix_of(scores)(queries_BHLE, keys_BHLE, values_BHLE, mask_LL)
     return mixed_BHLE.transpose(1, 2).reshape(num_rows, -1)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    at_L = torch.arange(length, device=device)
+def _causal_mask(length: int, window: int, *, like: Tensor) -> Tensor:
+    at_L = torch.arange(length, device=like.device)
     distance_LL = at_L[:, None] - at_L[None, :]
-    return (distance_LL >= 0) & (distance_LL < window)
+    is_hidden_LL = (distance_LL < 0) | (distance_LL >= window)
+    return like.new_zeros(length, length).masked_fill_(is_hidden_LL, -torch.inf)
 
 
 @cache
@@ -193,13 +231,17 @@ def grouping_is_exact(
     device: torch.device,
     num_threads: int,
     row_by_row: bool = False,
+    scores: Scores = PLAIN_SCORES,
 ) -> bool:
     """Whether rows that attend together get the bits they get alone, on this machine; of
     `row_by_row`, whether the calls that are made then keep that promise.
 
     Asked over a short text and near the ends of long ones, up to `longest` positions: a kernel may
-    cut many keys into parts by the number of rows.
+    cut many keys into parts by the number of rows. Not asked of soft caps on a CPU, where plain
+    operations may compute the end of a range by another routine: rows attend one by one.
     """
+    if scores.softcap is not None and device.type == "cpu" and not row_by_row:
+        return False
     question = {
         "check": "attention grouping 3",
         "heads": [num_kv_heads, queries_per_kv, head_dim],
@@ -208,6 +250,7 @@ def grouping_is_exact(
         "dtype": str(dtype),
         "threads": num_threads,
         "row_by_row": row_by_row,
+        "scores": [scores.scale, scores.softcap],
     }
 
     def ask() -> bool:
@@ -222,6 +265,7 @@ def grouping_is_exact(
                 dtype=dtype,
                 device=device,
                 row_by_row=row_by_row,
+                scores=scores,
             ).holds()
             for length, seed in _checked_texts(longest, page_size=page_size)
         )
@@ -275,6 +319,7 @@ class _GroupingCheck:
         dtype: torch.dtype,
         device: torch.device,
         row_by_row: bool,
+        scores: Scores,
     ) -> None:
         self._kind = AttentionKind(
             queries_per_kv=queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
@@ -293,6 +338,7 @@ class _GroupingCheck:
             head_dim=head_dim,
             dtype=dtype,
             device=device,
+            scores=scores,
         )
         # Rows of a whole short text, or the last ones of a long one.
         num_rows = length if length <= 2 * _SHORT else 2 * page_size + 3

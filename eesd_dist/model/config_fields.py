@@ -1,6 +1,7 @@
 """Typed reading of a config.json; every error names file, key and value."""
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
@@ -38,6 +39,16 @@ class ConfigFields:
         if not isinstance(value, int | float):
             raise self.error(key, expected="a number")
         return float(value)
+
+    def positive(self, key: str) -> float:
+        value = self._value(key, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise self.error(key, expected="a positive number")
+        return float(value)
+
+    def positive_or_null(self, key: str) -> float | None:
+        """None only where the file says null."""
+        return None if self.says_null(key) else self.positive(key)
 
     def flag(self, key: str) -> bool:
         value = self._value(key, False) or False

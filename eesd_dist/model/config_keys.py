@@ -189,9 +189,11 @@ REFUSED: Mapping[str, object] = {
     "residual_multiplier": 1,
     "scale_attn_weights": True,
     "tie_encoder_decoder": False,
+    "use_bidirectional_attention": None,
     "use_rope": True,
 }
-"""Keys that change what is computed, and the value that changes nothing; null always does."""
+"""Keys that change what is computed, and the value that changes nothing; null always does. A family
+that has one among its own keys computes it."""
 
 READ_ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 """Keys of every rope type."""

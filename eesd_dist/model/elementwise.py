@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Shapes: T rows, I intermediate channels.
-_GRAIN = 32768
-"""Fewer elements than these torch never splits among threads."""
+# Shapes: T rows, I intermediate channels, V vocabulary.
+_GRAIN = 16_384
+"""Fewer elements than these torch never splits among threads: GELU's bound, the lowest."""
 
 
 def row_blocks(x: Tensor) -> Iterable[slice]:
@@ -45,4 +45,24 @@ class Activation:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _gelu_tanh(x_TI: Tensor) -> Tensor:
+    return functional.gelu(x_TI, approximate="tanh")
+
+
 SILU = Activation("silu", functional.silu)
+GELU_TANH = Activation("gelu_pytorch_tanh", _gelu_tanh)
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): almost x where x is small, and never beyond the cap."""
+    return torch.tanh(x / cap) * cap
+
+
+def soft_capped_rows(x_TV: Tensor, cap: float) -> Tensor:
+    """The same for rows side by side in memory: on a CPU each in a call of its own."""
+    if x_TV.is_cuda or x_TV.requires_grad:
+        return soft_capped(x_TV, cap)
+    capped_TV = torch.empty_like(x_TV)
+    for row_V, capped_V in zip(x_TV, capped_TV, strict=True):
+        capped_V.copy_(soft_capped(row_V, cap))
+    return capped_TV

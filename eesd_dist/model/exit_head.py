@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.elementwise import soft_capped
 from eesd_dist.model.head_config import HeadConfig, HeadIdentity, HeadKind
 from eesd_dist.model.kernels import (
     TORCH_DTYPES,
@@ -234,11 +235,14 @@ class TrainableExitHead(nn.Module):
         """
         x_BLD = self._input(hidden_BLD.to(self.norm_D.dtype), embedding_BLD)
         layer = self.layer.layer(plain_linear, SingleGroup(), dtype=x_BLD.dtype)
-        windows = self.config.layer.sliding_windows
-        mixed_BLD = forward_whole([layer], windows, x_BLD, self.rotation)
-        norm = RmsNorm(self.norm_D, eps=self.config.layer.rms_norm_eps, dtype=x_BLD.dtype)
-        normed_TD = norm(mixed_BLD.flatten(0, 1))
-        logits_TV = functional.linear(normed_TD, self.lm_head_VD)
+        spec = self.config.layer
+        windows = spec.sliding_windows
+        scores = spec.traits.scores
+        mixed_BLD = forward_whole([layer], windows, x_BLD, self.rotation, scores=scores)
+        norm = RmsNorm.of(self.norm_D, spec, dtype=x_BLD.dtype)
+        logits_TV = functional.linear(norm(mixed_BLD.flatten(0, 1)), self.lm_head_VD)
+        if spec.traits.logit_softcap is not None:
+            logits_TV = soft_capped(logits_TV, spec.traits.logit_softcap)
         return logits_TV.view(*hidden_BLD.shape[:2], -1)
 
     def _input(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None) -> Tensor:
@@ -404,7 +408,7 @@ class ExitHead:
         config, spec = parts.config, parts.config.layer
         weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
         norm_D = parts.norm_D.to(device, packer.weight_dtype)
-        norm = RmsNorm(norm_D, eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
+        norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
         layers = PagedLayers(
             [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
             spec.sliding_windows,
@@ -424,7 +428,11 @@ class ExitHead:
                 device=device,
             )
         logits_head = LogitsHead(
-            norm, packer.pack(parts.lm_head_VD), packer=packer, numerics=numerics
+            norm,
+            packer.pack(parts.lm_head_VD),
+            softcap=spec.traits.logit_softcap,
+            packer=packer,
+            numerics=numerics,
         )
         packer.report(f"exit_head after_layer={config.exit_layer}")
         return cls(

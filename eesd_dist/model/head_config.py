@@ -85,7 +85,7 @@ class HeadConfig:
                 found=f"{target.num_layers} layers",
                 expected=f"more than the exit layer {exit_layer}, which must be at least 1",
             )
-        layer_config = single_layer_config(read_json(file))
+        layer_config = single_layer_config(read_json(file), target)
         return cls(
             exit_layer=exit_layer,
             kind=kind,
@@ -171,25 +171,13 @@ class HeadConfig:
         }
 
 
-def single_layer_config(config: Mapping[str, object]) -> dict[str, object]:
+def single_layer_config(config: Mapping[str, object], target: ModelSpec) -> dict[str, object]:
     """The target's config for a model that consists of its last layer."""
     single = {**config, "num_hidden_layers": 1}
-    layer_types = config.get("layer_types")
-    if isinstance(layer_types, list):
-        single["layer_types"] = layer_types[-1:]
-    elif isinstance(config.get("max_window_layers"), int):
-        below = config["num_hidden_layers"]
-        single["max_window_layers"] = 0 if _is_above(config["max_window_layers"], below) else 1
+    windows = target.sliding_windows
+    if config.get("layer_types") is not None or len(set(windows)) > 1:
+        single["layer_types"] = ["full_attention" if windows[-1] is None else "sliding_attention"]
     return single
-
-
-def _is_above(first_windowed: object, num_layers: object) -> bool:
-    """Whether the last layer is one of those with a window."""
-    return (
-        isinstance(first_windowed, int)
-        and isinstance(num_layers, int)
-        and first_windowed < num_layers
-    )
 
 
 def _require_same(file: Path, found: Mapping[str, object], expected: VerifierIdentity) -> None:

@@ -81,12 +81,8 @@ class LayerWeights(nn.Module):
 
     def __init__(self, spec: ModelSpec, shard: Shard, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self._traits = spec.traits
-        self._eps = spec.rms_norm_eps
-        self._per_kv = spec.queries_per_kv
-        self._head_dim = spec.head_dim
+        self._spec = spec
         self._num_kv = len(shard.kv_heads)
-        self._num_channels = len(shard.channels)
         self.parts = nn.ParameterDict(tensors)
 
     @classmethod
@@ -99,38 +95,47 @@ class LayerWeights(nn.Module):
 
     def layer(self, pack: Pack, group: TensorGroup, *, dtype: torch.dtype) -> DecoderLayer:
         """The layer made of products that `pack` makes of these weights."""
-        parts = self.parts
+        parts, traits = self.parts, self._spec.traits
 
         def packed(name: str) -> Linear:
             bias = parts.get(f"{name}_bias")
             return pack(parts[f"{name}_weight"], bias)
 
+        norms = {
+            part: RmsNorm.of(parts[part], self._spec, dtype=dtype) for part in traits.norms.names()
+        }
+
+        def added(name: str, norm: RmsNorm | None) -> Linear:
+            """What is added to a row: all ranks' part of it, then the norm."""
+            product = summed_over_ranks(packed(name), group)
+            return product if norm is None else lambda x_TI: norm(product(x_TI))
+
         return DecoderLayer(
-            attention_norm=RmsNorm(parts["attention_norm"], eps=self._eps, dtype=dtype),
+            attention_norm=norms["attention_norm"],
             qkv=packed("qkv"),
             head_norm=self._head_norm(dtype),
-            output=summed_over_ranks(packed("output"), group),
-            mlp_norm=RmsNorm(parts["mlp_norm"], eps=self._eps, dtype=dtype),
+            output=added("output", norms.get("attention_post_norm")),
+            mlp_norm=norms["mlp_norm"],
             mlp=GatedMlp(
                 gate_up=packed("gate_up"),
-                activation=self._traits.activation,
-                down=summed_over_ranks(packed("down"), group),
+                activation=traits.activation,
+                down=added("down", norms.get("mlp_post_norm")),
             ),
             num_kv_heads=self._num_kv,
-            head_dim=self._head_dim,
+            head_dim=self._spec.head_dim,
         )
 
     def _head_norm(self, dtype: torch.dtype) -> HeadNorm | None:
         if "q_norm" not in self.parts:
             return None
-        num_queries = self._per_kv * self._num_kv
+        num_queries = self._spec.queries_per_kv * self._num_kv
         weight_HE = torch.cat(
             [
                 self.parts["q_norm"].expand(num_queries, -1),
                 self.parts["k_norm"].expand(self._num_kv, -1),
             ]
         )
-        return HeadNorm(weight_HE, eps=self._eps, dtype=dtype)
+        return HeadNorm(weight_HE, eps=self._spec.rms_norm_eps, dtype=dtype)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """These parameters under the names and in the order of a Hugging Face checkpoint."""
@@ -144,17 +149,17 @@ class LayerWeights(nn.Module):
                         f"mlp.{name}.{kind}": piece
                         for name, piece in zip(names, pieces, strict=True)
                     }
-        for part, name in self._traits.norms.names().items():
+        for part, name in self._spec.traits.norms.names().items():
             found[f"{name}.weight"] = self.parts[part]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
                 found[f"self_attn.{name}.weight"] = separate_pairs(
-                    self.parts[name], head_dim=self._head_dim
+                    self.parts[name], head_dim=self._spec.head_dim
                 )
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
     def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
-        dim, num_kv, per_kv = self._head_dim, self._num_kv, self._per_kv
+        dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._spec.queries_per_kv
         found = {}
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]

@@ -1,9 +1,12 @@
 """Root-mean-square norms, over whole rows and over each head."""
 
 import math
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from eesd_dist.model.spec import ModelSpec
 
 
 # Shapes: T rows, D hidden channels, H heads, E channels of a head.
@@ -14,11 +17,21 @@ class RmsNorm:
     does not depend on the rows beside it, and no call is spent on the mean.
     """
 
-    def __init__(self, weight_D: Tensor, *, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight_D: Tensor, *, eps: float, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
+        """`offset` is added to the weight."""
         width = weight_D.shape[-1]
-        self._scaled_weight_D = weight_D.float() * math.sqrt(width)
+        factor_D = weight_D.float() + offset if offset else weight_D.float()
+        self._scaled_weight_D = factor_D * math.sqrt(width)
         self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
         self._dtype = dtype
+
+    @classmethod
+    def of(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
+        """A norm of this model, with the weight that its checkpoint has."""
+        offset = spec.traits.norms.weight_offset
+        return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         if self._dtype != torch.float32:

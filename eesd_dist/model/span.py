@@ -18,6 +18,8 @@ from torch.nn import functional
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exact
+from eesd_dist.model.elementwise import soft_capped_rows
+from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
@@ -66,6 +68,7 @@ class PagedLayers:
                 head_dim=spec.head_dim,
                 dtype=dtype,
                 device=device,
+                scores=spec.traits.scores,
             )
             for _ in layers
         ]
@@ -82,6 +85,7 @@ class PagedLayers:
             dtype=dtype,
             device=device,
             num_threads=torch.get_num_threads(),
+            scores=spec.traits.scores,
         )
         row_by_row = numerics == "invariant" and not is_exact()
         if row_by_row and not is_exact(row_by_row=True):
@@ -95,6 +99,7 @@ class PagedLayers:
             queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
         )
         self._windows = tuple(windows)
+        self._scores = spec.traits.scores
         self._kinds = {window: replace(kind, window=window) for window in set(windows)}
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
@@ -157,6 +162,7 @@ class PagedLayers:
             self._windows,
             hidden_BLD.to(self.compute_dtype),
             self._rotation_SP,
+            scores=self._scores,
         )
 
 
@@ -165,14 +171,22 @@ def forward_whole(
     windows: Sequence[int | None],
     hidden_BLD: Tensor,
     rotation_SP: Tensor,
+    *,
+    scores: Scores,
 ) -> Tensor:
     """Whole causal sequences from position 0, without pages; autograd can follow."""
     num_sequences, length, width = hidden_BLD.shape
     x_TD = hidden_BLD.reshape(-1, width)
     rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
     for layer, window in zip(layers, windows, strict=True):
-        attend = partial(attend_whole, num_sequences=num_sequences, window=window)
-        x_TD = layer.forward(x_TD, rotation_T1P, partial(attend, num_kv_heads=layer.num_kv_heads))
+        attend = partial(
+            attend_whole,
+            num_sequences=num_sequences,
+            num_kv_heads=layer.num_kv_heads,
+            window=window,
+            scores=scores,
+        )
+        x_TD = layer.forward(x_TD, rotation_T1P, attend)
     return x_TD.view(num_sequences, length, width)
 
 
@@ -180,10 +194,17 @@ class LogitsHead:
     """Final norm and LM head over any rows, padded as the product needs them."""
 
     def __init__(
-        self, norm: RmsNorm, linear: Linear, *, packer: LinearPacker, numerics: Numerics
+        self,
+        norm: RmsNorm,
+        linear: Linear,
+        *,
+        softcap: float | None,
+        packer: LinearPacker,
+        numerics: Numerics,
     ) -> None:
         self._norm = norm
         self._linear = linear
+        self._softcap = softcap
         self._compute_dtype = packer.compute_dtype
         self._numerics: Numerics = numerics
 
@@ -193,6 +214,8 @@ class LogitsHead:
         num_rows = rows_TD.shape[0]
         padded = padded_rows(num_rows, numerics=self._numerics, device=rows_TD.device)
         logits_TV = self._linear(self._norm(pad_rows(rows_TD, padded)))[:num_rows].float()
+        if self._softcap is not None:
+            logits_TV = soft_capped_rows(logits_TV, self._softcap)
         return logits_TV.view(*hidden_TD.shape[:-1], logits_TV.shape[-1])
 
 
@@ -339,13 +362,19 @@ def _embedding_piece(
     embeddings: list[Tensor], spec: ModelSpec, packer: LinearPacker, device: torch.device
 ) -> Piece[Tensor]:
     def read(source: TensorSource) -> Tensor:
-        shape = (spec.vocab_size, spec.hidden_size)
-        return source.read(EMBEDDING, shape=shape, dtype=packer.weight_dtype)
+        return read_embedding(source, spec, dtype=packer.weight_dtype)
 
     def pack(embedding_VD: Tensor) -> None:
         embeddings.append(embedding_VD.to(device))
 
     return Piece(name="embedding", read=read, pack=pack)
+
+
+def read_embedding(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype) -> Tensor:
+    """The target's embedding, scaled in its own type where the family scales it."""
+    shape, scale = (spec.vocab_size, spec.hidden_size), spec.traits.embedding_scale
+    embedding_VD = source.read(EMBEDDING, shape=shape, dtype=dtype)
+    return embedding_VD if scale == 1.0 else embedding_VD * torch.tensor(scale, dtype=dtype)
 
 
 def read_lm_head(
@@ -371,7 +400,13 @@ def _head_piece(
 
     def pack(content: tuple[Tensor, Tensor]) -> None:
         norm_D, weight_VD = content
-        norm = RmsNorm(norm_D.to(device), eps=spec.rms_norm_eps, dtype=packer.compute_dtype)
-        heads.append(LogitsHead(norm, packer.pack(weight_VD), packer=packer, numerics=numerics))
+        head = LogitsHead(
+            RmsNorm.of(norm_D.to(device), spec, dtype=packer.compute_dtype),
+            packer.pack(weight_VD),
+            softcap=spec.traits.logit_softcap,
+            packer=packer,
+            numerics=numerics,
+        )
+        heads.append(head)
 
     return Piece(name="LM head", read=read, pack=pack)

@@ -175,11 +175,14 @@ def _weights(
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(shape, generator=generator) * std
 
-    def norm(size: int) -> Tensor:
-        return torch.rand(size, generator=generator) + 0.5
+    norms = spec.traits.norms
+
+    def norm(size: int, *, scale: float = 1.0) -> Tensor:
+        return (torch.rand(size, generator=generator) + 0.5) * scale - norms.weight_offset
 
     width, std = spec.hidden_size, 1.2 / math.sqrt(spec.hidden_size)
     layer = _tensors_of_a_layer(spec)
+    last = {norms.after_attention or "self_attn.o_proj", norms.after_mlp or "mlp.down_proj"}
     found = {
         "model.embed_tokens.weight": normal(spec.vocab_size, width, std=std),
         "model.norm.weight": norm(width),
@@ -188,10 +191,10 @@ def _weights(
         found["lm_head.weight"] = normal(spec.vocab_size, width, std=std)
     for at in range(spec.num_layers):
         for name, shape in layer.items():
-            adds = "o_proj" in name or "down_proj" in name
-            scale = later if adds and at >= first_later else 1.0
+            module = name.rpartition(".")[0]
+            scale = later if module in last and at >= first_later else 1.0
             if "norm" in name:
-                drawn = norm(*shape)
+                drawn = norm(*shape, scale=scale)
             else:
                 drawn = normal(*shape, std=scale * (0.3 if name.endswith("bias") else std))
             found[f"model.layers.{at}.{name}"] = drawn

@@ -29,6 +29,15 @@ def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int |
     )
 
 
+def window_in_every_other_layer(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """The first, the third and so on, unless `layer_types` says otherwise."""
+    window = None if fields.says_null("sliding_window") else fields.integer("sliding_window")
+    by_type = _by_type(fields, window, num_layers)
+    if by_type is None and window is None:
+        raise fields.error("sliding_window", expected="a window, or layer_types that want none")
+    return by_type or tuple(None if layer % 2 else window for layer in range(num_layers))
+
+
 def _by_type(
     fields: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, ...] | None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from eesd_dist.config import Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model import kernels
-from eesd_dist.model.elementwise import SILU, row_blocks
+from eesd_dist.model.elementwise import GELU_TANH, SILU, Activation, row_blocks
 from eesd_dist.model.kernels import (
     Candidate,
     Linear,
@@ -125,21 +125,22 @@ def test_a_gpu_sees_few_row_counts() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("width", [1408, 40_001])
+@pytest.mark.parametrize("width", [1408, 9000, 40_001])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH], ids=["silu", "gelu"])
 def test_a_row_has_the_same_gate_however_many_threads_and_rows_there_are(
-    num_threads: int, width: int
+    num_threads: int, width: int, activation: Activation
 ) -> None:
     x_TI = torch.randn(64, 2 * width, generator=torch.Generator().manual_seed(1)).chunk(2, -1)[0]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = SILU(x_TI)
-        for first, count in ((0, 1), (0, 50), (13, 7), (50, 14)):
-            alone = SILU(x_TI[first : first + count])
+        together = activation(x_TI)
+        for first, count in ((0, 1), (0, 2), (0, 3), (0, 50), (13, 7), (50, 14)):
+            alone = activation(x_TI[first : first + count])
             assert torch.equal(together[first : first + count], alone)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(together, torch.nn.functional.silu(x_TI))
+    torch.testing.assert_close(together, activation.function(x_TI))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
