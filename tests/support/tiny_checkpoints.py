@@ -102,6 +102,13 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "qwen3, biases": {"model_type": "qwen3", "attention_bias": True},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 21,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
 }
 
 

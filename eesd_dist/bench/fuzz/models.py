@@ -47,6 +47,13 @@ _OWN_KEYS: Mapping[str, Callable[[Random, int], dict[str, Any]]] = {
         **_upper_windows(rng, num_layers),
         "attention_bias": rng.random() < 0.3,
     },
+    "gemma2": lambda rng, num_layers: {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": rng.choice((9, 21, 40)),
+        "query_pre_attn_scalar": rng.choice((4, 24, 144)),
+        "attn_logit_softcapping": rng.choice((None, 2.0, 8.0, 50.0)),
+        "final_logit_softcapping": rng.choice((None, 5.0, 9.0, 30.0)),
+    },
 }
 """By `model_type`: what a config of it has beside the keys of every family."""
 

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "max_window_layers": 2,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "gemma2": {"model_type": "gemma2", "head_dim": 32, "sliding_window": 37},
 }
 
 

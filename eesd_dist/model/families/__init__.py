@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.families.family import Family
+from eesd_dist.model.families.gemma2 import GEMMA2
 from eesd_dist.model.families.llama import LLAMA
 from eesd_dist.model.families.mistral import MISTRAL
 from eesd_dist.model.families.qwen2 import QWEN2
@@ -16,6 +17,7 @@ FAMILIES: Mapping[str, Family] = {
     "MinistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Gemma2ForCausalLM": GEMMA2,
 }
 
 
