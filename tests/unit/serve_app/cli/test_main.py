@@ -136,7 +136,9 @@ def test_chaos_names_the_value_that_a_setting_goes_through(
 
 def test_chaos_refuses_a_fault_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "chaos", "--kinds", "hang", "earthquake"]) == 2
-    assert capsys.readouterr().err.startswith("eesd: found fault kind 'earthquake', expected one of: verify rank")
+    assert capsys.readouterr().err.startswith(
+        "eesd: found fault kind 'earthquake', expected one of: verify rank"
+    )
 
 
 def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
