@@ -28,6 +28,7 @@ from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.loading import OnProgress, unwatched
+from eesd_dist.model.max_len import within
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
@@ -72,17 +73,11 @@ def layout_of(config: EngineConfig) -> Layout:
     bundled = model.path / "exit_head"
     folder = model.head if model.head is not None else (bundled if bundled.is_dir() else None)
     split = _split_of(spec, model.path, folder)
-    limit = spec.max_position_embeddings
-    wished = model.max_model_len or limit
-    if wished > limit:
-        raise ConfigError(
-            f"model.max_model_len is {wished}, the checkpoint's positions end at {limit}: lower it"
-        )
     return Layout(
         spec=spec,
         head_folder=folder,
         split=split,
-        max_model_len=min(wished, config.cache.num_pages * config.cache.page_size),
+        max_model_len=within(config, spec.max_position_embeddings),
         dtype=resolve_dtype(model.dtype, model.path),
         device=device_named(model.device),
     )

@@ -6,6 +6,8 @@ Knows nothing of sampling, requests or streams.
 """
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -165,6 +167,25 @@ class Tokenizer:
     def _look_up(self, token: TokenId) -> bytes:
         entry = self._backend.convert_ids_to_tokens(int(token))
         return b"" if entry is None else self._pieces.bytes_of(entry)
+
+
+def leave_out_torch() -> None:
+    """Makes transformers work without torch in this process, where only tokenizers are needed: an
+    ingress is 390 MiB smaller and starts seconds earlier. Does nothing once either is loaded.
+
+    A `None` in `sys.modules` makes a module one that is not installed; transformers asks once and
+    remembers the answer.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from transformers.utils.import_utils import is_torch_available
+
+        assert not is_torch_available()
+    finally:
+        del sys.modules["torch"]
 
 
 def _is_unicode(text: str) -> bool:

@@ -16,7 +16,9 @@ from pydantic import SecretStr
 from ray import serve
 
 from eesd_dist.errors import EngineError
+from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.text import Tokenizer
+from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, tracing_of
 from serve_app.config import ServiceConfig
 from serve_app.ingress.load_balancing import Steering
@@ -45,11 +47,12 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
         self._steering.start()
+        leave_out_torch()
         app = build_api(
             self._client,
             tokenizer=Tokenizer.load(config.engine.model.path),
             model_name=config.served_model_name,
-            max_model_len=_max_model_len(config),
+            max_model_len=max_model_len_of(config.engine),
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
@@ -142,10 +145,3 @@ def _as_json(part: PipelineControl) -> dict[str, object]:
         ],
         "spool": None if control.spool is None else asdict(control.spool),
     }
-
-
-def _max_model_len(config: ServiceConfig) -> int:
-    # Imports torch, which the tokenizer has already brought into this process.
-    from eesd_dist.engine.build import layout_of
-
-    return layout_of(config.engine).max_model_len

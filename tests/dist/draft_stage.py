@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from eesd_dist.workers.draft_leader import EngineLeader
-from eesd_dist.workers.messages import Address, Generation
-from eesd_dist.workers.roles import RankWorker
-from eesd_dist.workers.stage_factory import EngineStages
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.rendezvous import StoreHost
+from eesd_dist.workers.draft_leader import EngineLeader
+from eesd_dist.workers.messages import Address, Generation
+from eesd_dist.workers.roles import RankWorker
+from eesd_dist.workers.stage_factory import EngineStages
 from tests.dist.transport.peers import peer_process
 
 TIMEOUT_S = 60.0

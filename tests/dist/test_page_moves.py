@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.workers import page_moves
-from eesd_dist.workers.messages import Landing, PageLink
-from eesd_dist.workers.page_moves import PageMoves, PageSharing
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.lending import PageLanding, PageLoan, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
 from eesd_dist.types import PageId
+from eesd_dist.workers import page_moves
+from eesd_dist.workers.messages import Landing, PageLink
+from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 pytestmark = pytest.mark.dist
 

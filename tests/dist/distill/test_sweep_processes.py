@@ -31,7 +31,9 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     sweep(asked, executor=LocalExecutor(), say=say_nothing)
     first = (out / plain.name / "evaluation.json").read_text()
 
-    report = sweep(replace(asked, combinations=(plain, reading)), executor=LocalExecutor(), say=say_nothing)
+    report = sweep(
+        replace(asked, combinations=(plain, reading)), executor=LocalExecutor(), say=say_nothing
+    )
 
     assert (out / plain.name / "evaluation.json").read_text() == first
     assert {row.name for row in report.rows} == {"exit_1_own", "exit_1_truncated_embedding"}
@@ -50,4 +52,8 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     assert "torch" in json.dumps(written["provenance"])
 
     with pytest.raises(ConfigError, match="was begun with draft_vocab 48, now asked for 32"):
-        sweep(replace(asked, options=replace(asked.options, draft_vocab=32)), executor=LocalExecutor(), say=say_nothing)
+        sweep(
+            replace(asked, options=replace(asked.options, draft_vocab=32)),
+            executor=LocalExecutor(),
+            say=say_nothing,
+        )

@@ -42,9 +42,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> None:
-    long = replace(
-        header(2, generation=1), segments=(segment(history=tuple(range(20_000))),)
-    )
+    long = replace(header(2, generation=1), segments=(segment(history=tuple(range(20_000))),))
     rounds = [
         (header(1, generation=1), hidden(4), None),
         (long, hidden(4, 5000, torch.bfloat16), None),

@@ -18,8 +18,8 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
+from eesd_dist.transport.seats import SingleGroup
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist
@@ -222,11 +222,11 @@ def test_an_abort_ends_both_ends_of_a_message_that_is_half_over() -> None:
     for large in _large_messages():
         large.give_up()
     started_s = time.monotonic()
-    with pytest.raises(PeerLost, match="a large send .* it was given up"):
+    with pytest.raises(PeerLost, match=r"a large send .* it was given up"):
         large.sending.finish(timeout_s=60.0)
-    with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
+    with pytest.raises(PeerLost, match=r"a large receive .* its connection is gone"):
         large.receiving.finish(timeout_s=60.0)
-    with pytest.raises(PeerLost, match="a large receive .* its connection is gone"):
+    with pytest.raises(PeerLost, match=r"a large receive .* its connection is gone"):
         large.receiving.finish(timeout_s=60.0)
     assert time.monotonic() - started_s < LATE_S
     assert large.was_half_over
