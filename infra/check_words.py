@@ -2,9 +2,9 @@
 
     python infra/check_words.py [PATH ...]
 
-Code and documents use the words of docs/glossary.md, which are the field's. A word in the list below
-says the same in words of our own, or speaks of a process as of a person. Prints every place with what
-to write instead, and exits with 1 where there is one.
+Code and documents use the words of docs/glossary.md, which are the field's. A word in the list
+below says the same in words of our own, or speaks of a process as of a person. Prints every place
+with what to write instead, and exits with 1 where there is one.
 """
 
 import ast
