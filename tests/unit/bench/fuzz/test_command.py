@@ -95,7 +95,7 @@ def found(
     report = run(
         capsys,
         folder,
-        *("--random", str(seed), "--random-models", "4", "--plant", plant),
+        *("--random", str(seed), "--random-models", "8", "--plant", plant),
         *("--minutes", "2", "--max-failures", "1", "--reduce-s", str(reduce_s)),
         status=1,
     )
