@@ -17,7 +17,7 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.llm import LLM
+from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.families.gemma2 import GEMMA2
@@ -190,7 +190,7 @@ def test_speculation_writes_what_the_rule_chooses_from_the_logits_of_transformer
         rule = RowRule.of(sampling, position=position, num_prompt=len(prompt))
         text += choose(logits_SV, [rule]).tokens.tolist()
     assert len(set(text[len(prompt) :])) > 10
-    llm = LLM(
+    llm = LocalEngine(
         EngineConfig(
             model=ModelConfig(path=served, head=served / "exit_head", dtype="float32"),
             cache=CacheConfig(num_pages=32, page_size=16),
