@@ -11,7 +11,7 @@
         +-- PeerLost         a rank, actor or link that stopped answering; names the peer
         +-- Poisonous        a request that breaks every engine it is in: not tried again
         +-- Moved            a stream that goes on in another pipeline: submit it again there
-        +-- WireError        a message that does not say what this generation expects
+        +-- WireError        a message that does not say what this epoch expects
 
 A message says what was found, what was expected and what to do. HTTP codes are given to these in
 one table, in `serve_app.openai.errors`, and nowhere else.
@@ -91,7 +91,7 @@ PROCESS_DIED = "its process has died"
 class PeerLost(EngineError):
     """A peer did not answer in time, or its connection is gone.
 
-    `peer` is its name: stage, rank and, once it has joined, node. `round_id` and `generation` are
+    `peer` is its name: stage, rank and, once it has joined, node. `round_id` and `epoch` are
     None where there was none.
     """
 
@@ -102,15 +102,15 @@ class PeerLost(EngineError):
         operation: str,
         reason: str,
         round_id: int | None = None,
-        generation: int | None = None,
+        epoch: int | None = None,
     ) -> None:
-        when = operation if generation is None else f"{operation} (generation {generation})"
+        when = operation if epoch is None else f"{operation} (epoch {epoch})"
         super().__init__(f"lost {peer} during {when}: {reason}")
         self.peer = peer
         self.operation = operation
         self.reason = reason
         self.round_id = round_id
-        self.generation = generation
+        self.epoch = epoch
 
 
 class Moved(EngineError):
@@ -152,7 +152,7 @@ class Poisonous(EngineError):
 
 
 class WireError(EngineError):
-    """A message does not have the form this version and generation expects."""
+    """A message does not have the form this version and epoch expects."""
 
 
 def os_error_text(error: OSError) -> str:

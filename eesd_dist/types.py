@@ -243,7 +243,7 @@ class Traffic:
     """0 for what lies on a GPU: there a wait orders streams and the host runs on."""
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """What came to it after `earlier` was read. A new generation counts from zero."""
+        """What came to it after `earlier` was read. A new epoch counts from zero."""
         if self.sent_bytes < earlier.sent_bytes or self.wait_s < earlier.wait_s:
             return self
         return Traffic(

@@ -240,7 +240,7 @@ def build_draft_engine(
     config: EngineConfig,
     channel: VerifyChannel,
     *,
-    generation: int = 0,
+    epoch: int = 0,
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
@@ -265,7 +265,7 @@ def build_draft_engine(
         config, layout, shard if commands is None else LeadingShard(shard, commands)
     )
     if cost is None and draft.head is not None:
-        cost = _cost_of(config, draft, channel, generation=generation)
+        cost = _cost_of(config, draft, channel, epoch=epoch)
     pages = PageAllocator(
         num_pages=config.cache.num_pages,
         page_size=config.cache.page_size,
@@ -289,7 +289,7 @@ def build_draft_engine(
         cost=cost,
         calibrator=Calibrator.load(layout.head_folder) if layout.head_folder else None,
         book=book,
-        generation=generation,
+        epoch=epoch,
         round_ids=round_ids,
         spool=spool,
         turns=TakingTurns(cost) if config.scheduler.overlap == "auto" else None,
@@ -305,7 +305,7 @@ def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
 
 
 def _cost_of(
-    config: EngineConfig, draft: DraftStage, channel: VerifyChannel, *, generation: int
+    config: EngineConfig, draft: DraftStage, channel: VerifyChannel, *, epoch: int
 ) -> CostModel:
     """The pinned cost model, or one measured now."""
     if config.speculation.cost_file is not None:
@@ -317,7 +317,7 @@ def _cost_of(
         num_pages=config.cache.num_pages,
         max_draft_tokens=config.speculation.max_draft_tokens,
         max_running=config.scheduler.max_running,
-        generation=generation,
+        epoch=epoch,
     )
 
 

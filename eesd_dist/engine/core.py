@@ -60,7 +60,7 @@ class EngineCore:
         cost: CostModel | None = None,
         calibrator: Calibrator | None = None,
         book: BeliefBook | None = None,
-        generation: int = 0,
+        epoch: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         round_ids: RoundIds | None = None,
         spool: SpoolSink | None = None,
@@ -89,7 +89,7 @@ class EngineCore:
         self._heads = HeadExchange(draft=draft, policy=self._policy, scheduler=scheduler)
         moves = KvMoves()
         self._headers = HeaderWriter(
-            generation=generation,
+            epoch=epoch,
             moves=moves,
             page_size=draft.page_size,
             by_rejection=speculation.acceptance == "rejection",
@@ -101,7 +101,7 @@ class EngineCore:
             moves=moves,
             page_size=draft.page_size,
             lock=self._requests.lock,
-            generation=lambda: self.generation,
+            epoch=lambda: self.epoch,
         )
         """For other pipelines, from any thread."""
         self._in_flight: dict[int, RoundInFlight] = {}
@@ -110,8 +110,8 @@ class EngineCore:
         """What ended the last turn after its tokens were committed; the next turn raises it."""
 
     @property
-    def generation(self) -> int:
-        return self._headers.generation
+    def epoch(self) -> int:
+        return self._headers.epoch
 
     @property
     def draft_stage(self) -> DraftStage:
@@ -159,7 +159,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_work()
 
-    def attach(self, channel: VerifyChannel, *, generation: int) -> None:
+    def attach(self, channel: VerifyChannel, *, epoch: int) -> None:
         """Goes on with a new verify stage: nothing of its cache is known, so all is recomputed."""
         with self._requests.lock:
             self._broken_by = None
@@ -167,7 +167,7 @@ class EngineCore:
             self._scheduler.reset_computed()
             self._draft.forget_all()
             self._requests.stages_lost()
-            self._headers.attach(generation)
+            self._headers.attach(epoch)
             self._channel = channel
             self._meter.stages_changed()
 

@@ -122,7 +122,7 @@ class DraftStage:
 
     @torch.inference_mode()
     def forget_all(self) -> None:
-        """A new generation: nothing of any page is known."""
+        """A new epoch: nothing of any page is known."""
         self._states.clear()
         self._compute.begin()
 

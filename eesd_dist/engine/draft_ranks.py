@@ -68,7 +68,7 @@ class DraftCompute(Protocol):
         ...
 
     def begin(self) -> None:
-        """A new generation: the ranks may be others, and nobody's pages hold anything."""
+        """A new epoch: the ranks may be others, and nobody's pages hold anything."""
         ...
 
     def check(self) -> None:

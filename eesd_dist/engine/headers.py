@@ -61,7 +61,7 @@ class HeaderWriter:
     def __init__(
         self,
         *,
-        generation: int,
+        epoch: int,
         moves: KvMoves,
         page_size: int,
         by_rejection: bool,
@@ -69,7 +69,7 @@ class HeaderWriter:
         recorder: SpoolTap | None,
     ) -> None:
         """`round_ids` is None where nothing is traced."""
-        self.generation = generation
+        self.epoch = epoch
         self._moves = moves
         self._page_size = page_size
         self._by_rejection = by_rejection
@@ -81,7 +81,7 @@ class HeaderWriter:
         self._round_id += 1
         trace_id, span_id = self._ids(plan)
         return RoundHeader(
-            generation=self.generation,
+            epoch=self.epoch,
             round_id=self._round_id,
             segments=tuple(
                 _segment(run, self._page_size, num_recorded=self._num_recorded(run.request_id))
@@ -98,9 +98,9 @@ class HeaderWriter:
         self._moves.settle(round_id)
         self._moves.add(moves)
 
-    def attach(self, generation: int) -> None:
+    def attach(self, epoch: int) -> None:
         """Goes on with stages that know nothing of any page."""
-        self.generation = generation
+        self.epoch = epoch
         self._moves.clear()
 
     def _ids(self, plan: RoundPlan) -> tuple[int, int]:

@@ -19,13 +19,13 @@ class KvSharing:
         moves: KvMoves,
         page_size: int,
         lock: threading.Lock,
-        generation: Callable[[], int],
+        epoch: Callable[[], int],
     ) -> None:
         self._scheduler = scheduler
         self._moves = moves
         self._page_size = page_size
         self._lock = lock
-        self._generation = generation
+        self._epoch = epoch
 
     def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
         """Full pages of live requests (None: of all) stay as they are until they are returned.
@@ -44,7 +44,7 @@ class KvSharing:
         """Pages that no round reads or writes until they are adopted or abandoned."""
         with self._lock:
             return self._scheduler.reserve(
-                lent, untouchable=self._moving_pages(), generation=self._generation()
+                lent, untouchable=self._moving_pages(), epoch=self._epoch()
             )
 
     def adopt(self, number: str) -> bool:

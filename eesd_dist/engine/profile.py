@@ -37,7 +37,7 @@ def measure_cost(
     page_size: int,
     num_pages: int,
     max_draft_tokens: int,
-    generation: int,
+    epoch: int,
     max_running: int = 1,
 ) -> CostModel:
     """Seconds of drafting and verifying, for one request and for batches of up to `max_running`.
@@ -54,7 +54,7 @@ def measure_cost(
     start = max(0, min(num * page_size - page_size // 2, positions) - longest)
     place = _Place(start=start, pages=tuple(PageId(page) for page in range(num)))
     fitting = min(longest, min(num * page_size, positions) - start)
-    bench = _Bench(draft=draft, channel=channel, place=place, generation=generation)
+    bench = _Bench(draft=draft, channel=channel, place=place, epoch=epoch)
     sizes = _batch_sizes(max_running)
     verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, fitting + 1)])
     verify_s += [verify_s[-1]] * (longest - fitting)
@@ -103,7 +103,7 @@ class _Bench:
     draft: DraftStage
     channel: VerifyChannel
     place: _Place
-    generation: int
+    epoch: int
 
     def verify_s(self, rows: Sequence[int]) -> float:
         """A verify pass over so many rows of each request."""
@@ -169,7 +169,7 @@ class _Bench:
             greedy_segment(start=self.place.start, num_rows=count, pages=self.place.pages)
             for count in rows
         )
-        header = RoundHeader(generation=self.generation, round_id=0, segments=segments)
+        header = RoundHeader(epoch=self.epoch, round_id=0, segments=segments)
         self.channel.send(header, hidden_TD)
         self.channel.receive()
 

@@ -140,7 +140,7 @@ class PagedLayers:
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """A new generation: nothing in the pages is valid. On a GPU, layers that were queued when a
+        """A new epoch: nothing in the pages is valid. On a GPU, layers that were queued when a
         peer was lost have run over rows that never arrived, and NaN outlives any mask. On a CPU
         nothing is computed before its rows are there, and clearing would touch all memory."""
         if self._rotation_SP.is_cuda:

@@ -78,7 +78,7 @@ class PageLanding:
     """Where the pages of a loan are to be written."""
 
     number: str
-    generation: int
+    epoch: int
     """The membership it was reserved in; of another one, nobody writes into its pages."""
     moves: tuple[tuple[PageId, PageId], ...]
     """(lent page, page here), without those whose tokens are findable here already."""
@@ -133,7 +133,7 @@ class Lending:
         salt_of: Callable[[bool], str],
         num_kept: int,
         untouchable: Set[int],
-        generation: int = 0,
+        epoch: int = 0,
     ) -> PageLanding:
         """Pages for what is not here yet, as far as there is room: a shorter prefix is one too.
 
@@ -165,7 +165,7 @@ class Lending:
         self._landings[number] = tables
         return PageLanding(
             number=number,
-            generation=generation,
+            epoch=epoch,
             moves=tuple(arriving.items()),
             num_found=num_found,
             num_refused=len(refused),

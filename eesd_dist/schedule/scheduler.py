@@ -279,7 +279,7 @@ class Scheduler:
         return self.lending.lend(lent)
 
     def reserve(
-        self, lent: Iterable[LentPages], *, untouchable: Set[int], generation: int = 0
+        self, lent: Iterable[LentPages], *, untouchable: Set[int], epoch: int = 0
     ) -> PageLanding:
         """Room for another pipeline's pages: what is left beside those who run or wait here."""
         return self.lending.reserve(
@@ -289,7 +289,7 @@ class Scheduler:
             ),
             num_kept=self._num_spoken_for(),
             untouchable=untouchable,
-            generation=generation,
+            epoch=epoch,
         )
 
     def _num_spoken_for(self) -> int:

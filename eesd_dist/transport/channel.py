@@ -152,7 +152,7 @@ class DistVerifyChannel:
         frame = wire.reply_frame()
         operation = "waiting for a reply"
         self._receive(frame, operation).finish(timeout_s=None)
-        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        prefix = wire.decode_prefix(frame, epoch=self._group.epoch)
         if prefix.kind is wire.Kind.CLOSE:
             return None
         overflow = wire.empty_overflow(prefix)
@@ -172,7 +172,7 @@ class DistVerifyChannel:
             raise self._failure
 
     def _say_goodbye(self) -> None:
-        farewell = wire.encode_close(generation=self._group.generation).frame
+        farewell = wire.encode_close(epoch=self._group.epoch).frame
         try:
             self._group.send(farewell, to=self._to, tag=Tag.ROUND, operation="closing the channel")
         except PeerLost as error:
@@ -197,12 +197,12 @@ class DistRoundSource:
             return None
         self._group.doing(None)
         frame = self._frame.finish(timeout_s=None)
-        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        prefix = wire.decode_prefix(frame, epoch=self._group.epoch)
         self._group.doing(prefix.round_id)
         if prefix.kind is wire.Kind.CLOSE:
             self._closed = True
             farewell = wire.encode_close(
-                generation=self._group.generation, frame_bytes=wire.REPLY_FRAME_BYTES
+                epoch=self._group.epoch, frame_bytes=wire.REPLY_FRAME_BYTES
             )
             self._answer(farewell, "closing the channel", is_last=True)
             return None
@@ -217,7 +217,7 @@ class DistRoundSource:
 
     def reply(self, reply: VerifyReply) -> None:
         self._group.check()  # a transfer that was given up leaves garbage behind, not an error
-        message = wire.encode_reply(reply, generation=self._group.generation)
+        message = wire.encode_reply(reply, epoch=self._group.epoch)
         self._answer(message, f"the reply to round {reply.round_id}")
 
     def _answer(self, message: wire.Message, operation: str, *, is_last: bool = False) -> None:
@@ -256,7 +256,7 @@ def share_round(
 
 def share_close(group: ProcessGroup) -> None:
     """Verify rank 0 ends its followers' `follow_round` with None."""
-    message = wire.encode_close(generation=group.generation)
+    message = wire.encode_close(epoch=group.epoch)
     group.doing(None)
     transfers = _to_followers(group, message, operation="closing the group", is_last=True)
     finish_all(transfers, timeout_s=group.timeout_s)
@@ -271,7 +271,7 @@ def follow_round(group: ProcessGroup) -> Round | None:
     waiting = group.irecv(frame, source=0, tag=Tag.SHARE, operation="waiting for a shared round")
     group.doing(None)
     waiting.finish(timeout_s=None)
-    prefix = wire.decode_prefix(frame, generation=group.generation)
+    prefix = wire.decode_prefix(frame, epoch=group.epoch)
     if prefix.kind is wire.Kind.CLOSE:
         return None
     group.doing(prefix.round_id)

@@ -44,7 +44,7 @@ class DistCommandSink:
         self.join(group)
 
     def join(self, group: ProcessGroup) -> None:
-        """The next generation's group: commands are counted anew."""
+        """The next epoch's group: commands are counted anew."""
         assert group.rank == _LEADER, f"rank {group.rank} announces, only rank 0 may"
         self._group = group
         self._number = 0
@@ -52,7 +52,7 @@ class DistCommandSink:
 
     def announce(self, command: Command) -> None:
         self._number += 1
-        message = encode_command(command, generation=self._group.generation, number=self._number)
+        message = encode_command(command, epoch=self._group.epoch, number=self._number)
         self._group.doing(self._number, of="command")
         self._send(message, operation=f"{_name(command)} {self._number}")
 
@@ -60,7 +60,7 @@ class DistCommandSink:
         self._group.check()
 
     def close(self) -> None:
-        message = wire.encode_close(generation=self._group.generation)
+        message = wire.encode_close(epoch=self._group.epoch)
         self._send(message, operation="closing the draft stage", is_last=True)
         self._finish()
 
@@ -92,7 +92,7 @@ class DistCommandSource:
 
     def next_command(self) -> Command | None:
         frame = self._frame.finish(timeout_s=None)
-        prefix = wire.decode_prefix(frame, generation=self._group.generation)
+        prefix = wire.decode_prefix(frame, epoch=self._group.epoch)
         if prefix.kind is wire.Kind.CLOSE:
             return None
         self._number = _next_number(prefix.round_id, after=self._number)

@@ -66,7 +66,7 @@ _TO_COME = empty(0)
 _commands: Decoder[Command] = Decoder(Command, dec_hook=lambda *_: _TO_COME)
 
 
-def encode_command(command: Command, *, generation: int, number: int) -> wire.Message:
+def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:
     match command:
         case RunHead(input_TE=rows) | RunLogits(exit_AD=rows):
             beside: Tensor | None = rows
@@ -74,7 +74,7 @@ def encode_command(command: Command, *, generation: int, number: int) -> wire.Me
             beside = None
     return wire.message_of(
         wire.Kind.COMMAND,
-        generation=generation,
+        epoch=epoch,
         round_id=number,
         content=command,
         frame_bytes=wire.ROUND_FRAME_BYTES,

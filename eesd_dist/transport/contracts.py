@@ -140,7 +140,7 @@ class Segment(Record, frozen=True, kw_only=True):
 class RoundHeader(Record, frozen=True, kw_only=True):
     """All a verify rank needs to know of a round; it has no opinion of its own."""
 
-    generation: int
+    epoch: int
     round_id: int
     segments: tuple[Segment, ...]
     trace_id: Annotated[bytes, Meta(min_length=16, max_length=16)] = bytes(16)

@@ -180,7 +180,7 @@ class _Link:
 
 
 class GlooPlane:
-    """Point-to-point transfers between the ranks of one generation of one group."""
+    """Point-to-point transfers between the ranks of one epoch of one group."""
 
     def __init__(
         self,

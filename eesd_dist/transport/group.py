@@ -1,6 +1,6 @@
 """Ranks that talk: transfers and collectives with deadlines whose errors name the peer.
 
-`ProcessGroup` joins the processes of one generation: tensors on the CPU go over Gloo, tensors on a
+`ProcessGroup` joins the processes of one epoch: tensors on the CPU go over Gloo, tensors on a
 GPU over NCCL, and callers do not see which. It never touches torch's process-global default group.
 
 On the CPU a collective is a handful of point-to-point transfers: each wait knows whom it waits for
@@ -100,13 +100,13 @@ class Transfer:
 
 
 class ProcessGroup:
-    """The processes of one generation that hold a stage, or the two ends of a channel."""
+    """The processes of one epoch that hold a stage, or the two ends of a channel."""
 
     def __init__(
         self,
         *,
         name: str,
-        generation: int,
+        epoch: int,
         rank: int,
         members: Sequence[str],
         timeout_s: float,
@@ -115,7 +115,7 @@ class ProcessGroup:
         nccl: NcclPlane | None = None,
     ) -> None:
         self.name = name
-        self.generation = generation
+        self.epoch = epoch
         self.members = tuple(members)
         self.timeout_s = timeout_s
         self.device = device
@@ -248,7 +248,7 @@ class ProcessGroup:
                 operation=self._nccl.lost,
                 reason=f"no answer within {self.timeout_s:g} s",
                 round_id=self._round_id,
-                generation=self.generation,
+                epoch=self.epoch,
             )
 
     @contextmanager
@@ -266,8 +266,8 @@ class ProcessGroup:
         if self._aborted is None:
             self._aborted = reason
             logger.info(
-                "group aborted: group=%s generation=%d reason=%s",
-                self.name, self.generation, reason,
+                "group aborted: group=%s epoch=%d reason=%s",
+                self.name, self.epoch, reason,
             )  # fmt: skip
         self._gloo.abort()
         if self._nccl is not None:
@@ -286,7 +286,7 @@ class ProcessGroup:
             operation=operation,
             reason=reason,
             round_id=round_id,
-            generation=self.generation,
+            epoch=self.epoch,
         )
 
     def _exchange(self, x: Tensor, *, tally: Tally) -> list[Tensor]:
@@ -388,14 +388,14 @@ class ProcessGroup:
                 raise own_failure(
                     error,
                     member=self.members[self._rank],
-                    operation=f"{operation} (generation {self.generation})",
+                    operation=f"{operation} (epoch {self.epoch})",
                 ) from error
             raise PeerLost(
                 peer=self._everyone_else() if peer is None else self.members[peer],
                 operation=operation,
                 reason=self._aborted or _reason(error, timeout_s=self.timeout_s, waited_s=0.0),
                 round_id=self._round_id,
-                generation=self.generation,
+                epoch=self.epoch,
             ) from error
 
     def _everyone_else(self) -> str:

@@ -84,7 +84,7 @@ class Watchdog:
 
 
 class NcclPlane:
-    """Collectives and transfers between the GPUs of one generation of one group."""
+    """Collectives and transfers between the GPUs of one epoch of one group."""
 
     def __init__(
         self,

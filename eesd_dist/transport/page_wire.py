@@ -218,7 +218,7 @@ def _done(chunks: Sequence[Chunk], *, number: str) -> _Header:
 def _encode(header: _Header, group: ProcessGroup) -> Tensor:
     message = wire.message_of(
         wire.Kind.PAGES,
-        generation=group.generation,
+        epoch=group.epoch,
         round_id=header.index,
         content=header,
         frame_bytes=HEADER_BYTES,
@@ -228,7 +228,7 @@ def _encode(header: _Header, group: ProcessGroup) -> Tensor:
 
 
 def _expect(due: _Header, frame: Tensor, group: ProcessGroup) -> None:
-    prefix = wire.decode_prefix(frame, generation=group.generation)
+    prefix = wire.decode_prefix(frame, epoch=group.epoch)
     found = wire.decode_payload(_headers, prefix, frame, None, expected=wire.Kind.PAGES)
     for name in found.__struct_fields__:
         its, mine = getattr(found, name), getattr(due, name)

@@ -1,7 +1,7 @@
-"""How ranks find each other: one store in a long-lived process, one group per generation.
+"""How ranks find each other: one store in a long-lived process, one group per epoch.
 
 The store is only needed while a group is being built; groups that exist go on without it. Nothing
-here decides who belongs to a generation. Each rank connects to the store by itself: a client that
+here decides who belongs to an epoch. Each rank connects to the store by itself: a client that
 waits for a key blocks everybody else who shares it. A store whose host is frozen takes connections
 and never answers, and torch's client then waits without a deadline: its connection is cut when the
 deadline has passed.
@@ -88,7 +88,7 @@ def leave_store(address: str, port: int) -> None:
 def build_group(
     store: Store,
     *,
-    generation: int,
+    epoch: int,
     name: str,
     rank: int,
     size: int,
@@ -99,7 +99,7 @@ def build_group(
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
 ) -> ProcessGroup:
-    """Joins `size` ranks that call this with the same generation and name.
+    """Joins `size` ranks that call this with the same epoch and name.
 
     `timeout_s` is the deadline of the group's waits; `join_timeout_s` that of joining (default: the
     same), which includes waiting for ranks that are still loading their weights.
@@ -112,9 +112,9 @@ def build_group(
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
     device = torch.device(device)
     join_s = timeout_s if join_timeout_s is None else join_timeout_s
-    shelf = PrefixStore(f"generation {generation}/{name}", store)
+    shelf = PrefixStore(f"epoch {epoch}/{name}", store)
     gloo_device = GlooDevice(address)
-    joining = f"joining group {name} of generation {generation}"
+    joining = f"joining group {name} of epoch {epoch}"
     deadline = time.monotonic() + join_s
     with _cut_off(*_address_of(store), after_s=join_s):
         places = _exchange_places(
@@ -161,7 +161,7 @@ def build_group(
             raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
     return ProcessGroup(
         name=name,
-        generation=generation,
+        epoch=epoch,
         rank=rank,
         members=names,
         timeout_s=timeout_s,

@@ -1,7 +1,7 @@
 """A rank's place in a stage where no processes have to meet for it: alone, before, or for good.
 
 `SingleGroup` is a stage of one rank. `EmptySeat` is a place among others that are not there yet.
-`LatestGroup` keeps a place from one generation's group to the next.
+`LatestGroup` keeps a place from one epoch's group to the next.
 """
 
 from torch import Tensor
@@ -69,7 +69,7 @@ class EmptySeat:
         return PeerLost(
             peer=f"the other {self._size - 1} ranks",
             operation=operation,
-            reason="they have not met: join a generation first",
+            reason="they have not met: join an epoch first",
         )
 
 
@@ -78,7 +78,7 @@ Seat = SingleGroup | EmptySeat | ProcessGroup | ThreadGroup
 
 class LatestGroup:
     """A rank's place in its stage, whoever sits at the others: weights are loaded once and go from
-    one generation's group to the next."""
+    one epoch's group to the next."""
 
     def __init__(self, group: Seat) -> None:
         self._rank, self._size = group.rank, group.size
@@ -97,7 +97,7 @@ class LatestGroup:
         return self._group
 
     def join(self, group: Seat) -> None:
-        """The next generation: the same place among as many."""
+        """The next epoch: the same place among as many."""
         assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its place"
         self._group = group
 
@@ -111,5 +111,5 @@ class LatestGroup:
         return self._group.broadcast(x, source=source)
 
     def counts(self) -> GroupCounts:
-        """Of the present generation."""
+        """Of the present epoch."""
         return self._group.counts()

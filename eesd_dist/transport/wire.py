@@ -96,7 +96,7 @@ class Prefix(Record, frozen=True, kw_only=True):
     """What a frame says of itself and of what follows it."""
 
     kind: Kind
-    generation: int
+    epoch: int
     round_id: int
     payload_bytes: Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
     payload_crc: Unsigned
@@ -177,7 +177,7 @@ def encode_round(
         )
     return message_of(
         Kind.ROUND,
-        generation=header.generation,
+        epoch=header.epoch,
         round_id=header.round_id,
         content=header,
         frame_bytes=ROUND_FRAME_BYTES,
@@ -186,24 +186,22 @@ def encode_round(
     )
 
 
-def encode_reply(reply: VerifyReply, *, generation: int) -> Message:
+def encode_reply(reply: VerifyReply, *, epoch: int) -> Message:
     return message_of(
         Kind.REPLY,
-        generation=generation,
+        epoch=epoch,
         round_id=reply.round_id,
         content=reply,
         frame_bytes=REPLY_FRAME_BYTES,
     )
 
 
-def encode_close(*, generation: int, frame_bytes: int = ROUND_FRAME_BYTES) -> Message:
+def encode_close(*, epoch: int, frame_bytes: int = ROUND_FRAME_BYTES) -> Message:
     """No more rounds; in a frame of a reply's size, no more replies."""
-    return message_of(
-        Kind.CLOSE, generation=generation, round_id=0, content=None, frame_bytes=frame_bytes
-    )
+    return message_of(Kind.CLOSE, epoch=epoch, round_id=0, content=None, frame_bytes=frame_bytes)
 
 
-def decode_prefix(frame: Tensor, *, generation: int) -> Prefix:
+def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
     """Reads a frame's prefix, and refuses what this version and membership epoch cannot use."""
     data = _view(frame)
     if len(data) < PREFIX_BYTES:
@@ -218,9 +216,9 @@ def decode_prefix(frame: Tensor, *, generation: int) -> Prefix:
     (crc,) = _CRC.unpack_from(data, _FRONT.size)
     _check("prefix checksum", found=crc, expected=zlib.crc32(data[: _FRONT.size]))
     prefix = _decoded(_prefixes, fields[:size], "prefix")
-    if prefix.generation != generation:
+    if prefix.epoch != epoch:
         raise WireError(
-            f"found a message of generation {prefix.generation}, expected {generation}: its sender "
+            f"found a message of epoch {prefix.epoch}, expected {epoch}: its sender "
             "belongs to another membership epoch and is ignored"
         )
     for shape in (prefix.hidden, prefix.draft_probs):
@@ -231,7 +229,7 @@ def decode_prefix(frame: Tensor, *, generation: int) -> Prefix:
 
 def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> RoundHeader:
     header = decode_payload(_rounds, prefix, frame, overflow, expected=Kind.ROUND)
-    _check("generation of the header", found=header.generation, expected=prefix.generation)
+    _check("epoch of the header", found=header.epoch, expected=prefix.epoch)
     _check("round of the header", found=header.round_id, expected=prefix.round_id)
     for segment in header.segments:
         _check_segment(segment)
@@ -336,7 +334,7 @@ def _decoded(decoder: Decoder[_T], data: bytes | memoryview, what: str) -> _T:
 def message_of(
     kind: Kind,
     *,
-    generation: int,
+    epoch: int,
     round_id: int,
     content: Record | None,
     frame_bytes: int,
@@ -356,7 +354,7 @@ def message_of(
     tensors_fit = sum(x.nbytes for x in beside) <= room and not any(x.is_cuda for x in beside)
     prefix = Prefix(
         kind=kind,
-        generation=generation,
+        epoch=epoch,
         round_id=round_id,
         payload_bytes=len(payload),
         payload_crc=zlib.crc32(payload),

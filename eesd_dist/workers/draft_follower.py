@@ -15,12 +15,12 @@ from eesd_dist.transport.seats import EmptySeat, LatestGroup
 from eesd_dist.workers.epoch_groups import EpochGroups, all_or_none
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import LoadedOnce
-from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.page_moves import PageMoves
 
 
 class ShardFollower:
-    """Implements `roles.DraftFollower`; keeps weights and pages from one generation to the next."""
+    """Implements `roles.DraftFollower`; keeps weights and pages from one epoch to the next."""
 
     def __init__(self, config: EngineConfig, *, rank: int) -> None:
         torch.set_num_threads(config.parallel.num_threads)
@@ -39,10 +39,10 @@ class ShardFollower:
     def prepare(self) -> None:
         self._parts.get()
 
-    def join(self, generation: Generation) -> "FollowerMember":
-        self.pages.enter(generation.number)
+    def join(self, epoch: Epoch) -> "FollowerMember":
+        self.pages.enter(epoch.number)
         with all_or_none() as groups:
-            group = self._groups.stage(generation, "draft", rank=self._rank)
+            group = self._groups.stage(epoch, "draft", rank=self._rank)
             groups.append(group)
             shard, heads = self._parts.get()
             self._seat.join(group)
@@ -72,7 +72,7 @@ class ShardFollower:
 
 
 class FollowerMember:
-    """One draft follower's loop in one generation."""
+    """One draft follower's loop in one epoch."""
 
     def __init__(self, shard: OwnShard, heads: HeadShelf, group: ProcessGroup) -> None:
         self._shard = shard
@@ -89,4 +89,4 @@ class FollowerMember:
             self.abort()  # ranks that wait for this one need not wait for a deadline
 
     def abort(self) -> None:
-        self._group.abort("the generation was ended")
+        self._group.abort("the epoch was ended")

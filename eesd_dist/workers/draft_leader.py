@@ -1,6 +1,6 @@
-"""Draft rank 0: builds the engine and brings it from one generation to the next.
+"""Draft rank 0: builds the engine and brings it from one epoch to the next.
 
-What outlives a generation lies here: weights, pages, live requests, the exit head, the recorder and
+What outlives an epoch lies here: weights, pages, live requests, the exit head, the recorder and
 the beliefs of requests that the router has not heard of yet.
 """
 
@@ -42,7 +42,7 @@ from eesd_dist.transport.through_host import ThroughHost
 from eesd_dist.types import Request, RequestId, SpoolCounts
 from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Generation, HeadReport
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 
@@ -126,7 +126,7 @@ class EngineLeader:
         """Held while weights are loaded."""
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []
-        """Groups of the newest generation, until a member has them: rounds, then draft."""
+        """Groups of the newest epoch, until a member has them: rounds, then draft."""
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address, store=self._page_store, layout=self._kv_layout
@@ -146,36 +146,36 @@ class EngineLeader:
                 seat = EmptySeat(rank=0, size=size) if size > 1 else SingleGroup()
                 self._prepared = self._load_shard(LatestGroup(seat), cost=known)
 
-    def connect(self, generation: Generation) -> None:
+    def connect(self, epoch: Epoch) -> None:
         self.disconnect()
         with all_or_none() as groups:
-            groups.append(self._groups.rounds(generation, rank=0))
-            if generation.num_draft_ranks > 1:
-                groups.append(self._groups.stage(generation, "draft", rank=0))
+            groups.append(self._groups.rounds(epoch, rank=0))
+            if epoch.num_draft_ranks > 1:
+                groups.append(self._groups.stage(epoch, "draft", rank=0))
         self._connected = groups
 
     def disconnect(self) -> None:
         self._groups.leave()
-        abort_all(self._connected, "its generation was not joined")
+        abort_all(self._connected, "its epoch was not joined")
 
-    def join(self, generation: Generation, *, anew: bool) -> "LeaderMember":
+    def join(self, epoch: Epoch, *, anew: bool) -> "LeaderMember":
         groups = self._connected
         assert groups, "connect comes first"
         rounds, *draft = groups
         channel: VerifyChannel = DistVerifyChannel(rounds)
-        if generation.shares_gpu or generation.stands_in:
+        if epoch.shares_gpu or epoch.stands_in:
             channel = ThroughHost(channel)
-        self.pages.enter(generation.number)
+        self.pages.enter(epoch.number)
         self.sharing.forget()
         with self._changing:
             if anew or self._running is None:
                 self._running = None
-                self._running = self._build(channel, generation, draft)
+                self._running = self._build(channel, epoch, draft)
                 self._head = _serving_head(self._config, layout_of(self._config))
             else:
                 if self._running.followers is not None and draft:
                     self._running.followers.join(draft[0])
-                self._running.engine.attach(channel, generation=generation.number)
+                self._running.engine.attach(channel, epoch=epoch.number)
             self._connected = []
             return LeaderMember(self._running.engine, groups)
 
@@ -251,11 +251,11 @@ class EngineLeader:
         return _Prepared(shard=shard, seat=seat, cost=cost)
 
     def _build(
-        self, channel: VerifyChannel, generation: Generation, draft: Sequence[ProcessGroup]
+        self, channel: VerifyChannel, epoch: Epoch, draft: Sequence[ProcessGroup]
     ) -> _Running:
         """`draft` is the stage's group where it has several ranks."""
         # A fallback records nothing: the drafting actor whose folder it is may be on its way.
-        if self._spool is None and self._open_spool is not None and not generation.stands_in:
+        if self._spool is None and self._open_spool is not None and not epoch.stands_in:
             self._spool = self._open_spool()
         # The requests of an engine that broke are gone; what they taught their classes is not.
         pools = self._book.priors()
@@ -272,7 +272,7 @@ class EngineLeader:
         engine = build_draft_engine(
             self._config,
             channel,
-            generation=generation.number,
+            epoch=epoch.number,
             book=self._book,
             round_ids=None if self._spans is None else self._spans.ids,
             spool=self._spool,
@@ -287,7 +287,7 @@ class EngineLeader:
 
 
 class LeaderMember:
-    """The engine over the groups of one generation."""
+    """The engine over the groups of one epoch."""
 
     def __init__(self, engine: EngineCore, groups: list[ProcessGroup]) -> None:
         self._engine = engine
@@ -310,7 +310,7 @@ class LeaderMember:
         return self._engine.load()
 
     def abort(self) -> None:
-        abort_all(self._groups, "the generation was ended")
+        abort_all(self._groups, "the epoch was ended")
 
 
 def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:

@@ -1,7 +1,7 @@
 """The drafting actor: the round loop of one pipeline, and the streams its tokens leave by.
 
-It keeps live requests across generations: when a verify rank is replaced, their streams pause and
-go on. It does not decide who belongs to a generation (the pipeline does) and asks the router for
+It keeps live requests across epochs: when a verify rank is replaced, their streams pause and
+go on. It does not decide who belongs to an epoch (the pipeline does) and asks the router for
 nothing it would wait for.
 """
 
@@ -26,7 +26,7 @@ from eesd_dist.workers.messages import (
     Address,
     ControlReport,
     DraftStats,
-    Generation,
+    Epoch,
     HeadReport,
     Landing,
     LoadReport,
@@ -55,7 +55,7 @@ _NUM_CANCELLED = 256
 
 
 class _Membership:
-    """This actor's part in one generation: the loop that turns rounds, and the way to stop it."""
+    """This actor's part in one epoch: the loop that turns rounds, and the way to stop it."""
 
     def __init__(
         self, member: DraftMember, *, name: str, deliver: Callable[[StepLike], None]
@@ -121,10 +121,10 @@ class DraftActor:
         self._mail = Mailboxes()
         self._joining = Joining(name=name)
         self._membership: _Membership | None = None
-        """None between generations."""
+        """None between epochs."""
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
-        """Requests whose reader left between generations."""
+        """Requests whose reader left between epochs."""
         self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
         """Submissions that were cancelled when they were not here: lately."""
         self._leases: set[asyncio.Task[None]] = set()
@@ -148,28 +148,26 @@ class DraftActor:
         await asyncio.Event().wait()
 
     async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
-        """Loads its weights while there is no generation for it; joining one then takes no load.
+        """Loads its weights while there is no epoch for it; joining one then takes no load.
         With the `cost` that was measured here before, it takes no measuring either."""
         await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._leader.host_store)
 
-    async def connect(self, generation: Generation) -> None:
-        """First half of a generation's start: while the verify ranks join and load."""
+    async def connect(self, epoch: Epoch) -> None:
+        """First half of an epoch's start: while the verify ranks join and load."""
 
         def connect() -> _Connected:
-            self._leader.connect(generation)
+            self._leader.connect(epoch)
             return _Connected(self._leader)
 
-        await self._joining.enter(generation, connect)
+        await self._joining.enter(epoch, connect)
 
-    async def join(self, generation: Generation) -> None:
+    async def join(self, epoch: Epoch) -> None:
         """Second half, when they are ready for rounds: starts turning them."""
         anew = self._needs_new_engine
-        member = await self._joining.enter(
-            generation, lambda: self._leader.join(generation, anew=anew)
-        )
+        member = await self._joining.enter(epoch, lambda: self._leader.join(epoch, anew=anew))
         self._needs_new_engine = False
         while self._dropped:
             member.drop(self._dropped.pop())
@@ -178,7 +176,7 @@ class DraftActor:
         self._membership = _Membership(
             member, name=f"drafting loop of {self._name}", deliver=self._deliver
         )
-        logger.info("joined: pipeline=%s generation=%d", self._name, generation.number)
+        logger.info("joined: pipeline=%s epoch=%d", self._name, epoch.number)
 
     async def ended(self) -> LoopEnd:
         """Waits for the end of the loop. Broken by a lost peer, live requests are kept; broken by
@@ -201,7 +199,7 @@ class DraftActor:
         return membership is None or await membership.halt()
 
     async def leave(self) -> bool:
-        """Ends the part in this generation; False when its loop, load or connecting cannot be
+        """Ends the part in this epoch; False when its loop, load or connecting cannot be
         stopped."""
         membership = self._membership
         self._membership = None
@@ -213,9 +211,7 @@ class DraftActor:
         """The request's tokens as they leave, then nothing; or the error that ended them."""
         membership = self._membership
         if membership is None or self._needs_new_engine:
-            yield PeerLost(
-                peer=self._name, operation="submit", reason="it is between two generations"
-            )
+            yield PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
             return
         request_id, submission = request.request_id, request.submission
         if (request_id, submission) in self._cancelled:  # its reader's last word overtook it
@@ -331,7 +327,7 @@ class DraftActor:
         return loan
 
     async def return_pages(self, number: str) -> bool:
-        """Whether they held the same all the while. Between two generations nobody knows: in the
+        """Whether they held the same all the while. Between two epochs nobody knows: in the
         verify ranks others may be writing, for whom these pages are free."""
         held = await asyncio.to_thread(lambda: self._leader.sharing.take_back(number))
         return held and self._membership is not None

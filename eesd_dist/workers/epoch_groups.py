@@ -1,7 +1,7 @@
-"""Builds the process groups of one rank, one generation after the other.
+"""Builds the process groups of one rank, one epoch after the other.
 
 Groups are called `rounds` (drafting actor and verify rank 0), `verify` and `draft` (the ranks of a
-stage that has several). A generation owns its groups: they are built together and end together.
+stage that has several). An epoch owns its groups: they are built together and end together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
-from eesd_dist.workers.messages import Address, Generation, StageName
+from eesd_dist.workers.messages import Address, Epoch, StageName
 
 _DRAFTER = "draft rank 0"
 
@@ -36,69 +36,65 @@ class EpochGroups:
         self._hosted = [store]
         return Address(host=self.address, port=store.port)
 
-    def rounds(self, generation: Generation, *, rank: int) -> ProcessGroup:
+    def rounds(self, epoch: Epoch, *, rank: int) -> ProcessGroup:
         """The drafting actor (0) and verify rank 0 (1)."""
-        return self._build(generation, "rounds", rank, (_DRAFTER, "verify rank 0"))
+        return self._build(epoch, "rounds", rank, (_DRAFTER, "verify rank 0"))
 
-    def stage(self, generation: Generation, stage: StageName, *, rank: int) -> ProcessGroup:
+    def stage(self, epoch: Epoch, stage: StageName, *, rank: int) -> ProcessGroup:
         """The ranks of a stage that has several. Raises ConfigError where they share a GPU."""
         names: tuple[str, ...]
         if stage == "draft":
-            names = (_DRAFTER, *(f"draft rank {r}" for r in range(1, generation.num_draft_ranks)))
+            names = (_DRAFTER, *(f"draft rank {r}" for r in range(1, epoch.num_draft_ranks)))
         else:
-            names = tuple(f"verify rank {r}" for r in range(generation.num_verify_ranks))
-        if generation.shares_gpu:
+            names = tuple(f"verify rank {r}" for r in range(epoch.num_verify_ranks))
+        if epoch.shares_gpu:
             raise ConfigError(
                 f"{len(names)} {stage} ranks share a GPU, and each needs one of its own: set "
                 "placement.draft.num_gpus and placement.verify.num_gpus to 1, or "
                 f"{stage}_tensor_parallel_size to 1"
             )
-        return self._build(generation, stage, rank, names)
+        return self._build(epoch, stage, rank, names)
 
     def leave(self) -> None:
         """Makes joins that wait for their peers raise PeerLost. From any thread."""
         for store in tuple(self._connecting):
             leave_store(store.host, store.port)
 
-    def _build(
-        self, generation: Generation, name: str, rank: int, members: tuple[str, ...]
-    ) -> ProcessGroup:
-        device = self._device_of(generation, name)
-        self._connecting.add(generation.store)
+    def _build(self, epoch: Epoch, name: str, rank: int, members: tuple[str, ...]) -> ProcessGroup:
+        device = self._device_of(epoch, name)
+        self._connecting.add(epoch.store)
         try:
-            store = connect_store(
-                generation.store.host, generation.store.port, timeout_s=generation.timeout_s
-            )
+            store = connect_store(epoch.store.host, epoch.store.port, timeout_s=epoch.timeout_s)
             return build_group(
                 store,
-                generation=generation.number,
+                epoch=epoch.number,
                 name=name,
                 rank=rank,
                 size=len(members),
-                timeout_s=generation.timeout_s,
+                timeout_s=epoch.timeout_s,
                 device=device,
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
             )
         finally:
-            self._connecting.discard(generation.store)
+            self._connecting.discard(epoch.store)
 
-    def _device_of(self, generation: Generation, group: str) -> torch.device:
+    def _device_of(self, epoch: Epoch, group: str) -> torch.device:
         """Where the tensors lie that this group sends. Raises what a bad checkpoint raises."""
-        through_host = generation.shares_gpu or (generation.stands_in and group == "rounds")
+        through_host = epoch.shares_gpu or (epoch.stands_in and group == "rounds")
         return torch.device("cpu") if through_host else layout_of(self._config).device
 
 
 @contextmanager
 def all_or_none() -> Iterator[list[ProcessGroup]]:
-    """For the groups of one generation: when one of them, or the member that needs them, fails to
+    """For the groups of one epoch: when one of them, or the member that needs them, fails to
     come about, the others end too, since they hold GPU memory."""
     groups: list[ProcessGroup] = []
     try:
         yield groups
     except BaseException:
-        abort_all(groups, "its generation did not come about")
+        abort_all(groups, "its epoch did not come about")
         raise
 
 

@@ -1,7 +1,7 @@
-"""One join at a time, and none that outlives its generation.
+"""One join at a time, and none that outlives its epoch.
 
 Loading weights blocks a thread that nobody can stop, and so may connecting. Here stands which
-generation was asked for last and whether it has been left, so that two loads never run side by side
+epoch was asked for last and whether it has been left, so that two loads never run side by side
 and one that ends too late is thrown away. What is loaded is none of its business.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.messages import Epoch
 
 
 class Abortable(Protocol):
@@ -26,25 +26,25 @@ class Joining:
         self._leave_wait_s = leave_wait_s
         self._loading = asyncio.Lock()
         self._newest = 0
-        """The latest generation that asked for a join."""
+        """The latest epoch that asked for a join."""
         self._left = 0
-        """Generations up to this one are over."""
+        """Epochs up to this one are over."""
 
-    async def enter(self, generation: Generation, load: Callable[[], MemberT]) -> MemberT:
-        """What `load` returns, from a thread; PeerLost when the generation ended meanwhile."""
-        self._newest = max(self._newest, generation.number)
+    async def enter(self, epoch: Epoch, load: Callable[[], MemberT]) -> MemberT:
+        """What `load` returns, from a thread; PeerLost when the epoch ended meanwhile."""
+        self._newest = max(self._newest, epoch.number)
         async with self._loading:
-            self._refuse_if_over(generation)
+            self._refuse_if_over(epoch)
             member = await asyncio.to_thread(load)
         try:
-            self._refuse_if_over(generation)
+            self._refuse_if_over(epoch)
         except PeerLost:
             member.abort()
             raise
         return member
 
     async def leave(self) -> bool:
-        """Ends every generation asked for so far; False when a load of theirs goes on."""
+        """Ends every epoch asked for so far; False when a load of theirs goes on."""
         self._left = self._newest
         try:
             async with asyncio.timeout(self._leave_wait_s), self._loading:
@@ -52,13 +52,11 @@ class Joining:
         except TimeoutError:
             return False
 
-    def _refuse_if_over(self, generation: Generation) -> None:
-        if generation.number < self._newest:
-            reason = "a newer generation began"
-        elif generation.number <= self._left:
-            reason = "its generation was left"
+    def _refuse_if_over(self, epoch: Epoch) -> None:
+        if epoch.number < self._newest:
+            reason = "a newer epoch began"
+        elif epoch.number <= self._left:
+            reason = "its epoch was left"
         else:
             return
-        raise PeerLost(
-            peer=self._name, operation=f"join of generation {generation.number}", reason=reason
-        )
+        raise PeerLost(peer=self._name, operation=f"join of epoch {epoch.number}", reason=reason)

@@ -1,4 +1,4 @@
-"""A rank's weights: read by the first caller that needs them, kept for every later generation."""
+"""A rank's weights: read by the first caller that needs them, kept for every later epoch."""
 
 import threading
 from collections.abc import Callable

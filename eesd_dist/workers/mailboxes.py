@@ -1,7 +1,7 @@
 """One mailbox per live request, between the loop that makes tokens and the streams they leave by.
 
 Lives in an actor's event loop. A slow reader is never waited for: emissions that pile up leave
-together. A mailbox outlives a generation; what ends it is the last token, an error or its reader.
+together. A mailbox outlives an epoch; what ends it is the last token, an error or its reader.
 
 Tokens are on their way here while the next round is drafted. A request that was let go meanwhile
 and submitted again will make them anew: what an earlier submission made is not put into its box.

@@ -29,7 +29,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Epoch:
     """One membership of a pipeline: who may talk to whom. A rank of an older one is ignored."""
 
     number: int
@@ -175,7 +175,7 @@ class PageLink:
     """One rank's end of a landing: which of its pages go to its like, or come from it."""
 
     number: str
-    generation: int
+    epoch: int
     """The receiving pipeline's, when it made room."""
     store: Address
     post: str

@@ -5,8 +5,8 @@ group of these two alone that lasts for one landing. All of it runs in threads o
 the rounds, and none of it decides: what fails here is computed again there.
 
 What must never happen is a late write: pages whose landing is over may be some request's by then.
-So a rank writes only while it belongs to the generation in which the landing was reserved, and
-only until its own deadline; it leaves the generation, under the same lock, before the drafting
+So a rank writes only while it belongs to the epoch in which the landing was reserved, and
+only until its own deadline; it leaves the epoch, under the same lock, before the drafting
 actor gives any page of it to somebody else.
 """
 
@@ -41,7 +41,7 @@ class PageSharing:
         """Where the two ends of each landing's links find each other."""
 
     def forget(self) -> None:
-        """Closes every landing: they belong to a generation that is over."""
+        """Closes every landing: they belong to an epoch that is over."""
         self._meetings.clear()
 
     def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
@@ -84,12 +84,12 @@ class PageMoves:
         self._store = store
         self._layout = layout
         self._writing = threading.Lock()
-        self._generation = 0
+        self._epoch = 0
 
-    def enter(self, generation: int) -> None:
-        """Nothing is written for landings of generations before this one, from now on."""
+    def enter(self, epoch: int) -> None:
+        """Nothing is written for landings of epochs before this one, from now on."""
         with self._writing:
-            self._generation = generation
+            self._epoch = epoch
 
     def layout(self) -> KvLayout:
         return self._layout()
@@ -139,8 +139,8 @@ class PageMoves:
 
     def _refuse_late_bytes(self, link: PageLink, deadline: float) -> None:
         reason = None
-        if self._generation != link.generation:
-            reason = f"it belongs to generation {self._generation} now"
+        if self._epoch != link.epoch:
+            reason = f"it belongs to epoch {self._epoch} now"
         elif time.monotonic() > deadline:
             reason = f"not done within {2 * link.timeout_s:g} s"
         if reason is not None:
@@ -148,14 +148,14 @@ class PageMoves:
                 peer=link.ends[1],
                 operation="taking over pages",
                 reason=reason,
-                generation=link.generation,
+                epoch=link.epoch,
             )
 
     def _join(self, link: PageLink, *, rank: int) -> ProcessGroup:
         store = connect_store(link.store.host, link.store.port, timeout_s=link.timeout_s)
         return build_group(
             store,
-            generation=link.generation,
+            epoch=link.epoch,
             name=f"pages of {link.post}",
             rank=rank,
             size=2,

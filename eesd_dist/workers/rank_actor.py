@@ -1,6 +1,6 @@
 """An actor that obeys: weights, KV pages and no opinion, in either stage.
 
-A verify rank, or a rank of the draft stage beside the drafting actor. It joins the generations it
+A verify rank, or a rank of the draft stage beside the drafting actor. It joins the epochs it
 is told to join and runs their rounds in a thread until the channel is closed, a peer is lost or it
 is told to leave.
 
@@ -22,7 +22,7 @@ from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
 from eesd_dist.workers.messages import (
-    Generation,
+    Epoch,
     LoadReport,
     LoopEnd,
     PageLink,
@@ -68,7 +68,7 @@ class RankActor:
         )
         self._joining = Joining(name=name)
         self._membership: _Membership | None = None
-        """None between generations."""
+        """None between epochs."""
         self._stand_in: DraftActor | RankActor | None = None
         """A draft rank of the same number; None where there is to be none."""
         parallel = config.parallel
@@ -83,7 +83,7 @@ class RankActor:
         await asyncio.Event().wait()
 
     async def prepare(self) -> None:
-        """Of a draft rank: loads its weights while there is no generation for it."""
+        """Of a draft rank: loads its weights while there is no epoch for it."""
         await asyncio.to_thread(self._draft_follower().prepare)
 
     async def stand_in(self, method: str, *args: object) -> object:
@@ -104,10 +104,10 @@ class RankActor:
             raise EngineError(f"{self._name} has no stand-in: set engine.parallel.stand_in")
         return self._stand_in
 
-    async def join(self, generation: Generation) -> None:
-        member = await self._joining.enter(generation, lambda: self._worker.join(generation))
+    async def join(self, epoch: Epoch) -> None:
+        member = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
         self._membership = _Membership(member, name=f"loop of {self._name}")
-        logger.info("joined: rank=%s generation=%d", self._name, generation.number)
+        logger.info("joined: rank=%s epoch=%d", self._name, epoch.number)
 
     def _draft_follower(self) -> DraftFollower:
         if self._draft is None:
@@ -129,7 +129,7 @@ class RankActor:
         return await membership.thread.end()
 
     async def leave(self) -> bool:
-        """Ends the part in this generation; False when its loop or load cannot be stopped."""
+        """Ends the part in this epoch; False when its loop or load cannot be stopped."""
         membership = self._membership
         self._membership = None
         self._worker.disconnect()

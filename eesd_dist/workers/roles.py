@@ -12,7 +12,7 @@ from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
 from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Generation, Landing, PageLink
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, Landing, PageLink
 
 if TYPE_CHECKING:
     from eesd_dist.telemetry.tracing import Tracing
@@ -93,7 +93,7 @@ class EngineRequestsLike(Protocol):
 
 
 class DraftMember(EngineRequestsLike, Protocol):
-    """The drafting actor's part of one generation."""
+    """The drafting actor's part of one epoch."""
 
     def step(self, *, wait_s: float) -> StepLike: ...
     def abort(self) -> None:
@@ -102,7 +102,7 @@ class DraftMember(EngineRequestsLike, Protocol):
 
 
 class RankMember(Protocol):
-    """The part of a verify rank or a draft follower in one generation."""
+    """The part of a verify rank or a draft follower in one epoch."""
 
     def run(self) -> None:
         """Blocks in the loop; returns when the drafting actor has closed the channel."""
@@ -140,25 +140,25 @@ class DraftControl(Protocol):
 
 
 class EpochLeader(Protocol):
-    """Draft rank 0 on its way from one generation to the next."""
+    """Draft rank 0 on its way from one epoch to the next."""
 
     def host_store(self) -> Address:
         """Opens a new rendezvous store in this process and gives up the one before."""
         ...
 
     def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
-        """Loads the weights before there is a generation to join; does nothing when they are there.
+        """Loads the weights before there is an epoch to join; does nothing when they are there.
 
         `cost` is the cost model that the engine would measure, where it is known. Raises what a bad
         checkpoint raises.
         """
         ...
 
-    def connect(self, generation: Generation) -> None:
+    def connect(self, epoch: Epoch) -> None:
         """Opens the connections; verify rank 0 opens its end at the same time."""
         ...
 
-    def join(self, generation: Generation, *, anew: bool) -> DraftMember:
+    def join(self, epoch: Epoch, *, anew: bool) -> DraftMember:
         """Starts the engine on the connected groups, once every verify rank is ready for rounds.
 
         Live requests are kept and recomputed from their tokens, unless a new engine is asked for
@@ -190,7 +190,7 @@ class RankWorker(Protocol):
     def pages(self) -> PageTransfer: ...
     @property
     def loading(self) -> LoadWatch: ...
-    def join(self, generation: Generation) -> RankMember: ...
+    def join(self, epoch: Epoch) -> RankMember: ...
     def disconnect(self) -> None:
         """Ends a join that waits for its peers. From any thread."""
         ...
@@ -200,7 +200,7 @@ class DraftFollower(RankWorker, Protocol):
     """A draft rank other than 0."""
 
     def prepare(self) -> None:
-        """Loads the weights before there is a generation to join."""
+        """Loads the weights before there is an epoch to join."""
         ...
 
     def load_head(self, folder: str) -> str:

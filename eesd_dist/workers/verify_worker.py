@@ -19,12 +19,12 @@ from eesd_dist.transport.through_host import OntoDevice
 from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import LoadedOnce
-from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.page_moves import PageMoves
 
 
 class StageVerifier:
-    """Implements `roles.RankWorker`; keeps weights and pages from one generation to the next."""
+    """Implements `roles.RankWorker`; keeps weights and pages from one epoch to the next."""
 
     def __init__(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> None:
         torch.set_num_threads(config.parallel.num_threads)
@@ -40,26 +40,26 @@ class StageVerifier:
             address=self._groups.address, store=self._page_store, layout=self._kv_layout
         )
 
-    def join(self, generation: Generation) -> "VerifyMember":
-        self.pages.enter(generation.number)
+    def join(self, epoch: Epoch) -> "VerifyMember":
+        self.pages.enter(epoch.number)
         with all_or_none() as groups:
             if self._rank == 0:
-                groups.append(self._groups.rounds(generation, rank=1))
-            if generation.num_verify_ranks > 1:
-                groups.append(self._groups.stage(generation, "verify", rank=self._rank))
+                groups.append(self._groups.rounds(epoch, rank=1))
+            if epoch.num_verify_ranks > 1:
+                groups.append(self._groups.stage(epoch, "verify", rank=self._rank))
                 self._seat.join(groups[-1])
             stage = self._stage.get()
             stage.span.paged.begin()
             # Built now: from here on the drafting actor may send.
-            source = self._source(generation, groups[0]) if self._rank == 0 else None
+            source = self._source(epoch, groups[0]) if self._rank == 0 else None
             return VerifyMember(stage, groups, source=source, rank=self._rank, spans=self._spans)
 
     def disconnect(self) -> None:
         self._groups.leave()
 
-    def _source(self, generation: Generation, rounds: ProcessGroup) -> RoundSource:
+    def _source(self, epoch: Epoch, rounds: ProcessGroup) -> RoundSource:
         source = DistRoundSource(rounds)
-        if generation.stands_in:
+        if epoch.stands_in:
             return OntoDevice(source, layout_of(self._config).device)
         return source
 
@@ -76,7 +76,7 @@ class StageVerifier:
 
 
 class VerifyMember:
-    """One verify rank's loop in one generation."""
+    """One verify rank's loop in one epoch."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class VerifyMember:
             self.abort()  # ranks that wait for this one need not wait for a deadline
 
     def abort(self) -> None:
-        abort_all(self._groups, "the generation was ended")
+        abort_all(self._groups, "the epoch was ended")
 
     def _record(self, header: RoundHeader, reply: VerifyReply) -> None:
         if self._spans is None:

@@ -41,13 +41,13 @@ def undrain(name: Name, service: RunningService) -> None:
 def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
     from rich.table import Table
 
-    table = Table("pipeline", "replica", "state", "generation", "live", "weight", "draining")
+    table = Table("pipeline", "replica", "state", "epoch", "live", "weight", "draining")
     for each in pipelines:
         table.add_row(
             each["pipeline"],
             each["address"],
             "whole" if each["is_whole"] else f"not whole: {each['last_trouble']}",
-            str(each["generation"]),
+            str(each["epoch"]),
             str(each["num_live"]),
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
             each["draining"] or "no",

@@ -108,7 +108,7 @@ class PipelineState:
     pipeline: str
     pid: int
     """Of the Serve replica itself."""
-    generation: int
+    epoch: int
     is_whole: bool
     num_live: int
     num_interruptions: int
@@ -119,7 +119,7 @@ class PipelineState:
     address: str
     """Its Serve replica's id."""
     weight: float | None
-    """Its speed, as measured at the start of its generation; None where nothing was measured."""
+    """Its speed, as measured at the start of its epoch; None where nothing was measured."""
     draining: str
     """Why it takes no more requests; empty: it does."""
     members: tuple[MemberReport, ...]
@@ -281,7 +281,7 @@ class Pipeline:
         )
 
     async def load_head(self, folder: str) -> HeadReport:
-        """Drafts with another exit head from the next round on, and in generations to come.
+        """Drafts with another exit head from the next round on, and in epochs to come.
 
         Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
         """
@@ -305,7 +305,7 @@ class Pipeline:
         return PipelineState(
             pipeline=self._name,
             pid=os.getpid(),
-            generation=crew.generation,
+            epoch=crew.epoch,
             is_whole=self._keeper.is_whole,
             num_live=self._streams.num_live,
             num_interruptions=self._keeper.num_interruptions,
@@ -354,7 +354,7 @@ class Pipeline:
         """Says to the router that this pipeline is there, for as long as it is."""
         while True:
             if self._keeper.is_whole and not self._keeper.is_degraded:
-                await self._speed.ask((await self._keeper.crew()).generation)
+                await self._speed.ask((await self._keeper.crew()).epoch)
             await self._say_hello()
             await asyncio.sleep(self._config.router.heartbeat_s)
 

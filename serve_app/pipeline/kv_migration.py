@@ -218,7 +218,7 @@ async def _travel(
         ):
             link = PageLink(
                 number=landing.pages.number,
-                generation=landing.pages.generation,
+                epoch=landing.pages.epoch,
                 store=landing.store,
                 post=post,
                 ends=ends,

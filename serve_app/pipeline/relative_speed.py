@@ -4,7 +4,7 @@ In plain rounds of one request a second, as its engine measured them before its 
 number in the configuration could not tell pipelines apart, since all replicas of a deployment have
 the same one; tokens a second while it serves say how busy a pipeline is rather than how fast, and
 routing by them would give ever less to whoever has little to do. This one depends on the machines
-and the links alone, and changes when a generation forms on others.
+and the links alone, and changes when an epoch forms on others.
 """
 
 import logging
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class SpeedOf:
-    """One pipeline's, asked for once in each generation."""
+    """One pipeline's, asked for once in each epoch."""
 
     def __init__(self, ask_drafter: Callable[[str], Awaitable[Any]]) -> None:
         self._ask_drafter = ask_drafter
-        self._generation: int | None = None
+        self._epoch: int | None = None
         """The one it was measured in."""
         self.value: float | None = None
         """None before it is known, and where nothing was measured: without an exit head."""
 
-    async def ask(self, generation: int) -> None:
-        if generation == self._generation:
+    async def ask(self, epoch: int) -> None:
+        if epoch == self._epoch:
             return
-        self._generation = generation  # asked once: heartbeats wait for the answer
+        self._epoch = epoch  # asked once: heartbeats wait for the answer
         try:
             control = await self._ask_drafter("control")
         except EesdError as error:

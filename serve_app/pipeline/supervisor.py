@@ -1,11 +1,11 @@
 """Keeps one pipeline whole: forms it, hears what breaks it, mends it, and knows when to give up.
 
-It brings a crew together into generation after generation, and tells the streams when to wait, when
+It brings a crew together into epoch after epoch, and tells the streams when to wait, when
 to go on and, while a process has to be replaced and another pipeline is whole, when to go there.
 Who is to blame for an interruption is `_suspicion`'s to find out.
 
 Where stand-ins are kept, a pipeline that has lost its draft stage is whole again at once, degraded
-to plain decoding. It changes over to a full generation when the draft stage is back, weights
+to plain decoding. It changes over to a full epoch when the draft stage is back, weights
 loaded: nothing was interrupted by that, and nothing is held against anyone.
 """
 
@@ -152,8 +152,8 @@ class Keeper:
             return f"changing over for {waited_s:.1f} s: the draft stage is back"
         if self._num_interruptions == 0:
             return f"loading for {waited_s:.1f} s: {self._trouble}"
-        number = self._crew.result().generation
-        return f"re-forming for {waited_s:.1f} s (generation {number}): {self._trouble}"
+        number = self._crew.result().epoch
+        return f"re-forming for {waited_s:.1f} s (epoch {number}): {self._trouble}"
 
     async def loading(self) -> str:
         """Who still reads weights, and how far; empty when nobody does."""
@@ -192,7 +192,7 @@ class Keeper:
         )
         return report
 
-    # -- generation after generation ------------------------------------------------------------
+    # -- epoch after epoch ------------------------------------------------------------
 
     async def _supervise(self) -> None:
         """Until forming fails for good; whatever ends it, nobody waits for it any longer."""
@@ -212,7 +212,7 @@ class Keeper:
         while True:
             await self._form(crew)
             self._is_whole_again(crew)
-            trouble = await self._end_of_generation(crew)
+            trouble = await self._end_of_epoch(crew)
             if trouble is None:
                 await self._change_over(crew)
             else:
@@ -307,7 +307,7 @@ class Keeper:
                 await crew.disband()
         await crew.form(timeout_s=timeout_s)
 
-    async def _end_of_generation(self, crew: Crew) -> EesdError | None:
+    async def _end_of_epoch(self, crew: Crew) -> EesdError | None:
         """What broke it; None: it is degraded and need not be any longer."""
         trouble = asyncio.ensure_future(crew.trouble())
         waiting: set[asyncio.Future[Any]] = {trouble}
@@ -324,14 +324,14 @@ class Keeper:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _replace_drafters(self, crew: Crew) -> None:
-        """Returns when a full generation can take over; tried as long as it takes."""
+        """Returns when a full epoch can take over; tried as long as it takes."""
         retry_s = _RETRY_S
         while crew.may_stand_in or not self.streams.is_calm:
             try:
                 await crew.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
             except EesdError as error:
                 if isinstance(error, ConfigError) and crew.has_other_head:
-                    return  # forming a full generation goes back to the configured one
+                    return  # forming a full epoch goes back to the configured one
                 logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -339,8 +339,8 @@ class Keeper:
                 await asyncio.sleep(_CALM_S)
 
     async def _change_over(self, crew: Crew) -> None:
-        """In good order, up to where the full generation may be formed."""
-        logger.info("changing over: pipeline=%s generation=%d", self._pipeline, crew.generation)
+        """In good order, up to where the full epoch may be formed."""
+        logger.info("changing over: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
         self._is_changing_over = True
         self._not_whole(EngineError("it is changing over to the draft stage that is back"))
         await self.streams.come_out(drafter=_drafter_of(crew))
@@ -363,14 +363,14 @@ class Keeper:
         if crew.is_degraded:
             self._degraded_since_s = self._since_s
             logger.warning("degraded: pipeline=%s: %s", self._pipeline, DEGRADED)
-        logger.info("whole: pipeline=%s generation=%d", self._pipeline, crew.generation)
+        logger.info("whole: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
         recovery = self._recovery
         if recovery is not None and (recovery.num_waiting == 0 or self.streams.num_live == 0):
             self._recovered()
         self.streams.resume()
 
     async def _interrupted(self, crew: Crew, trouble: EesdError) -> None:
-        """Up to where a new generation may be formed."""
+        """Up to where a new epoch may be formed."""
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
         self._trouble = trouble
         self._not_whole(trouble)
@@ -442,10 +442,10 @@ class Keeper:
         self._recovery_s = now_s - start_s
         crew = self._crew.result()
         logger.info(
-            "recovered: pipeline=%s generation=%d left_s=%.2f recruited_s=%.2f whole_s=%.2f "
+            "recovered: pipeline=%s epoch=%d left_s=%.2f recruited_s=%.2f whole_s=%.2f "
             "token_s=%.2f streams=%d after=%s",
             self._pipeline,
-            crew.generation,
+            crew.epoch,
             recovery.left_s - start_s,
             crew.recruited_s - start_s,
             self._since_s - start_s,

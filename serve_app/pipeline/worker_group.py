@@ -1,9 +1,9 @@
-"""The members of one pipeline brought together into generations, watched, and let go.
+"""The members of one pipeline brought together into epochs, watched, and let go.
 
-A generation is full, with everyone at a post, or degraded: stand-ins, which live in the verify
+An epoch is full, with everyone at a post, or degraded: stand-ins, which live in the verify
 ranks' processes, take the draft stage's part while its own processes are replaced.
 
-A crew knows members and generations. How one comes to a post is `_members`' business; what they
+A crew knows members and epochs. How one comes to a post is `_members`' business; what they
 compute, and whose requests they serve, is neither's.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
-from eesd_dist.workers.messages import ControlReport, Generation, HeadReport, LoopEnd
+from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
 from serve_app.pipeline.placement import Post
 from serve_app.pipeline.workers import LEAVE_TIMEOUT_S, Member, Members
 
@@ -42,21 +42,21 @@ class Crew:
         """Posts whose member cannot stay: its loop ended by a bug, and what else that has spoilt
         nobody knows, or it does not answer."""
         self._stand_ins: tuple[Member, ...] = ()
-        """Who drafts in a degraded generation, rank 0 first; nobody in a full one."""
+        """Who drafts in a degraded epoch, rank 0 first; nobody in a full one."""
         self._unprepared: set[str] = set()
-        """Draft posts filled since the last full generation, weights still to be loaded."""
+        """Draft posts filled since the last full epoch, weights still to be loaded."""
         self._has_been_full = False
         self._preparing: set[asyncio.Task[None]] = set()
         """Stand-ins that load, and what is learnt for the day of need."""
         self._cost: tuple[str, Mapping[str, object]] | None = None
         """Node of the last drafting actor, and what its engine measured there."""
-        self._generation = 0
+        self._epoch = 0
         self._recruited_s = 0.0
         """When the last post was filled, by the clock of `time.monotonic`."""
 
     @property
-    def generation(self) -> int:
-        return self._generation
+    def epoch(self) -> int:
+        return self._epoch
 
     @property
     def recruited_s(self) -> float:
@@ -64,7 +64,7 @@ class Crew:
 
     @property
     def drafter(self) -> Member:
-        """Who leads the present generation, or led the last one; raises PeerLost when gone."""
+        """Who leads the present epoch, or led the last one; raises PeerLost when gone."""
         if not self._stand_ins:
             return self.members.at(self.members.posts[0])
         leader = self._stand_ins[0]
@@ -74,7 +74,7 @@ class Crew:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether the present generation, or the last one, has stand-ins."""
+        """Whether the present epoch, or the last one, has stand-ins."""
         return bool(self._stand_ins)
 
     @property
@@ -123,10 +123,10 @@ class Crew:
         return replace(report, pipeline=self._pipeline)
 
     async def form(self, *, timeout_s: float) -> None:
-        """Fills empty posts and brings everyone into a new generation."""
-        self._generation += 1
+        """Fills empty posts and brings everyone into a new epoch."""
+        self._epoch += 1
         self._stand_ins = ()
-        operation = f"start of generation {self._generation}"
+        operation = f"start of epoch {self._epoch}"
         keeping = asyncio.ensure_future(self.members.places.keep())
         try:
             async with asyncio.timeout(timeout_s):
@@ -146,12 +146,12 @@ class Crew:
         self._prepare_for_deaths()
 
     async def form_degraded(self, *, timeout_s: float) -> None:
-        """Brings the verify ranks and their stand-ins into a new generation; `may_stand_in` holds.
+        """Brings the verify ranks and their stand-ins into a new epoch; `may_stand_in` holds.
 
         Raises what a stand-in raises that cannot load.
         """
-        self._generation += 1
-        operation = f"start of generation {self._generation} with stand-ins"
+        self._epoch += 1
+        operation = f"start of epoch {self._epoch} with stand-ins"
         verify = [self.members.at(post) for post in self._verify_posts]
         self._stand_ins = tuple(host.stand_in() for host in verify[: len(self._draft_posts)])
         self._recruited_s = time.monotonic()
@@ -168,7 +168,7 @@ class Crew:
             ) from error
 
     async def replace_drafters(self, *, timeout_s: float) -> None:
-        """Beside a degraded generation: fills the draft stage's empty posts, and has weights
+        """Beside a degraded epoch: fills the draft stage's empty posts, and has weights
         loaded. Ended early, it goes on where it was.
 
         Raises PeerLost when either takes too long; who does not load is dismissed.
@@ -192,7 +192,7 @@ class Crew:
         await self._meet(drafter, ranks, operation)
 
     async def _fill(self, post: Post, operation: str) -> None:
-        """A draft rank loads at once; a verify rank when the generation begins."""
+        """A draft rank loads at once; a verify rank when the epoch begins."""
         await self.members.fill(post, operation)
         self._recruited_s = time.monotonic()
         if post.stage == "draft":
@@ -203,8 +203,8 @@ class Crew:
 
     async def _meet(self, drafter: Member, ranks: Sequence[Member], operation: str) -> None:
         store = await drafter.ask("host_store", operation)
-        generation = Generation(
-            number=self._generation,
+        epoch = Epoch(
+            number=self._epoch,
             store=store,
             num_verify_ranks=len(self._verify_posts),
             num_draft_ranks=len(self._draft_posts),
@@ -214,19 +214,17 @@ class Crew:
         )
         await _all(
             [
-                self._take_part(drafter, "connect", operation, generation),
-                *[self._take_part(rank, "join", operation, generation) for rank in ranks],
+                self._take_part(drafter, "connect", operation, epoch),
+                *[self._take_part(rank, "join", operation, epoch) for rank in ranks],
             ]
         )
-        await self._take_part(drafter, "join", operation, generation)
+        await self._take_part(drafter, "join", operation, epoch)
 
-    async def _take_part(
-        self, member: Member, method: str, operation: str, generation: Generation
-    ) -> None:
-        """Who fails by itself would fail the next generation too: its place is for another one. A
+    async def _take_part(self, member: Member, method: str, operation: str, epoch: Epoch) -> None:
+        """Who fails by itself would fail the next epoch too: its place is for another one. A
         stand-in has none, and its host may be in good health."""
         try:
-            await member.ask(method, operation, generation)
+            await member.ask(method, operation, epoch)
         except (PeerLost, ConfigError):
             raise
         except EesdError:
@@ -235,9 +233,9 @@ class Crew:
             raise
 
     async def trouble(self) -> EesdError:
-        """Waits until this generation is broken, and says by whom."""
+        """Waits until this epoch is broken, and says by whom."""
         ends = {
-            member: asyncio.ensure_future(member.ask("ended", f"generation {self._generation}"))
+            member: asyncio.ensure_future(member.ask("ended", f"epoch {self._epoch}"))
             for member in self._engaged
         }
         timeout_s = self._parallel.timeout_s
@@ -313,7 +311,7 @@ class Crew:
                     peer=member.label,
                     operation="call",
                     reason=f"no answer within {timeout_s:g} s",
-                    generation=self._generation,
+                    epoch=self._epoch,
                 )
             except EngineError as error:  # its death is told elsewhere too
                 return error
@@ -326,10 +324,10 @@ class Crew:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self.drafter.ask("halt", "halt")
         except (EngineError, TimeoutError) as error:
-            logger.warning("not halted: generation=%d error=%r", self._generation, error)
+            logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
 
     async def disband(self) -> None:
-        """Ends the generation: survivors leave it, and who cannot is taken for dead."""
+        """Ends the epoch: survivors leave it, and who cannot is taken for dead."""
         await asyncio.gather(*[self._leave_or_go(member) for member in self._engaged])
         self._broken.clear()
 
@@ -340,7 +338,7 @@ class Crew:
         if host not in self.members:
             return  # sent away with its stand-in, or the other way round
         self._dismiss(host)
-        self.members.send_for(host.post, f"start of generation {self._generation + 1}")
+        self.members.send_for(host.post, f"start of epoch {self._epoch + 1}")
 
     async def stop(self) -> None:
         await self.members.send_all_away()
@@ -348,7 +346,7 @@ class Crew:
 
     @property
     def _engaged(self) -> tuple[Member, ...]:
-        """Who is in the present generation."""
+        """Who is in the present epoch."""
         if not self._stand_ins:
             return tuple(self.members)
         return (*self._stand_ins, *(m for m in self.members if m.post.stage == "verify"))
@@ -430,7 +428,7 @@ class Crew:
 
     def _culprit(self, ends: dict[Member, EesdError | None]) -> EesdError:
         """The most telling of what is known: a death, then a bug, then a rank's complaint."""
-        operation = f"generation {self._generation}"
+        operation = f"epoch {self._epoch}"
         for member in self._engaged:
             if member.is_dead:
                 death = member.death

@@ -121,7 +121,7 @@ class Member:
             logger.info("does not say how far it is: %s error=%r", self.label, error)
 
     async def leaves(self) -> bool:
-        """Asks it to leave its generation; whether it did."""
+        """Asks it to leave its epoch; whether it did."""
         if self.is_dead:
             return False
         try:
@@ -152,7 +152,7 @@ class Members:
 
     @property
     def are_complete(self) -> bool:
-        """Whether everyone is at a post: then a new generation needs no new process."""
+        """Whether everyone is at a post: then a new epoch needs no new process."""
         return not any(self.is_empty(post) for post in self.posts)
 
     def is_empty(self, post: Post) -> bool:

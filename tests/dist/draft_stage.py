@@ -8,7 +8,7 @@ from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.rendezvous import StoreHost
 from eesd_dist.workers.draft_leader import EngineLeader
-from eesd_dist.workers.messages import Address, Generation
+from eesd_dist.workers.messages import Address, Epoch
 from eesd_dist.workers.roles import RankWorker
 from eesd_dist.workers.stage_factory import EngineStages
 from tests.dist.transport.peers import peer_process
@@ -20,8 +20,8 @@ def leader_of(config: EngineConfig) -> EngineLeader:
     return EngineLeader(config, Tracing())
 
 
-def obey(config: EngineConfig, first: Generation, stage: str, rank: int) -> None:
-    """A rank's life: one generation after the other, with the same weights."""
+def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
+    """A rank's life: one epoch after the other, with the same weights."""
     stages = EngineStages()
     if stage == "draft":
         worker: RankWorker = stages.draft_follower(config, Tracing(), rank=rank)
@@ -37,11 +37,11 @@ def obey(config: EngineConfig, first: Generation, stage: str, rank: int) -> None
 
 
 @contextmanager
-def ranks(config: EngineConfig) -> Iterator[Generation]:
-    """Every rank but the drafting actor; yields the first generation they join."""
+def ranks(config: EngineConfig) -> Iterator[Epoch]:
+    """Every rank but the drafting actor; yields the first epoch they join."""
     parallel = config.parallel
     host = StoreHost(address="127.0.0.1", timeout_s=TIMEOUT_S)
-    first = Generation(
+    first = Epoch(
         number=1,
         store=Address(host="127.0.0.1", port=host.port),
         num_verify_ranks=parallel.verify_tensor_parallel_size,
@@ -56,8 +56,8 @@ def ranks(config: EngineConfig) -> Iterator[Generation]:
         yield first
 
 
-def _numbered(first: Generation, number: int) -> Generation:
-    return Generation(
+def _numbered(first: Epoch, number: int) -> Epoch:
+    return Epoch(
         number=number,
         store=first.store,
         num_verify_ranks=first.num_verify_ranks,
@@ -67,16 +67,16 @@ def _numbered(first: Generation, number: int) -> Generation:
 
 
 class Drafter:
-    """The drafting actor's leader, brought from one generation to the next."""
+    """The drafting actor's leader, brought from one epoch to the next."""
 
-    def __init__(self, config: EngineConfig, before: Generation) -> None:
+    def __init__(self, config: EngineConfig, before: Epoch) -> None:
         self.leader = leader_of(config)
-        self.generation = before
+        self.epoch = before
         self._first = True
 
     def join(self, number: int) -> "Drafter":
-        self.generation = _numbered(self.generation, number)
-        self.leader.connect(self.generation)
-        self.member = self.leader.join(self.generation, anew=self._first)
+        self.epoch = _numbered(self.epoch, number)
+        self.leader.connect(self.epoch)
+        self.member = self.leader.join(self.epoch, anew=self._first)
         self._first = False
         return self

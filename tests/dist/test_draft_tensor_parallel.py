@@ -47,7 +47,7 @@ PLAIN = SpeculationParams(mode="off")
 
 
 class Pipeline:
-    """The ranks of one topology, and a drafter of the newest generation."""
+    """The ranks of one topology, and a drafter of the newest epoch."""
 
     def __init__(self, folder: Path, *, verify_ranks: int) -> None:
         torch.set_num_threads(1)
@@ -132,7 +132,7 @@ class Pipeline:
     ) -> tuple[list[list[TokenId]], int, int]:
         """Tokens of each request; how many were drafted, and how many of those accepted.
 
-        `break_after`: so many turns, and everybody finds together in a new generation.
+        `break_after`: so many turns, and everybody finds together in a new epoch.
         """
         for request in batch:
             self.drafter.member.add(request)
@@ -189,7 +189,7 @@ def test_speculation_with_two_draft_ranks_changes_no_token(
         assert drafted > 8
 
 
-def test_a_new_generation_goes_on_with_the_weights_and_the_very_same_tokens(
+def test_a_new_epoch_goes_on_with_the_weights_and_the_very_same_tokens(
     pipeline: Pipeline,
 ) -> None:
     pipeline.restart(overlap=True, draft_ahead=True)
@@ -221,7 +221,7 @@ def single_rank(
     llm = LocalEngine(config.model_copy(update={"model": model, "parallel": ParallelConfig()}))
     done = llm.generate(pipeline.requests("greedy", speculation, count=2))
     return (
-        [generation.tokens for generation in done],
-        sum(sum(generation.drafted) for generation in done),
-        sum(sum(generation.accepted) for generation in done),
+        [each.tokens for each in done],
+        sum(sum(each.drafted) for each in done),
+        sum(sum(each.accepted) for each in done),
     )

@@ -1,4 +1,4 @@
-"""Two ranks hand pages over; a rank that has gone on to another generation writes none."""
+"""Two ranks hand pages over; a rank that has gone on to another epoch writes none."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Engine:
         del lent
         return PageLanding(
             number="n1",
-            generation=5,
+            epoch=5,
             moves=tuple((PageId(i), PageId(7 - i)) for i in range(NUM_PAGES)),
             num_found=0,
             num_refused=0,
@@ -79,7 +79,7 @@ def _links(landing: Landing, *, timeout_s: float = 20.0) -> tuple[PageLink, Page
     source, target = (
         PageLink(
             number=landing.pages.number,
-            generation=landing.pages.generation,
+            epoch=landing.pages.epoch,
             store=landing.store,
             post="verify rank 0",
             ends=("verify rank 0 of left", "verify rank 0 of right"),
@@ -127,7 +127,7 @@ def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
     assert torch.equal(mine.pages_PB[[7, 6, 5]], theirs.pages_PB[:NUM_PAGES])
 
 
-def test_a_rank_that_goes_on_to_another_generation_writes_no_page_after_that() -> None:
+def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> None:
     def leave(num_written: int) -> None:
         if num_written == 1:
             threading.Thread(target=right.enter, args=(6,)).start()
@@ -139,7 +139,7 @@ def test_a_rank_that_goes_on_to_another_generation_writes_no_page_after_that() -
     right = _moves(mine)
     sent, received = _exchange(_moves(Store(9)), right)
     assert isinstance(received, PeerLost)
-    assert "it belongs to generation 6 now" in str(received)
+    assert "it belongs to epoch 6 now" in str(received)
     assert isinstance(sent, PeerLost)
     assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 

@@ -155,12 +155,12 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
 
     after = until(lambda: _reformed_since(whole, service), timeout_s=60)
     assert service.host_of("verify rank 1") != victim
-    # The old rank still lives and still believes in its generation: when the link is back, nobody
+    # The old rank still lives and still believes in its epoch: when the link is back, nobody
     # listens to it.
     assert fenced["pid"] in cluster.hosts.pids(victim)
     cluster.hosts.mend(victim)
     assert _long_stream(service).result() == undisturbed
-    assert service.pipeline()["generation"] == after["generation"]
+    assert service.pipeline()["epoch"] == after["epoch"]
 
 
 @pytest.mark.slow
@@ -210,4 +210,4 @@ def _troubled_since(before: dict[str, Any], service: HostsService) -> dict[str, 
 
 def _reformed_since(before: dict[str, Any], service: HostsService) -> dict[str, Any] | None:
     state = service.pipeline()
-    return state if state["is_whole"] and state["generation"] > before["generation"] else None
+    return state if state["is_whole"] and state["epoch"] > before["epoch"] else None

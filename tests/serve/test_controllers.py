@@ -347,7 +347,7 @@ def test_a_promoted_head_survives_the_death_of(
 
     def is_another() -> bool:
         state = learning.state()
-        born_again = (state.pipeline, state.generation) != (before.pipeline, before.generation)
+        born_again = (state.pipeline, state.epoch) != (before.pipeline, before.epoch)
         return state.is_whole and born_again
 
     def reborn() -> bool:
@@ -375,7 +375,7 @@ def test_a_promoted_head_that_has_gone_is_given_up_for_the_configured_one(
     shutil.rmtree(passing)
     learning.signal("drafting actor", signal.SIGKILL)
     until(
-        lambda: (state := learning.state()).is_whole and state.generation > before.generation,
+        lambda: (state := learning.state()).is_whole and state.epoch > before.epoch,
         timeout_s=120,
     )
     assert _controllers(learning)["pipelines"][0]["head"]["folder"] == str(heads["never"])

@@ -62,7 +62,7 @@ def test_a_stream_survives_the_death_of_a_draft_rank(wide: Running) -> None:
 
     assert tokens == undisturbed
     after = wide.whole_after(before)
-    assert after.generation == before.generation + 1
+    assert after.epoch == before.epoch + 1
     assert "draft rank 1" in after.last_trouble
     assert "its process has died" in after.last_trouble
     changed = {m.name for m in after.members if m.pid != pids[m.name]}

@@ -103,7 +103,7 @@ def test_tokens_come_while_the_drafting_actor_is_replaced(relieved: Running) -> 
     assert until(lambda: _full(relieved), timeout_s=90.0)
     after = relieved.state()
     assert after.num_interruptions == before.num_interruptions + 1
-    assert after.generation == before.generation + 2
+    assert after.epoch == before.epoch + 2
     assert after.degraded_s > 0.0
     assert tokens_of(relieved.items(_request(relieved, "three"))) == undisturbed
     assert _drafted(relieved) > 0

@@ -49,7 +49,7 @@ def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
 
     assert tokens == undisturbed
     after = service.whole_after(before)
-    assert after.generation == before.generation + 1
+    assert after.epoch == before.epoch + 1
     assert victim in after.last_trouble
     assert "its process has died" in after.last_trouble
     assert max(pauses, default=0.0) < service.config.recovery.stream_pause_s
@@ -169,7 +169,7 @@ def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
     assert tokens + tokens_of(items) == _expected(request)
     after = freezing.whole_after(before)
     assert re.fullmatch(
-        rf"lost drafting actor \(pid {pid} on .*\) during call \(generation 1\): "
+        rf"lost drafting actor \(pid {pid} on .*\) during call \(epoch 1\): "
         r"no answer within 5 s",
         after.last_trouble,
     ), after.last_trouble
@@ -216,9 +216,9 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(toy: Running) -> 
     assert tokens_of(owner) == _expected(request)
 
 
-def _has_turned_rounds_since(toy: Running, generation: int) -> bool:
+def _has_turned_rounds_since(toy: Running, epoch: int) -> bool:
     state = toy.state()
-    if state.generation == generation or not state.is_whole:
+    if state.epoch == epoch or not state.is_whole:
         return False
     return bool(toy.pipelines.stats.remote().result(timeout_s=30).num_rounds)
 
@@ -231,9 +231,9 @@ def test_a_stream_that_makes_progress_outlives_any_number_of_interruptions(toy: 
     tokens: list[int] = []
     for _ in range(limit + 1):
         tokens += tokens_of([next(items)])
-        generation = toy.state().generation
+        epoch = toy.state().epoch
         toy.signal("drafting actor", signal.SIGKILL)
-        until(lambda old=generation: _has_turned_rounds_since(toy, old), timeout_s=60.0)
+        until(lambda old=epoch: _has_turned_rounds_since(toy, old), timeout_s=60.0)
     assert tokens + tokens_of(items) == _expected(request)
     after = toy.state()
     assert after.pipeline == before.pipeline
@@ -291,7 +291,7 @@ def test_health_says_that_a_pipeline_is_being_formed_again_and_why(toy: Running)
     toy.signal("verify rank 0", signal.SIGKILL)
     until(lambda: not toy.state().is_whole)
     said = _health(toy).reason
-    assert re.match(r"re-forming for \d\.\d s \(generation \d+\): lost verify rank 0", said)
+    assert re.match(r"re-forming for \d\.\d s \(epoch \d+\): lost verify rank 0", said)
     assert until(lambda: _health(toy).is_healthy, timeout_s=90.0)
 
 

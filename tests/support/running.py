@@ -39,7 +39,7 @@ class Running:
 
         def mended() -> PipelineState | None:
             state = self.state()
-            return state if state.is_whole and state.generation > before.generation else None
+            return state if state.is_whole and state.epoch > before.epoch else None
 
         state = until(mended, timeout_s=120.0)
         assert state is not None

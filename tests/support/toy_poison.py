@@ -14,7 +14,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, TokenId
-from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from tests.support.toy_stages import (
     ToyDrafter,
@@ -100,7 +100,7 @@ class PoisonedRank(ToyRank):
 
 
 class PoisonedLeader(ToyLeader):
-    def join(self, generation: Generation, *, anew: bool) -> PoisonedDrafter:
+    def join(self, epoch: Epoch, *, anew: bool) -> PoisonedDrafter:
         if anew or not isinstance(self._drafter, PoisonedDrafter):
             self._drafter = PoisonedDrafter(self._config)
         self._drafter.begin()
@@ -108,7 +108,7 @@ class PoisonedLeader(ToyLeader):
 
 
 class PoisonedWorker(ToyWorker):
-    def join(self, generation: Generation) -> ToyRank:
+    def join(self, epoch: Epoch) -> ToyRank:
         return PoisonedRank(_word_for_rank(self._config)) if self._rank == 0 else ToyRank()
 
 

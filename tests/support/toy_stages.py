@@ -28,7 +28,7 @@ from eesd_dist.types import (
     TokenId,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Generation
+from eesd_dist.workers.messages import Address, ControlReport, Epoch
 from eesd_dist.workers.roles import (
     DraftFollower,
     DraftLeader,
@@ -79,7 +79,7 @@ class ToyLoad:
 
 
 class ToyDrafter:
-    """A whole engine: keeps its requests from one generation to the next."""
+    """A whole engine: keeps its requests from one epoch to the next."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -208,13 +208,13 @@ class ToyLeader:
     def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
         del cost
 
-    def connect(self, generation: Generation) -> None:
-        del generation
+    def connect(self, epoch: Epoch) -> None:
+        del epoch
 
     def disconnect(self) -> None:
         return
 
-    def join(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+    def join(self, epoch: Epoch, *, anew: bool) -> ToyDrafter:
         if anew:
             self._drafter = ToyDrafter(self._config)
         return self._drafter
@@ -258,7 +258,7 @@ class ToyWorker:
     def prepare(self) -> None:
         return
 
-    def join(self, generation: Generation) -> ToyRank:
+    def join(self, epoch: Epoch) -> ToyRank:
         if not os.path.isdir(self._config.model.path):
             raise CheckpointError(
                 file=self._config.model.path, found="nothing", expected="a model folder"

@@ -118,17 +118,17 @@ def encoded(verify: Verify) -> Verify:
     def verify_what_arrives(
         header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
     ) -> VerifyReply:
-        epoch = header.generation
+        epoch = header.epoch
         message = wire.encode_round(header, hidden_TD, draft_probs_KV)
         frame, overflow = message.frame.clone(), message.overflow
-        prefix = wire.decode_prefix(frame, generation=epoch)
+        prefix = wire.decode_prefix(frame, epoch=epoch)
         arrived = wire.decode_round(prefix, frame, overflow)
         if prefix.tensors_are_inline:
             found, draft_probs_KV = wire.inline_tensors(prefix, frame)
             assert found is not None, "a round has rows"
             hidden_TD = found
-        reply = wire.encode_reply(verify(arrived, hidden_TD, draft_probs_KV), generation=epoch)
-        prefix = wire.decode_prefix(reply.frame, generation=epoch)
+        reply = wire.encode_reply(verify(arrived, hidden_TD, draft_probs_KV), epoch=epoch)
+        prefix = wire.decode_prefix(reply.frame, epoch=epoch)
         return wire.decode_reply(prefix, reply.frame, reply.overflow)
 
     return verify_what_arrives

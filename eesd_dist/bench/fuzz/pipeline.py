@@ -90,7 +90,7 @@ class Pipeline:
         self._verify.begin(fresh=fresh)
         self._draft.begin()
         self._channel = _channel(self._link, self._verify.verify, epoch=self._epoch)
-        self.engine.attach(self._channel, generation=self._epoch)
+        self.engine.attach(self._channel, epoch=self._epoch)
 
     def _errors(self) -> list[BaseException]:
         return [*self._verify.errors, *self._draft.errors]

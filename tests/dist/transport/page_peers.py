@@ -22,7 +22,7 @@ ENDS = ("verify rank 1 of left", "verify rank 1 of right")
 def join_link(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
     return build_group(
         connect_store("127.0.0.1", port, timeout_s=10),
-        generation=4,
+        epoch=4,
         name="pages of verify rank 1",
         rank=rank,
         size=2,
@@ -90,7 +90,7 @@ def send_damaged(port: int, spoilt_byte: int) -> None:
         """Keeps what would be sent first, and stops there."""
 
         members = link.members
-        generation = link.generation
+        epoch = link.epoch
         rank = 0
 
         def isend(self, x: Tensor, *, to: int, tag: Tag, operation: str) -> None:

@@ -47,10 +47,10 @@ def peer_process(target: Any, *args: object) -> Iterator[BaseProcess]:
         process.join(10)
 
 
-def join_channel(port: int, rank: int, *, timeout_s: float, generation: int = 1) -> ProcessGroup:
+def join_channel(port: int, rank: int, *, timeout_s: float, epoch: int = 1) -> ProcessGroup:
     return build_group(
         connect_store("127.0.0.1", port, timeout_s=10),
-        generation=generation,
+        epoch=epoch,
         name="channel",
         rank=rank,
         size=2,
@@ -63,7 +63,7 @@ def join_channel(port: int, rank: int, *, timeout_s: float, generation: int = 1)
 def join_verify_stage(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
     return build_group(
         connect_store("127.0.0.1", port, timeout_s=10),
-        generation=1,
+        epoch=1,
         name="verify",
         rank=rank,
         size=2,
@@ -82,7 +82,7 @@ def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
         store = connect_store("127.0.0.1", host.port, timeout_s=10)
         groups[rank] = build_group(
             store,
-            generation=1,
+            epoch=1,
             name="threads",
             rank=rank,
             size=size,
@@ -213,7 +213,7 @@ def draft_and_stop(port: int, timeout_s: float, told: Connection) -> None:
 
     def work() -> None:
         for round_id in (1, 2):
-            channel.send(header(round_id, generation=1), hidden())
+            channel.send(header(round_id, epoch=1), hidden())
             channel.receive()
             if round_id == 1:
                 told.send("frozen")

@@ -42,11 +42,11 @@ def port() -> Iterator[int]:
 
 
 def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> None:
-    long = replace(header(2, generation=1), segments=(segment(history=tuple(range(20_000))),))
+    long = replace(header(2, epoch=1), segments=(segment(history=tuple(range(20_000))),))
     rounds = [
-        (header(1, generation=1), hidden(4), None),
+        (header(1, epoch=1), hidden(4), None),
         (long, hidden(4, 5000, torch.bfloat16), None),
-        (header(3, generation=1), hidden(4), torch.rand(3, 6000)),
+        (header(3, epoch=1), hidden(4), torch.rand(3, 6000)),
     ]
     with peer_process(verify, port, 10.0) as process:
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
@@ -65,8 +65,8 @@ def test_two_rounds_are_outstanding_and_nobody_waits_before_they_want_to(port: i
     with peer_process(verify, port, 10.0, 1.5):
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         started_s = time.monotonic()
-        channel.send(header(1, generation=1), hidden(4, 5000))
-        channel.send(header(2, generation=1), hidden(4, 5000))
+        channel.send(header(1, epoch=1), hidden(4, 5000))
+        channel.send(header(2, epoch=1), hidden(4, 5000))
         assert time.monotonic() - started_s < 1.5
         assert not channel.reply_is_here()
         assert channel.receive().round_id == 1
@@ -77,24 +77,24 @@ def test_two_rounds_are_outstanding_and_nobody_waits_before_they_want_to(port: i
             channel.receive()
         channel.close()
         with pytest.raises(EngineError, match="round 3 cannot be sent"):
-            channel.send(header(3, generation=1), hidden())
+            channel.send(header(3, epoch=1), hidden())
 
 
 def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
     with peer_process(verify_nothing, port, 10.0) as process:
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
-        channel.send(header(17, generation=1), hidden())
+        channel.send(header(17, epoch=1), hidden())
         killer = threading.Timer(0.2, process.kill)
         killer.start()
         started_s = time.monotonic()
         with pytest.raises(
-            PeerLost, match=rf"lost {VERIFIER} during round 17 \(generation 1\): its connection"
+            PeerLost, match=rf"lost {VERIFIER} during round 17 \(epoch 1\): its connection"
         ):
             channel.receive()
         assert time.monotonic() - started_s < 8.0, "it was not the deadline that told"
         assert channel.reply_is_here()
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during round 18 "):
-            channel.send(header(18, generation=1), hidden())
+            channel.send(header(18, epoch=1), hidden())
         channel.close()
 
 
@@ -106,22 +106,22 @@ def test_a_verifier_killed_while_nobody_waits_is_noticed(port: int) -> None:
         while not channel.reply_is_here() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during round 1 "):
-            channel.send(header(1, generation=1), hidden())
+            channel.send(header(1, epoch=1), hidden())
         channel.close()
 
 
 def test_a_frozen_verifier_is_named_at_the_deadline(port: int) -> None:
     with peer_process(verify, port, 1.5) as process:
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=1.5))
-        channel.send(header(1, generation=1), hidden())
+        channel.send(header(1, epoch=1), hidden())
         channel.receive()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         started_s = time.monotonic()
-        channel.send(header(2, generation=1), hidden(4, 5000))
+        channel.send(header(2, epoch=1), hidden(4, 5000))
         with pytest.raises(
             PeerLost,
-            match=rf"lost {VERIFIER} during round 2 \(generation 1\): no reply within 1\.5 s",
+            match=rf"lost {VERIFIER} during round 2 \(epoch 1\): no reply within 1\.5 s",
         ):
             channel.receive()
         assert 1.4 < time.monotonic() - started_s < 1.5 + LATE_S
@@ -132,7 +132,7 @@ def test_silence_between_rounds_is_no_failure(port: int) -> None:
     with peer_process(verify, port, 2.0):
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=2.0))
         for round_id in (1, 2):
-            channel.send(header(round_id, generation=1), hidden())
+            channel.send(header(round_id, epoch=1), hidden())
             assert channel.receive().round_id == round_id
             time.sleep(2.5)
         channel.close()
@@ -145,8 +145,8 @@ def test_followers_see_every_round_that_rank_0_sees(port: int) -> None:
     ):
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         for sent in (
-            (header(1, generation=1), hidden(4), None),
-            (header(2, generation=1), hidden(4, 5000), torch.rand(3, 6000)),
+            (header(1, epoch=1), hidden(4), None),
+            (header(2, epoch=1), hidden(4, 5000), torch.rand(3, 6000)),
         ):
             channel.send(*sent)
             assert channel.receive().tokens.tolist() == fingerprint(*sent)
@@ -165,13 +165,13 @@ def test_a_follower_whose_leader_dies_names_it(port: int) -> None:
             follow_round(stage)
 
 
-def test_a_round_of_another_generation_is_refused_and_its_sender_hears_of_the_loss() -> None:
+def test_a_round_of_another_epoch_is_refused_and_its_sender_hears_of_the_loss() -> None:
     drafting, verifying = join_threads(2)
     channel, source = DistVerifyChannel(drafting), DistRoundSource(verifying)
-    channel.send(header(1, generation=7), hidden())
-    with pytest.raises(WireError, match="generation 7, expected 1"):
+    channel.send(header(1, epoch=7), hidden())
+    with pytest.raises(WireError, match="epoch 7, expected 1"):
         source.next_round()
-    verifying.abort("a message of another generation")
+    verifying.abort("a message of another epoch")
     with pytest.raises(PeerLost, match=r"lost threads rank 1 on 127\.0\.0\.1 during round 1 "):
         channel.receive()
     channel.close()
@@ -191,9 +191,9 @@ def test_abort_wakes_the_thread_that_waits_for_a_round() -> None:
     waiting.start()
     time.sleep(0.2)
     started_s = time.monotonic()
-    verifying.abort("generation 2 replaces it")
+    verifying.abort("epoch 2 replaces it")
     waiting.join(LATE_S)
     assert time.monotonic() - started_s < LATE_S
-    assert caught[0].reason == "generation 2 replaces it"
+    assert caught[0].reason == "epoch 2 replaces it"
     assert caught[0].peer == "threads rank 0 on 127.0.0.1"
     drafting.abort()

@@ -58,7 +58,7 @@ def hear(told: Connection) -> tuple[float, PeerLost]:
 
 
 def turn(channel: DistVerifyChannel, round_id: int) -> None:
-    channel.send(header(round_id, generation=1), hidden())
+    channel.send(header(round_id, epoch=1), hidden())
     channel.receive()
 
 
@@ -86,10 +86,10 @@ def test_a_frozen_follower_is_named_by_verify_rank_0(
         at_s, mine = lost_by(lambda: turn(channel, 2))
         rank_0_s, theirs = hear(heard)
         assert str(theirs) == (
-            "lost verify rank 1 on 127.0.0.1 during all_reduce of round 2 (generation 1): "
+            "lost verify rank 1 on 127.0.0.1 during all_reduce of round 2 (epoch 1): "
             f"no answer within {TIMEOUT_S:g} s"
         )
-        assert (theirs.round_id, theirs.generation) == (2, 1)
+        assert (theirs.round_id, theirs.epoch) == (2, 1)
         assert TIMEOUT_S - 0.1 < rank_0_s - began_s < TIMEOUT_S + LATE_S
         # The draft end was more patient, and saw rank 0 leave.
         assert mine.peer == "verify rank 0 on 127.0.0.1"
@@ -111,11 +111,11 @@ def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(port: int) -> No
         at_s, mine = lost_by(lambda: turn(channel, 2))
         follower_s, theirs = hear(heard)
         assert str(mine) == (
-            "lost verify rank 0 on 127.0.0.1 during round 2 (generation 1): "
+            "lost verify rank 0 on 127.0.0.1 during round 2 (epoch 1): "
             f"no reply within {TIMEOUT_S:g} s"
         )
         assert str(theirs) == (
-            "lost verify rank 0 on 127.0.0.1 during all_reduce of round 2 (generation 1): "
+            "lost verify rank 0 on 127.0.0.1 during all_reduce of round 2 (epoch 1): "
             f"no answer within {TIMEOUT_S:g} s"
         )
         for ended_s in (at_s, follower_s):
@@ -157,7 +157,7 @@ def test_a_frozen_store_is_named_by_who_connects_and_by_who_joins() -> None:
         _, connecting = lost_by(lambda: connect_store("127.0.0.1", port, timeout_s=1.0))
         _, joining = lost_by(
             lambda: build_group(
-                store, generation=4, name="verify", rank=0, size=2, timeout_s=1.0
+                store, epoch=4, name="verify", rank=0, size=2, timeout_s=1.0
             ).abort()
         )
         assert time.monotonic() - began_s < 2 * (1.0 + LATE_S)
@@ -165,4 +165,4 @@ def test_a_frozen_store_is_named_by_who_connects_and_by_who_joins() -> None:
             f"lost the rendezvous store at 127.0.0.1:{port} during connecting: no answer within 1 s"
         )
         assert joining.peer == "the rendezvous store"
-        assert "joining group verify of generation 4" in str(joining)
+        assert "joining group verify of epoch 4" in str(joining)

@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
     started_s = time.monotonic()
     with pytest.raises(
         PeerLost,
-        match=r"lost threads rank 1 on 127\.0\.0\.1 during all_reduce \(generation 1\): no answer "
+        match=r"lost threads rank 1 on 127\.0\.0\.1 during all_reduce \(epoch 1\): no answer "
         r"within 0\.3 s",
     ):
         first.all_reduce(torch.ones(3))
@@ -97,11 +97,11 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
 def test_a_rank_that_never_joins_is_named() -> None:
     host = StoreHost()
     with pytest.raises(
-        PeerLost, match=r"lost verify rank 1 during joining group verify of generation 4: it did"
+        PeerLost, match=r"lost verify rank 1 during joining group verify of epoch 4: it did"
     ):
         build_group(
             host.store,
-            generation=4,
+            epoch=4,
             name="verify",
             rank=0,
             size=2,
@@ -173,9 +173,9 @@ def test_who_waits_for_a_late_rank_counts_the_seconds_and_the_late_rank_does_not
 def test_a_collective_says_which_round_it_belonged_to() -> None:
     first, second = join_threads(2, timeout_s=0.3)
     first.doing(17)
-    with pytest.raises(PeerLost, match=r"during all_gather of round 17 \(generation 1\)") as caught:
+    with pytest.raises(PeerLost, match=r"during all_gather of round 17 \(epoch 1\)") as caught:
         first.all_gather(torch.ones(3))
-    assert (caught.value.round_id, caught.value.generation) == (17, 1)
+    assert (caught.value.round_id, caught.value.epoch) == (17, 1)
     second.doing(8, of="command")
     with pytest.raises(PeerLost, match="during all_reduce of command 8 ") as caught:
         second.all_reduce(torch.ones(3))
@@ -330,7 +330,7 @@ def test_a_group_whose_gpus_do_not_meet_leaves_no_connection_and_says_whose_faul
             joined.append(
                 build_group(
                     store,
-                    generation=1,
+                    epoch=1,
                     name="verify",
                     rank=rank,
                     size=2,
@@ -359,7 +359,7 @@ def test_who_waits_for_a_peer_at_a_store_that_is_left_waits_no_longer() -> None:
     leaving.start()
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match="the rendezvous store during joining group verify"):
-        build_group(store, generation=1, name="verify", rank=0, size=2, timeout_s=60.0)
+        build_group(store, epoch=1, name="verify", rank=0, size=2, timeout_s=60.0)
     assert time.monotonic() - started_s < LATE_S
 
 

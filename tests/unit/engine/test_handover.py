@@ -229,10 +229,10 @@ def test_after_lost_stores_nothing_is_handed_over(make_config: MakeConfig) -> No
     landing = target.engine.kv_sharing.reserve(loan.requests)
     for pipeline in (source, target):
         channel = MemoryChannel(pipeline.verify.verify)
-        pipeline.engine.attach(channel, generation=1)
+        pipeline.engine.attach(channel, epoch=1)
     assert not source.engine.kv_sharing.take_back(loan.number)
     assert not target.engine.kv_sharing.adopt(landing.number)
-    assert target.engine.kv_sharing.reserve(loan.requests).generation == 1
+    assert target.engine.kv_sharing.reserve(loan.requests).epoch == 1
 
 
 def test_a_folder_that_changed_after_loading_is_not_what_the_pages_were_computed_with(

@@ -123,7 +123,7 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
         turns += 1
         if turns in (3, 6, 11):  # a new rank, whose cache is empty
             fresh = build_verify_stage(config, SingleGroup())
-            engine.attach(MemoryChannel(fresh.verify), generation=turns)
+            engine.attach(MemoryChannel(fresh.verify), epoch=turns)
         for emission in engine.step(wait_s=0.0).emissions:
             found[emission.request_id].extend(emission.tokens)
     assert turns > 11
@@ -166,7 +166,7 @@ def test_tokens_of_a_verdict_leave_before_the_loss_that_follows_it(
             emissions = engine.step(wait_s=0.0).emissions
         except type(loss):
             num_losses += 1
-            engine.attach(MemoryChannel(stage.verify), generation=2)
+            engine.attach(MemoryChannel(stage.verify), epoch=2)
             continue
         found += [token for emission in emissions for token in emission.tokens]
     assert num_losses == 1

@@ -281,7 +281,7 @@ def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
         turns += 1
         if turns in (4, 5, 7):
             with_moves += bool(engine._headers._moves._pending)
-            engine.attach(fresh(), generation=turns)
+            engine.attach(fresh(), epoch=turns)
             assert not engine._headers._moves._pending
         told.take(engine.step(wait_s=0.0))
     assert told.in_order(batch) == wanted

@@ -97,7 +97,7 @@ def test_bytes_and_seconds_of_each_hop_add_up() -> None:
         assert abs(value(page, "eesd_hop_seconds_total", hop=hop) - seconds) < 1e-9
 
 
-def test_a_groups_counts_of_a_new_generation_are_taken_as_they_are() -> None:
+def test_a_groups_counts_of_a_new_epoch_are_taken_as_they_are() -> None:
     old = Traffic(sent_bytes=900, received_bytes=90, wait_s=9.0)
     later = Traffic(sent_bytes=950, received_bytes=95, wait_s=9.5)
     anew = Traffic(sent_bytes=10, received_bytes=1, wait_s=0.1)

@@ -46,7 +46,7 @@ def segments(draw: st.DrawFn) -> Segment:
 @st.composite
 def headers(draw: st.DrawFn) -> RoundHeader:
     return RoundHeader(
-        generation=draw(st.integers(0, 2**62)),
+        epoch=draw(st.integers(0, 2**62)),
         round_id=draw(st.integers(0, 2**62)),
         segments=draw(st.lists(segments(), max_size=6).map(tuple)),
         trace_id=draw(st.binary(min_size=16, max_size=16)),
@@ -80,10 +80,8 @@ def segment(*, num_rows: int = 4, start: int = 100, history: tuple[int, ...] = (
     )
 
 
-def header(round_id: int = 17, *, generation: int = 3, num_rows: int = 4) -> RoundHeader:
-    return RoundHeader(
-        generation=generation, round_id=round_id, segments=(segment(num_rows=num_rows),)
-    )
+def header(round_id: int = 17, *, epoch: int = 3, num_rows: int = 4) -> RoundHeader:
+    return RoundHeader(epoch=epoch, round_id=round_id, segments=(segment(num_rows=num_rows),))
 
 
 def hidden(num_rows: int = 4, dim: int = 16, dtype: torch.dtype = torch.float32) -> Tensor:

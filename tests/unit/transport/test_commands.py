@@ -50,8 +50,8 @@ def commands(draw: st.DrawFn) -> Command:
     return draw(st.sampled_from(choices))
 
 
-def decoded(message: wire.Message, *, generation: int = 4) -> Command:
-    prefix = wire.decode_prefix(message.frame, generation=generation)
+def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
+    prefix = wire.decode_prefix(message.frame, epoch=epoch)
     beside = iter(message.beside)
     x = wire.inline_tensors(prefix, message.frame)[0] if prefix.tensors_are_inline else None
     return decode_command(
@@ -68,29 +68,29 @@ def plain(command: Command) -> tuple[object, list[object]]:
 @given(commands())
 @settings(max_examples=60, deadline=None)
 def test_a_command_arrives_as_it_was_announced(command: Command) -> None:
-    found = decoded(encode_command(command, generation=4, number=9))
+    found = decoded(encode_command(command, epoch=4, number=9))
     assert plain(found) == plain(command)
 
 
 def test_a_command_longer_than_a_frame_travels_in_a_second_message() -> None:
     segment = RowSegment(0, 20_000, list(range(300)))
     command = RunLayers(tokens=list(range(20_000)), segments=[segment])
-    message = encode_command(command, generation=4, number=1)
+    message = encode_command(command, epoch=4, number=1)
     assert message.overflow is not None
     assert plain(decoded(message)) == plain(command)
 
 
-def test_a_command_of_another_generation_is_refused() -> None:
-    message = encode_command(MoveSlots(moves=((1, 2),)), generation=4, number=1)
-    with pytest.raises(WireError, match="generation 4, expected 5"):
-        decoded(message, generation=5)
+def test_a_command_of_another_epoch_is_refused() -> None:
+    message = encode_command(MoveSlots(moves=((1, 2),)), epoch=4, number=1)
+    with pytest.raises(WireError, match="epoch 4, expected 5"):
+        decoded(message, epoch=5)
 
 
 @given(commands(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_command_with_a_broken_bit_is_refused(command: Command, data: st.DataObject) -> None:
-    message = encode_command(command, generation=4, number=2)
-    prefix = wire.decode_prefix(message.frame, generation=4)
+    message = encode_command(command, epoch=4, number=2)
+    prefix = wire.decode_prefix(message.frame, epoch=4)
     at = data.draw(st.integers(0, wire.PREFIX_BYTES + prefix.payload_bytes - 1))
     message.frame.view(torch.uint8)[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError):
@@ -113,7 +113,7 @@ GOOD = RowSegment(3, 2, (1, 0), (-1, 0))
 def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None:
     command = RunLayers(tokens=(5, 6), segments=(segment,))
     with pytest.raises(WireError, match=said):
-        decoded(encode_command(command, generation=4, number=1))
+        decoded(encode_command(command, epoch=4, number=1))
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None
 )
 def test_a_command_that_asks_for_nothing_is_refused(command: Command, said: str) -> None:
     with pytest.raises(WireError, match=said):
-        decoded(encode_command(command, generation=4, number=1))
+        decoded(encode_command(command, epoch=4, number=1))
 
 
 def test_rows_without_their_tensor_are_refused() -> None:
     message = encode_command(
-        RunHead(segments=(GOOD,), input_TE=torch.zeros(2, 3)), generation=4, number=1
+        RunHead(segments=(GOOD,), input_TE=torch.zeros(2, 3)), epoch=4, number=1
     )
-    prefix = wire.decode_prefix(message.frame, generation=4)
+    prefix = wire.decode_prefix(message.frame, epoch=4)
     with pytest.raises(WireError, match="no rows beside command 1"):
         decode_command(prefix, message.frame, None, None)
     with pytest.raises(WireError, match="found 5 rows in a command, expected 2"):
@@ -142,8 +142,8 @@ def test_rows_without_their_tensor_are_refused() -> None:
 
 
 def test_a_round_is_not_taken_for_a_command() -> None:
-    frame = wire.encode_close(generation=4).frame
-    prefix = wire.decode_prefix(frame, generation=4)
+    frame = wire.encode_close(epoch=4).frame
+    prefix = wire.decode_prefix(frame, epoch=4)
     with pytest.raises(WireError, match="found a CLOSE message, expected a COMMAND"):
         decode_command(prefix, frame, None, None)
 
@@ -151,13 +151,13 @@ def test_a_round_is_not_taken_for_a_command() -> None:
 def test_a_token_that_does_not_fit_a_word_is_refused() -> None:
     command = RunLayers(tokens=(2**31, 1), segments=(GOOD,))
     with pytest.raises(WireError, match="Expected `int` <= 2147483647"):
-        decoded(encode_command(command, generation=4, number=1))
+        decoded(encode_command(command, epoch=4, number=1))
 
 
 def test_a_token_that_no_integer_holds_is_refused_where_it_is_written() -> None:
     command = RunLayers(tokens=(2**64, 1), segments=(GOOD,))
     with pytest.raises(WireError, match="does not fit its field"):
-        encode_command(command, generation=4, number=1)
+        encode_command(command, epoch=4, number=1)
 
 
 def test_an_operation_that_this_version_does_not_have_is_refused() -> None:
@@ -165,7 +165,7 @@ def test_an_operation_that_this_version_does_not_have_is_refused() -> None:
         pass
 
     message = wire.message_of(
-        wire.Kind.COMMAND, generation=4, round_id=1, content=Dance(), frame_bytes=4096
+        wire.Kind.COMMAND, epoch=4, round_id=1, content=Dance(), frame_bytes=4096
     )
     with pytest.raises(WireError, match="COMMAND message 1: Invalid value 'Dance'"):
         decoded(message)

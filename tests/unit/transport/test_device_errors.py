@@ -36,7 +36,7 @@ class FailingPlane:
 def group(plane: FailingPlane) -> ProcessGroup:
     return ProcessGroup(
         name="verify",
-        generation=3,
+        epoch=3,
         rank=0,
         members=("verify rank 0", "verify rank 1", "verify rank 2"),
         timeout_s=5.0,

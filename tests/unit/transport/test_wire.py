@@ -19,26 +19,26 @@ from eesd_dist.types import Traffic
 from tests.unit.transport.rounds import header, headers, hidden, reply_with, segment
 
 
-def through_the_wire(message: wire.Message, *, generation: int) -> RoundHeader:
-    prefix = wire.decode_prefix(message.frame, generation=generation)
+def through_the_wire(message: wire.Message, *, epoch: int) -> RoundHeader:
+    prefix = wire.decode_prefix(message.frame, epoch=epoch)
     return wire.decode_round(prefix, message.frame, message.overflow)
 
 
 def reply_through_the_wire(message: wire.Message) -> VerifyReply:
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     return wire.decode_reply(prefix, message.frame, message.overflow)
 
 
 def size_of(message: wire.Message) -> int:
     """Bytes of prefix and payload."""
-    return wire.PREFIX_BYTES + wire.decode_prefix(message.frame, generation=3).payload_bytes
+    return wire.PREFIX_BYTES + wire.decode_prefix(message.frame, epoch=3).payload_bytes
 
 
 @settings(max_examples=60, deadline=None)
 @given(sent=headers())
 def test_every_header_arrives_as_it_left(sent: RoundHeader) -> None:
     message = wire.encode_round(sent, hidden(sent.num_rows, 3))
-    assert through_the_wire(message, generation=sent.generation) == sent
+    assert through_the_wire(message, epoch=sent.epoch) == sent
 
 
 @settings(max_examples=80, deadline=None)
@@ -70,9 +70,9 @@ def test_every_reply_arrives_as_it_left(
         received_to_sent_s=seconds / 3,
         group=Traffic(sent_bytes=size_bytes, received_bytes=size_bytes // 2, wait_s=seconds / 7),
     )
-    message = wire.encode_reply(sent, generation=4)
+    message = wire.encode_reply(sent, epoch=4)
     sent = replace(sent, wire_bytes=sum(part.nbytes for part in message.parts))
-    prefix = wire.decode_prefix(message.frame, generation=4)
+    prefix = wire.decode_prefix(message.frame, epoch=4)
     got = wire.decode_reply(prefix, message.frame, message.overflow)
     for name in VerifyReply.__struct_fields__:
         a, b = getattr(got, name), getattr(sent, name)
@@ -82,13 +82,13 @@ def test_every_reply_arrives_as_it_left(
 def test_a_reply_that_counts_backwards_is_refused() -> None:
     broken = replace(reply_with([1, 2]), group=Traffic(sent_bytes=-1))
     with pytest.raises(WireError, match=r"REPLY message 17: Expected `int` >= 0 .*sent_bytes"):
-        reply_through_the_wire(wire.encode_reply(broken, generation=3))
+        reply_through_the_wire(wire.encode_reply(broken, epoch=3))
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_in_a_reply_is_refused(data: st.DataObject, bit: int) -> None:
-    message = wire.encode_reply(reply_with([1, 2, 3]), generation=3)
+    message = wire.encode_reply(reply_with([1, 2, 3]), epoch=3)
     message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
     with pytest.raises(WireError):
         reply_through_the_wire(message)
@@ -98,14 +98,14 @@ def test_a_header_longer_than_a_frame_travels_in_a_second_message() -> None:
     sent = replace(header(), segments=(segment(history=tuple(range(20_000))),))
     message = wire.encode_round(sent, hidden())
     assert message.overflow is not None
-    assert through_the_wire(message, generation=3) == sent
+    assert through_the_wire(message, epoch=3) == sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype) -> None:
     sent_TD, sent_KV = hidden(4, 16, dtype), torch.rand(3, 9)
     message = wire.encode_round(header(), sent_TD, sent_KV)
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     assert message.beside == ()
     got_TD, got_KV = wire.inline_tensors(prefix, message.frame)
     assert got_TD is not None
@@ -118,16 +118,16 @@ def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype)
 def test_large_tensors_are_announced_and_travel_beside_the_frame() -> None:
     big_TD = hidden(4, 5000)
     message = wire.encode_round(header(), big_TD)
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     assert not prefix.tensors_are_inline
     assert prefix.hidden == wire.TensorShape(rows=4, columns=5000, dtype="float32")
     assert message.beside == (big_TD,)
 
 
-def test_a_message_of_another_generation_is_refused() -> None:
-    message = wire.encode_round(header(generation=3), hidden())
-    with pytest.raises(WireError, match="generation 3, expected 4"):
-        wire.decode_prefix(message.frame, generation=4)
+def test_a_message_of_another_epoch_is_refused() -> None:
+    message = wire.encode_round(header(epoch=3), hidden())
+    with pytest.raises(WireError, match="epoch 3, expected 4"):
+        wire.decode_prefix(message.frame, epoch=4)
 
 
 def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
@@ -135,10 +135,10 @@ def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
     frame[4] += 1  # after the four bytes of magic
     versions = f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"
     with pytest.raises(WireError, match=versions):
-        wire.decode_prefix(frame, generation=3)
+        wire.decode_prefix(frame, epoch=3)
     frame[:4] = 0
     with pytest.raises(WireError, match="found magic 0x0"):
-        wire.decode_prefix(frame, generation=3)
+        wire.decode_prefix(frame, epoch=3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,7 +147,7 @@ def test_one_flipped_bit_anywhere_in_a_header_is_refused(data: st.DataObject, bi
     message = wire.encode_round(header(), hidden())
     message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
     with pytest.raises(WireError):
-        through_the_wire(message, generation=3)
+        through_the_wire(message, epoch=3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,12 +156,12 @@ def test_a_message_cut_short_is_refused(data: st.DataObject) -> None:
     message = wire.encode_round(header(), hidden())
     kept = data.draw(st.integers(0, size_of(message) - 1))
     with pytest.raises(WireError, match="found"):
-        through_the_wire(dataclasses.replace(message, frame=message.frame[:kept]), generation=3)
+        through_the_wire(dataclasses.replace(message, frame=message.frame[:kept]), epoch=3)
 
 
 def test_hidden_states_cut_short_are_refused() -> None:
     message = wire.encode_round(header(), hidden())
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     with pytest.raises(WireError, match="found a frame of 400 bytes"):
         wire.inline_tensors(prefix, message.frame[:400])
 
@@ -172,15 +172,15 @@ def test_an_overflow_that_never_came_or_is_another_is_refused() -> None:
     assert message.overflow is not None
     message.overflow[9] += 1
     with pytest.raises(WireError, match="payload checksum"):
-        through_the_wire(message, generation=3)
+        through_the_wire(message, epoch=3)
     with pytest.raises(WireError, match="bytes of payload: found 0"):
-        through_the_wire(dataclasses.replace(message, overflow=None), generation=3)
+        through_the_wire(dataclasses.replace(message, overflow=None), epoch=3)
 
 
 def test_a_reply_where_a_round_is_expected_is_refused() -> None:
-    message = wire.encode_reply(reply_with([1, 2]), generation=3)
+    message = wire.encode_reply(reply_with([1, 2]), epoch=3)
     with pytest.raises(WireError, match="found a REPLY message, expected a ROUND"):
-        through_the_wire(message, generation=3)
+        through_the_wire(message, epoch=3)
 
 
 def test_hidden_states_that_do_not_belong_to_the_segments_are_not_sent() -> None:
@@ -204,7 +204,7 @@ def tree(*parents: int, num_known: int = 1) -> RoundHeader:
 def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> None:
     sent = replace(tree(*parents, num_known=3), kv_moves=((7, 3), (9, 4)))
     message = wire.encode_round(sent, hidden(sent.num_rows))
-    assert through_the_wire(message, generation=3) == sent
+    assert through_the_wire(message, epoch=3) == sent
 
 
 def test_a_chain_pays_one_byte_for_its_missing_tree_and_a_round_one_for_its_moves() -> None:
@@ -233,7 +233,7 @@ def test_a_tree_that_refers_ahead_or_out_of_range_is_refused(
     sent = tree(*parents)
     message = wire.encode_round(sent, hidden(sent.num_rows))
     with pytest.raises(WireError, match=found):
-        through_the_wire(message, generation=3)
+        through_the_wire(message, epoch=3)
 
 
 def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
@@ -242,20 +242,20 @@ def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
         cut = replace(whole.segments[0], num_sampled=num_sampled)
         message = wire.encode_round(replace(whole, segments=(cut,)), hidden(whole.num_rows))
         with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
-            through_the_wire(message, generation=3)
+            through_the_wire(message, epoch=3)
 
 
 def test_a_move_from_nowhere_is_refused() -> None:
     message = wire.encode_round(replace(header(), kv_moves=((3, 2), (-1, 5))), hidden())
     with pytest.raises(WireError, match=r"ROUND message 17: Expected `int` >= 0 .*\[6\]"):
-        through_the_wire(message, generation=3)
+        through_the_wire(message, epoch=3)
 
 
 def lying(payload: bytes, *, kind: wire.Kind = wire.Kind.ROUND, num_rows: int = 4) -> wire.Message:
     """A message whose checksums are right, whatever its payload says."""
     return wire.message_of(
         kind,
-        generation=3,
+        epoch=3,
         round_id=17,
         content=msgspec.Raw(payload),  # type: ignore[arg-type]
         frame_bytes=wire.ROUND_FRAME_BYTES,
@@ -272,13 +272,13 @@ REPLY = replace(
 )
 HONEST = {
     wire.Kind.ROUND: payload_of(wire.encode_round(header(), hidden())),
-    wire.Kind.REPLY: payload_of(wire.encode_reply(REPLY, generation=3)),
+    wire.Kind.REPLY: payload_of(wire.encode_reply(REPLY, epoch=3)),
 }
 
 
 def read(message: wire.Message, kind: wire.Kind) -> RoundHeader | VerifyReply:
     if kind is wire.Kind.ROUND:
-        return through_the_wire(message, generation=3)
+        return through_the_wire(message, epoch=3)
     return reply_through_the_wire(message)
 
 
@@ -334,10 +334,10 @@ def test_a_length_without_its_bytes_costs_no_memory(kind: wire.Kind, length: byt
 def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for_it() -> None:
     long = replace(header(), segments=(segment(history=tuple(range(20_000))),))
     message = wire.encode_round(long, hidden())
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     huge = replace(prefix, payload_bytes=wire.MAX_PAYLOAD_BYTES + 1)
     with pytest.raises(WireError, match="broken prefix: Expected `int` <= 268435456"):
-        wire.decode_prefix(with_prefix(message.frame, huge), generation=3)
+        wire.decode_prefix(with_prefix(message.frame, huge), epoch=3)
 
 
 @pytest.mark.parametrize(
@@ -353,11 +353,11 @@ def test_a_matrix_that_cannot_be_is_refused_before_there_is_room_for_it(
     change: dict[str, Any], said: str
 ) -> None:
     message = wire.encode_round(header(), hidden())
-    prefix = wire.decode_prefix(message.frame, generation=3)
+    prefix = wire.decode_prefix(message.frame, epoch=3)
     assert prefix.hidden is not None
     lying_prefix = replace(prefix, hidden=replace(prefix.hidden, **change))
     with pytest.raises(WireError, match=said):
-        wire.decode_prefix(with_prefix(message.frame, lying_prefix), generation=3)
+        wire.decode_prefix(with_prefix(message.frame, lying_prefix), epoch=3)
 
 
 def with_prefix(frame: torch.Tensor, prefix: wire.Prefix) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_the_largest_prefix_fits_its_place() -> None:
     shape = wire.TensorShape(rows=2**31 - 1, columns=4, dtype="bfloat16")
     largest = wire.Prefix(
         kind=wire.Kind.ROUND,
-        generation=2**63 - 1,
+        epoch=2**63 - 1,
         round_id=2**63 - 1,
         payload_bytes=wire.MAX_PAYLOAD_BYTES,
         payload_crc=2**32 - 1,
@@ -380,7 +380,7 @@ def test_the_largest_prefix_fits_its_place() -> None:
         tensors_are_inline=False,
     )
     frame = with_prefix(wire.round_frame().zero_(), largest)
-    assert wire.decode_prefix(frame, generation=2**63 - 1) == largest
+    assert wire.decode_prefix(frame, epoch=2**63 - 1) == largest
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_value_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_a_header_that_contradicts_its_prefix_is_refused() -> None:
-    for sent, what in ((header(18), "round"), (header(generation=4), "generation")):
+    for sent, what in ((header(18), "round"), (header(epoch=4), "epoch")):
         with pytest.raises(WireError, match=f"{what} of the header: found"):
             read(lying(msgspec.msgpack.encode(sent)), wire.Kind.ROUND)
 
@@ -420,10 +420,10 @@ def test_a_header_that_contradicts_its_prefix_is_refused() -> None:
 def test_a_reply_whose_arrays_contradict_each_other_is_refused() -> None:
     odd = replace(REPLY, top_logprobs=np.ones((2, 2), np.float32))
     with pytest.raises(WireError, match=r"found \(2, 3\) alternatives with \(2, 2\)"):
-        reply_through_the_wire(wire.encode_reply(odd, generation=3))
+        reply_through_the_wire(wire.encode_reply(odd, epoch=3))
     square = replace(REPLY, tokens=np.ones((1, 2), np.int32))
     with pytest.raises(WireError, match="dimensions of tokens: found 2, expected 1"):
-        reply_through_the_wire(wire.encode_reply(square, generation=3))
+        reply_through_the_wire(wire.encode_reply(square, epoch=3))
     wide = replace(REPLY, tokens=np.ones(2, np.int64))
     with pytest.raises(WireError, match="Expected `array` of <i4, got <i8"):
-        reply_through_the_wire(wire.encode_reply(wide, generation=3))
+        reply_through_the_wire(wire.encode_reply(wide, epoch=3))

@@ -1,5 +1,5 @@
 """What the router hears of requests that end before their last token, how long loans last, and
-how a generation is left before it was joined."""
+how an epoch is left before it was joined."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.messages import (
     Address,
-    Generation,
+    Epoch,
     RouterAdvice,
     RouterNews,
     StreamItem,
@@ -76,7 +76,7 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused
             ask_router=router,
         )
         store = Address(host="nowhere", port=1)
-        await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
+        await actor.join(Epoch(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
         left, cancelled = actor.submit(_request("left")), actor.submit(_request("cancelled"))
         async with aclosing(cancelled):
             async with aclosing(left):
@@ -125,7 +125,7 @@ async def _joined(
     drafter: ToyDrafter, *, ask_router: Router | None = None
 ) -> AsyncIterator[DraftActor]:
     class Leader(ToyLeader):
-        def join(self, generation: Generation, *, anew: bool) -> ToyDrafter:
+        def join(self, epoch: Epoch, *, anew: bool) -> ToyDrafter:
             return drafter
 
     config = EngineConfig.model_validate({"model": {"path": "."}})
@@ -138,7 +138,7 @@ async def _joined(
         ask_router=ask_router,
     )
     store = Address(host="nowhere", port=1)
-    await actor.join(Generation(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
+    await actor.join(Epoch(number=1, store=store, num_verify_ranks=1, timeout_s=1.0))
     yield actor
     assert await actor.leave()
 
@@ -230,7 +230,7 @@ def test_a_submission_that_overtook_the_cancellation_of_the_one_before_stays() -
     asyncio.run(run())
 
 
-def test_whether_a_loan_has_held_is_not_known_between_two_generations(
+def test_whether_a_loan_has_held_is_not_known_between_two_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
@@ -300,7 +300,7 @@ class _Connecting(ToyLeader):
         self.num_running = 0
         self.num_undone = 0
 
-    def connect(self, generation: Generation) -> None:
+    def connect(self, epoch: Epoch) -> None:
         self.num_running += 1
         self.has_begun.set()
         self.may_connect.wait(10.0)
@@ -323,20 +323,20 @@ def _connecting() -> tuple[DraftActor, _Connecting]:
     return actor, leader
 
 
-def _generation(number: int) -> Generation:
+def _epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Generation(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
 
 
 def test_who_is_stuck_in_connecting_has_not_left() -> None:
     async def run() -> None:
         actor, leader = _connecting()
-        connecting = asyncio.ensure_future(actor.connect(_generation(1)))
+        connecting = asyncio.ensure_future(actor.connect(_epoch(1)))
         await asyncio.to_thread(leader.has_begun.wait, 5.0)
         assert not await actor.leave()
         assert leader.num_undone == 1
         leader.may_connect.set()
-        with pytest.raises(PeerLost, match="its generation was left"):
+        with pytest.raises(PeerLost, match="its epoch was left"):
             await connecting
         assert leader.num_undone == 2, "what has come about after all is of no use"
         assert await actor.leave()
@@ -348,14 +348,14 @@ def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() ->
     async def run() -> None:
         actor, leader = _connecting()
         leader.may_connect.set()
-        await actor.connect(_generation(1))
+        await actor.connect(_epoch(1))
         assert leader.num_undone == 0
         assert await actor.leave()
         assert leader.num_undone == 1
-        with pytest.raises(PeerLost, match="its generation was left"):
-            await actor.join(_generation(1))
-        await actor.connect(_generation(2))
-        await actor.join(_generation(2))
+        with pytest.raises(PeerLost, match="its epoch was left"):
+            await actor.join(_epoch(1))
+        await actor.connect(_epoch(2))
+        await actor.join(_epoch(2))
         assert leader.num_undone == 1
         assert await actor.leave()
 
@@ -365,13 +365,13 @@ def test_what_was_connected_is_undone_by_leaving_and_cannot_be_joined_after() ->
 def test_a_connection_waits_for_the_one_before_it_and_outlives_it() -> None:
     async def run() -> None:
         actor, leader = _connecting()
-        overtaken = asyncio.ensure_future(actor.connect(_generation(1)))
+        overtaken = asyncio.ensure_future(actor.connect(_epoch(1)))
         await asyncio.to_thread(leader.has_begun.wait, 5.0)
-        newest = asyncio.ensure_future(actor.connect(_generation(2)))
+        newest = asyncio.ensure_future(actor.connect(_epoch(2)))
         await asyncio.sleep(0.05)
         assert leader.num_running == 1
         leader.may_connect.set()
-        with pytest.raises(PeerLost, match="a newer generation began"):
+        with pytest.raises(PeerLost, match="a newer epoch began"):
             await overtaken
         await newest
         assert leader.num_undone == 1

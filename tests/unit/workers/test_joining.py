@@ -1,4 +1,4 @@
-"""Loads that cannot be stopped, and generations that do not wait for them."""
+"""Loads that cannot be stopped, and epochs that do not wait for them."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ import pytest
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.workers.joining import Joining
-from eesd_dist.workers.messages import Address, Generation
+from eesd_dist.workers.messages import Address, Epoch
 
 
 class Load:
@@ -33,24 +33,24 @@ class Load:
         self.aborted = True
 
 
-def _generation(number: int) -> Generation:
+def _epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Generation(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
 
 
-def test_a_load_that_a_newer_generation_overtakes_is_thrown_away_before_the_next_begins() -> None:
+def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begins() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0")
         old, new = Load(), Load()
-        overtaken = asyncio.create_task(joining.enter(_generation(1), old))
+        overtaken = asyncio.create_task(joining.enter(_epoch(1), old))
         await asyncio.to_thread(old.has_begun.wait, 10)
-        newest = asyncio.create_task(joining.enter(_generation(2), new))
+        newest = asyncio.create_task(joining.enter(_epoch(2), new))
         await asyncio.sleep(0.05)
         assert not new.has_begun.is_set()
         old.go.set()
         new.go.set()
         assert await newest is new
-        with pytest.raises(PeerLost, match="a newer generation began"):
+        with pytest.raises(PeerLost, match="a newer epoch began"):
             await overtaken
         assert old.aborted
         assert not new.aborted
@@ -63,11 +63,11 @@ def test_whoever_leaves_while_loading_is_not_a_member_afterwards() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0", leave_wait_s=0.05)
         load = Load()
-        joined = asyncio.create_task(joining.enter(_generation(1), load))
+        joined = asyncio.create_task(joining.enter(_epoch(1), load))
         await asyncio.to_thread(load.has_begun.wait, 10)
         assert not await joining.leave()
         load.go.set()
-        with pytest.raises(PeerLost, match="its generation was left"):
+        with pytest.raises(PeerLost, match="its epoch was left"):
             await joined
         assert load.aborted
         assert await joining.leave()
@@ -75,13 +75,13 @@ def test_whoever_leaves_while_loading_is_not_a_member_afterwards() -> None:
     asyncio.run(run())
 
 
-def test_after_leaving_the_next_generation_is_joined_as_ever() -> None:
+def test_after_leaving_the_next_epoch_is_joined_as_ever() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0")
         for number in (1, 2):
             load = Load()
             load.go.set()
-            assert await joining.enter(_generation(number), load) is load
+            assert await joining.enter(_epoch(number), load) is load
             assert await joining.leave()
 
     asyncio.run(run())

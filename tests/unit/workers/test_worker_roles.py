@@ -1,4 +1,4 @@
-"""What workers keep when their first engine, or a generation, does not come about."""
+"""What workers keep when their first engine, or an epoch, does not come about."""
 
 import threading
 import time
@@ -20,14 +20,14 @@ from eesd_dist.transport.seats import LatestGroup, SingleGroup
 from eesd_dist.workers import draft_follower, draft_leader, epoch_groups, verify_worker
 from eesd_dist.workers.draft_follower import ShardFollower
 from eesd_dist.workers.draft_leader import EngineLeader
-from eesd_dist.workers.messages import Address, Generation
+from eesd_dist.workers.messages import Address, Epoch
 from eesd_dist.workers.verify_worker import StageVerifier
 from tests.support.tiny_service import write_tiny_service
 
 
-def _generation(number: int, *, num_ranks: int = 1) -> Generation:
+def _epoch(number: int, *, num_ranks: int = 1) -> Epoch:
     """Of as many ranks in either stage."""
-    return Generation(
+    return Epoch(
         number=number,
         store=Address(host="nowhere", port=1),
         num_verify_ranks=num_ranks,
@@ -68,17 +68,17 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
     if is_prepared:
         leader.prepare()
     with pytest.raises(PeerLost, match="its connection is gone"):
-        leader._build(MemoryChannel(lost), _generation(1), [])
-    running = leader._build(MemoryChannel(verify_stage.verify), _generation(2), [])
+        leader._build(MemoryChannel(lost), _epoch(1), [])
+    running = leader._build(MemoryChannel(verify_stage.verify), _epoch(2), [])
     assert num_read == 1
     assert running.engine.cost is not None
-    leader._build(MemoryChannel(verify_stage.verify), _generation(3), [])
+    leader._build(MemoryChannel(verify_stage.verify), _epoch(3), [])
     assert num_read == 2, "an engine that broke may have spoilt its own"
 
 
 class ToyGroup:
-    def __init__(self, name: str, generation: int) -> None:
-        self.name, self.generation = name, generation
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name, self.epoch = name, epoch
         self.is_aborted = False
 
     def abort(self, reason: str) -> None:
@@ -92,15 +92,15 @@ class Rendezvous:
         self.groups: list[ToyGroup] = []
         self.failing: str | None = None
 
-    def build(self, store: object, *, generation: int, name: str, **_: object) -> ToyGroup:
+    def build(self, store: object, *, epoch: int, name: str, **_: object) -> ToyGroup:
         if name == self.failing:
             raise PeerLost(peer="verify rank 1", operation="joining", reason="it did not join")
-        self.groups.append(ToyGroup(name, generation))
+        self.groups.append(ToyGroup(name, epoch))
         return self.groups[-1]
 
     @property
     def left(self) -> list[tuple[str, int]]:
-        return [(each.name, each.generation) for each in self.groups if each.is_aborted]
+        return [(each.name, each.epoch) for each in self.groups if each.is_aborted]
 
 
 def _config() -> EngineConfig:
@@ -130,13 +130,13 @@ def _lost(*_: object, **__: object) -> object:
     raise PeerLost(peer="verify rank 0", operation="receive", reason="its connection is gone")
 
 
-def test_groups_that_were_connected_and_not_joined_end_with_the_next_generation(
+def test_groups_that_were_connected_and_not_joined_end_with_the_next_epoch(
     meeting: Rendezvous,
 ) -> None:
     leader = EngineLeader(_config(), Tracing())
-    leader.connect(_generation(1, num_ranks=2))
+    leader.connect(_epoch(1, num_ranks=2))
     assert meeting.left == []
-    leader.connect(_generation(2, num_ranks=2))
+    leader.connect(_epoch(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("draft", 1)]
     leader.disconnect()
     assert meeting.left == [("rounds", 1), ("draft", 1), ("rounds", 2), ("draft", 2)]
@@ -148,9 +148,9 @@ def test_groups_whose_engine_did_not_come_about_end_when_they_are_left(
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", _lost)
-    leader.connect(_generation(1))
+    leader.connect(_epoch(1))
     with pytest.raises(PeerLost):
-        leader.join(_generation(1), anew=True)
+        leader.join(_epoch(1), anew=True)
     leader.disconnect()
     assert meeting.left == [("rounds", 1)]
 
@@ -162,8 +162,8 @@ def test_groups_that_a_member_has_are_its_own_to_end(
     monkeypatch.setattr(draft_leader, "_serving_head", lambda *_: None)
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
-    leader.connect(_generation(1, num_ranks=2))
-    member = leader.join(_generation(1, num_ranks=2), anew=True)
+    leader.connect(_epoch(1, num_ranks=2))
+    member = leader.join(_epoch(1, num_ranks=2), anew=True)
     leader.disconnect()
     assert meeting.left == []
     member.abort()
@@ -175,11 +175,11 @@ def test_a_group_is_left_when_the_second_one_of_its_rank_does_not_come_about(
 ) -> None:
     meeting.failing = "draft"
     with pytest.raises(PeerLost):
-        EngineLeader(_config(), Tracing()).connect(_generation(1, num_ranks=2))
+        EngineLeader(_config(), Tracing()).connect(_epoch(1, num_ranks=2))
     assert meeting.left == [("rounds", 1)]
     meeting.failing = "verify"
     with pytest.raises(PeerLost):
-        StageVerifier(_config(), Tracing(), rank=0).join(_generation(2, num_ranks=2))
+        StageVerifier(_config(), Tracing(), rank=0).join(_epoch(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("rounds", 2)]
 
 
@@ -190,11 +190,11 @@ def test_ranks_that_cannot_load_leave_their_groups(
     monkeypatch.setattr(draft_follower, "build_draft_shard", _lost)
     monkeypatch.setattr(LatestGroup, "join", lambda *_: None)
     with pytest.raises(PeerLost):
-        StageVerifier(_config(), Tracing(), rank=0).join(_generation(1, num_ranks=2))
+        StageVerifier(_config(), Tracing(), rank=0).join(_epoch(1, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1)]
     follower = ShardFollower(_config(), rank=1)
     with pytest.raises(PeerLost):
-        follower.join(_generation(2, num_ranks=2))
+        follower.join(_epoch(2, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1), ("draft", 2)]
     with pytest.raises(EngineError, match="no pages can be moved now: this rank is being built"):
         follower.pages.layout()
@@ -205,7 +205,7 @@ def test_ranks_that_cannot_load_leave_their_groups(
 def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: None) -> None:
     leader = EngineLeader(_config(), Tracing())
     host = StoreHost()
-    generation = Generation(
+    epoch = Epoch(
         number=1,
         store=Address(host="127.0.0.1", port=host.port),
         num_verify_ranks=1,
@@ -215,5 +215,5 @@ def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: 
     leaving.start()
     started_s = time.monotonic()
     with pytest.raises(PeerLost):
-        leader.connect(generation)
+        leader.connect(epoch)
     assert time.monotonic() - started_s < 20.0

@@ -54,7 +54,7 @@ def _alone(device: torch.device, rows: Rows) -> None:
     try:
         group = build_group(
             StoreHost().store,
-            generation=1,
+            epoch=1,
             name="one",
             rank=0,
             size=1,

@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         group = build_group(
             connect_store(_ADDRESS, port, timeout_s=_JOIN_S),
-            generation=1,
+            epoch=1,
             name=job,
             rank=rank,
             size=size,

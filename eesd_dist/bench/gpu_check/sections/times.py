@@ -184,7 +184,7 @@ def _time_checkpoint(bench: _Bench, rows: Rows) -> None:
 def _verify(bench: _Bench, spec: ModelSpec, stage: VerifyStage, num_rows: int, rows: Rows) -> None:
     """A verify pass whole, and its spans alone: how long they take the device, and the host."""
     segment = _segment(bench.context, num_rows)
-    header = RoundHeader(generation=0, round_id=0, segments=(segment,))
+    header = RoundHeader(epoch=0, round_id=0, segments=(segment,))
     span, device = stage.span, bench.device
     hidden_TD = torch.randn(num_rows, spec.hidden_size, device=device).to(span.compute_dtype)
 

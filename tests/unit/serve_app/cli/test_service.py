@@ -55,7 +55,7 @@ def test_pipelines_are_a_table_or_a_json_list(
     monkeypatch.setenv("COLUMNS", "200")
     pipeline = {
         **{"pipeline": "p1", "address": "h:1", "is_whole": False, "last_trouble": "a rank died"},
-        **{"generation": 3, "num_live": 2, "weight": None, "draining": ""},
+        **{"epoch": 3, "num_live": 2, "weight": None, "draining": ""},
     }
     answer = json.dumps({"pipelines": [pipeline]})
     server.status, server.answer = 200, answer.encode()  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ class _Here(Crew):
         return found
 
     async def lose(self, name: str) -> None:
-        """Up to where the next generation may be formed."""
+        """Up to where the next epoch may be formed."""
         trouble = asyncio.ensure_future(self.trouble())
         await asyncio.sleep(0)
         self.handle(name).killed.set()
@@ -202,12 +202,12 @@ def test_stand_ins_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
         assert crew.handle(victim).asked.count("prepare") == 1
         assert "join" not in crew.handle(victim).asked
         assert not crew.may_stand_in
-        assert crew.is_degraded, "until the next generation is formed"
+        assert crew.is_degraded, "until the next epoch is formed"
         await crew.disband()
         await crew.form(timeout_s=10.0)
         assert not crew.is_degraded
         assert crew.drafter.post.name == "drafting actor"
-        assert crew.generation == 3
+        assert crew.epoch == 3
         request = _request("full", max_tokens=7)
         assert await _answer(crew.drafter, request) == _expected(request)
         await crew.stop()
@@ -259,7 +259,7 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
 
 
 @pytest.mark.parametrize("stand_in", [False, True])
-def test_who_freezes_while_a_generation_forms_is_named_and_replaced(
+def test_who_freezes_while_an_epoch_forms_is_named_and_replaced(
     stand_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
@@ -340,7 +340,7 @@ def test_without_stand_ins_a_dead_drafting_actor_is_waited_for(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_recruit_that_is_still_coming_when_the_degraded_generation_breaks_is_not_lost(
+def test_a_recruit_that_is_still_coming_when_the_degraded_epoch_breaks_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:

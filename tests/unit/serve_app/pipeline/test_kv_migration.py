@@ -61,7 +61,7 @@ class Actor:
         del loan, timeout_s
         self.landings.add("n1")
         pages = PageLanding(
-            number="n1", generation=1, moves=((PageId(1), PageId(7)),), num_found=0, num_refused=0
+            number="n1", epoch=1, moves=((PageId(1), PageId(7)),), num_found=0, num_refused=0
         )
         return Landing(pages=pages, store=Address(host="nowhere", port=1))
 

@@ -15,7 +15,7 @@ from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Address,
-    Generation,
+    Epoch,
     StreamItem,
     TelemetryOptions,
     Whereabouts,
@@ -105,7 +105,7 @@ class Pipeline:
         store = Address(host="nowhere", port=1)
         for number in range(1, 100):
             await self.actor.join(
-                Generation(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+                Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
             )
             self.streams.resume()
             end = await self.actor.ended()
@@ -277,7 +277,7 @@ def test_a_suspect_is_not_let_in_beside_a_long_round_of_the_one_before(tmp_path:
         pipeline = Pipeline(tmp_path, round_timeout_s=round_timeout_s)
         pipeline.streams.resume()
         await pipeline.actor.join(
-            Generation(number=1, store=Address(host="-", port=1), num_verify_ranks=1, timeout_s=1.0)
+            Epoch(number=1, store=Address(host="-", port=1), num_verify_ranks=1, timeout_s=1.0)
         )
         other = pipeline.member.handle.submit.options(num_returns="streaming")
         items = other.remote(_request("still running", max_tokens=100_000))

@@ -12,7 +12,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
-from eesd_dist.workers.messages import Generation
+from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.config import service_config
 from serve_app.pipeline import placement_groups, supervisor
@@ -219,7 +219,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
 def test_streams_that_a_drafting_actor_kept_go_on_with_the_stand_in_that_leads_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verify rank is lost, and a draft rank while the generation is formed."""
+    """A verify rank is lost, and a draft rank while the epoch is formed."""
 
     async def run() -> None:
         crew = _Here(tmp_path, num_draft_ranks=2)
@@ -293,9 +293,9 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
 
 
 class _Broken(ToyWorker):
-    """A process that can take part in no generation."""
+    """A process that can take part in no epoch."""
 
-    def join(self, generation: Generation) -> ToyRank:
+    def join(self, epoch: Epoch) -> ToyRank:
         raise OSError("too many open files")
 
 
@@ -361,8 +361,8 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
 
 
 class _HasNoRoom(ToyLeader):
-    def connect(self, generation: Generation) -> None:
-        if generation.stands_in:
+    def connect(self, epoch: Epoch) -> None:
+        if epoch.stands_in:
             raise OSError("cannot allocate memory")
 
 
