@@ -132,7 +132,7 @@ class RecoveryConfig(Section):
     """What happens when a process or link of a pipeline is lost."""
 
     stream_pause_s: PositiveFloat = 30.0
-    """Longest a stream waits for the pipeline to be whole again; then it ends with an error."""
+    """Longest a stream waits for the pipeline to be ready again; then it ends with an error."""
 
     load_timeout_s: PositiveFloat = 900.0
     """Longest a start may take: processes, weights, first rounds."""

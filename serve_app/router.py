@@ -99,7 +99,7 @@ class Router:
     async def choose(
         self, app: str, excluded: Collection[PipelineId] = ()
     ) -> PipelineReport | None:
-        """A whole pipeline of this service that takes one more request; None: there is none."""
+        """A ready pipeline of this service that takes one more request; None: there is none."""
         try:
             return self._directory.choose(app=app, excluded=excluded)
         except CapacityError:
@@ -270,7 +270,7 @@ async def pipelines_of(
 async def another_pipeline(
     handle: Any, *, app: str, excluded: Collection[PipelineId], timeout_s: float = 1.0
 ) -> PipelineReport | None:
-    """A whole pipeline other than these that takes requests; None also when nobody can say."""
+    """A ready pipeline other than these that takes requests; None also when nobody can say."""
     try:
         async with asyncio.timeout(timeout_s):
             found: PipelineReport | None = await handle.choose.remote(app, tuple(excluded))

@@ -42,7 +42,7 @@ class PipelineReport:
     """Which service it belongs to: a request of one is never handed to another's pipelines."""
     num_running: int = 0
     num_waiting: int = 0
-    is_whole: bool = True
+    is_ready: bool = True
     """False has lost a member, or has not got them all yet: nothing comes out of it now."""
     draining: bool = False
     """True takes no new request, and goes on with the old ones."""
@@ -53,7 +53,7 @@ class PipelineReport:
 
     @property
     def takes_requests(self) -> bool:
-        return self.is_whole and not self.draining
+        return self.is_ready and not self.draining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class PipelineDirectory:
         if not candidates:
             raise CapacityError(
                 f"no pipeline takes requests now: {len(self._members)} known, all of them "
-                f"draining, not whole, another service's or among the {len(excluded)} that just "
+                f"draining, unavailable, another service's or among the {len(excluded)} that just "
                 "failed; try again in a moment"
             )
         if self._choice == "two_choices" and len(candidates) > 2:

@@ -46,7 +46,7 @@ def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
         table.add_row(
             each["pipeline"],
             each["address"],
-            "whole" if each["is_whole"] else f"not whole: {each['last_trouble']}",
+            "ready" if each["is_ready"] else f"unavailable: {each['last_trouble']}",
             str(each["epoch"]),
             str(each["num_live"]),
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _ASK_AGAIN_S = 0.5
 _STATE_S = 3.0
-"""How long a pipeline may take to say whether it is whole: who is frozen holds up nobody."""
+"""How long a pipeline may take to say whether it is ready: who is frozen holds up nobody."""
 _REST_S = 2.0
 """So long the others still have once one has answered to a health check."""
 _LISTEN_S = 2.0
@@ -85,7 +85,7 @@ class ServiceClient:
             resumed(
                 request,
                 source=partial(self._from_pipeline, journey=_Journey()),
-                until_whole=self._until_whole,
+                until_ready=self._until_ready,
                 max_interruptions=self._recovery.max_interruptions,
                 room_wait_s=self._recovery.stream_pause_s,
                 max_moves=_MAX_MOVES,
@@ -246,7 +246,7 @@ class ServiceClient:
             ) from error
         return taken
 
-    async def _until_whole(self, lost: EesdError) -> None:
+    async def _until_ready(self, lost: EesdError) -> None:
         """Until some pipeline takes requests, or at least goes on with those that it is made to
         take; Serve replaces the one that was lost."""
         pause_s = self._recovery.stream_pause_s
@@ -264,7 +264,7 @@ class ServiceClient:
             states = await self._of_all("state", timeout_s=_STATE_S)
         except EngineError:  # none is there yet
             return False
-        return any(state.is_whole for state in states)
+        return any(state.is_ready for state in states)
 
 
 async def answered(

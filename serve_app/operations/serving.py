@@ -285,9 +285,9 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
                 seen[state.pipeline] = state.num_interruptions
                 mending.add(state.pipeline)
                 say(state.last_trouble)
-            if state.is_whole and state.pipeline in mending:
+            if state.is_ready and state.pipeline in mending:
                 mending.remove(state.pipeline)
-                say(f"pipeline {state.pipeline} is whole again")
+                say(f"pipeline {state.pipeline} is ready again")
 
 
 def _is_kept_up(name: str) -> bool:

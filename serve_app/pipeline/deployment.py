@@ -1,4 +1,4 @@
-"""A pipeline: one draft stage and one verify stage, kept whole, and the streams they feed.
+"""A pipeline: one draft stage and one verify stage, kept ready, and the streams they feed.
 
 The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and people. Its
 `Keeper` owns the actors and mends what breaks; its `Streams` are the ledger from which a live
@@ -109,7 +109,7 @@ class PipelineState:
     pid: int
     """Of the Serve replica itself."""
     epoch: int
-    is_whole: bool
+    is_ready: bool
     num_live: int
     num_interruptions: int
     last_trouble: str
@@ -306,7 +306,7 @@ class Pipeline:
             pipeline=self._name,
             pid=os.getpid(),
             epoch=crew.epoch,
-            is_whole=self._keeper.is_whole,
+            is_ready=self._keeper.is_ready,
             num_live=self._streams.num_live,
             num_interruptions=self._keeper.num_interruptions,
             last_trouble=str(self._keeper.trouble) if self._keeper.num_interruptions else "",
@@ -353,7 +353,7 @@ class Pipeline:
     async def _beat(self) -> None:
         """Says to the router that this pipeline is there, for as long as it is."""
         while True:
-            if self._keeper.is_whole and not self._keeper.is_degraded:
+            if self._keeper.is_ready and not self._keeper.is_degraded:
                 await self._speed.ask((await self._keeper.crew()).epoch)
             await self._say_hello()
             await asyncio.sleep(self._config.router.heartbeat_s)
@@ -364,7 +364,7 @@ class Pipeline:
             address=self._address,
             app=self._config.app_name,
             num_running=self._streams.num_live,
-            is_whole=self._keeper.is_whole,
+            is_ready=self._keeper.is_ready,
             draining=bool(self._draining.reason),
             weight=self._speed.value,
             promotion=self._keeper.promotion,
@@ -384,9 +384,9 @@ class Pipeline:
     # -- health ---------------------------------------------------------------------------------
 
     async def _why_unhealthy(self) -> str:
-        if not self._keeper.is_whole:
+        if not self._keeper.is_ready:
             loading = await self._keeper.loading()
-            why = self._keeper.why_not_whole()
+            why = self._keeper.why_unavailable()
             return f"{why}; loading: {loading}" if loading else why
         try:
             stats = await self.stats()

@@ -114,7 +114,7 @@ class Draining:
         if await self._elsewhere() is None:
             raise ConfigError(
                 f"{self._pipeline} goes on: no other pipeline takes requests; start another one "
-                "first (pipelines.min_count), or wait until it is whole"
+                "first (pipelines.min_count), or wait until it is ready"
             )
         async with self._one_by_one:
             self._by_hand = True

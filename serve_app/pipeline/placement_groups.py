@@ -138,7 +138,7 @@ async def places_for(posts: Sequence[Post], *, placement: PlacementConfig, name:
             f"{placing.why(nodes)}. Change placement in the configuration, or add nodes"
         ) from error
     finally:
-        placing.give_back_unless_whole()
+        placing.give_back_unless_complete()
 
 
 class _Placing:
@@ -148,7 +148,7 @@ class _Placing:
         self._relation: Strategy = relation_of(placement)
         self._name = name
         self._asked: list[_Placed] = []
-        self._is_whole = False
+        self._is_complete = False
 
     async def all_of(self, groups: Sequence[Bundles]) -> list[_Placed]:
         first, *rest = groups
@@ -160,15 +160,15 @@ class _Placing:
                 first, second = second, first
                 await self._place(first)
             await self._place_beside(second)
-        self._is_whole = True
+        self._is_complete = True
         return self._asked
 
     def why(self, nodes: Sequence[Node]) -> str:
         """Of the group that is being waited for."""
         return why_unplaced(self._asked[-1].bundles, nodes)
 
-    def give_back_unless_whole(self) -> None:
-        while self._asked and not self._is_whole:
+    def give_back_unless_complete(self) -> None:
+        while self._asked and not self._is_complete:
             self._drop_last()
 
     async def _blocks(self, first: Bundles, second: Bundles) -> bool:

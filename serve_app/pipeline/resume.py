@@ -28,7 +28,7 @@ async def resumed(
     request: Request,
     *,
     source: Source,
-    until_whole: Callable[[EesdError], Awaitable[None]],
+    until_ready: Callable[[EesdError], Awaitable[None]],
     max_interruptions: int | None,
     room_wait_s: float,
     max_moves: int = 0,
@@ -36,9 +36,9 @@ async def resumed(
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
     """The request's emissions to the last, over as many submissions as it takes.
 
-    A lost peer is waited out by `until_whole`, which raises when it has taken too long. A request
+    A lost peer is waited out by `until_ready`, which raises when it has taken too long. A request
     that is interrupted again and again without a token in between is given up; None leaves that to
-    `source` and `until_whole`. Interruptions with progress between them are not bounded. Any other
+    `source` and `until_ready`. Interruptions with progress between them are not bounded. Any other
     error is the request's own and is raised, except that a stream which has begun waits for room
     instead of being refused, `room_wait_s` at most.
 
@@ -117,7 +117,7 @@ async def resumed(
                 f"given up after {num_losses} interruptions without a token: {lost}"
             ) from lost
         await asyncio.sleep(breath_s)  # who lost a peer may know it before those who replace it
-        await until_whole(lost)
+        await until_ready(lost)
 
 
 async def _until_error(

@@ -1,8 +1,8 @@
 """The live streams of one pipeline: the ledger, and the door to its engine.
 
-A stream goes in when the pipeline is whole and `_suspicion` lets it, comes out with its tokens, and
-goes in again, from its tokens so far, when the engine broke under it. Whoever keeps the pipeline
-whole says when it broke and when it is whole again; how that is done is nothing to a stream.
+A stream goes in when the pipeline is ready and `_suspicion` lets it, comes out with its tokens, and
+goes in again, from its tokens so far, when the engine broke under it. The supervisor says when the
+pipeline broke and when it is ready again; how that is done is nothing to a stream.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ async def _nowhere() -> None:
 
 
 class Streams:
-    """Built inside a running event loop; at first the pipeline is not whole."""
+    """Built inside a running event loop; at first the pipeline is unavailable."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Streams:
         self._submissions = count(1)
         self._silent: Set[str] = frozenset()
         """Senders that were last said to be silent."""
-        self._is_whole = False
+        self._is_ready = False
         self._broken_s = time.monotonic()
-        """Since when it is not whole, while it is not."""
+        """Since when it is unavailable, while it is not."""
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
         self._refused: dict[RequestId, Poisonous] = {}
         self._leaving = ""
@@ -122,11 +122,11 @@ class Streams:
     # -- what happens to the pipeline -----------------------------------------------------------
 
     def paused(self, trouble: EesdError) -> None:
-        """It is not whole: who is outside waits."""
+        """It is unavailable: who is outside waits."""
         self._trouble = trouble
-        if self._is_whole:
+        if self._is_ready:
             self._broken_s = time.monotonic()
-        self._is_whole = False
+        self._is_ready = False
         self._tell()
 
     async def broke(
@@ -157,8 +157,8 @@ class Streams:
         return len(verdict.struck)
 
     async def leave(self, reason: str, *, drafter: Member | None) -> None:
-        """While it is not whole, streams go on in another pipeline; suspects wait here."""
-        if self._is_whole:
+        """While it is unavailable, streams go on in another pipeline; suspects wait here."""
+        if self._is_ready:
             return
         self._leaving = reason
         self._suspicion.all_came_out()
@@ -175,14 +175,14 @@ class Streams:
         self._tell()
 
     def resume(self) -> None:
-        """It is whole."""
-        self._is_whole = True
+        """It is ready."""
+        self._is_ready = True
         self._leaving = ""
         self._tell()
 
     def give_up(self, error: EesdError) -> None:
-        """It will not be whole again: every stream ends as lost, and may go on elsewhere."""
-        self._is_whole = False
+        """It will not be ready again: every stream ends as lost, and may go on elsewhere."""
+        self._is_ready = False
         self._given_up = EngineError(str(error))  # a lost peer would be waited for
         self._tell()
 
@@ -205,7 +205,7 @@ class Streams:
         parts = resumed(
             request,
             source=self._submitted,
-            until_whole=self._at_the_door,
+            until_ready=self._at_the_door,
             max_interruptions=None,
             room_wait_s=self._recovery.stream_pause_s,
         )
@@ -330,19 +330,19 @@ class Streams:
     async def _enter(self, request_id: RequestId) -> None:
         """Waits until the stream may go in; raises why it will not."""
         since_s = time.monotonic()
-        while not (self._is_whole and self._suspicion.may_enter(request_id)):
+        while not (self._is_ready and self._suspicion.may_enter(request_id)):
             self._raise_word_for(request_id)
             wait_s = self._patience_left_s(request_id, since_s)
             if wait_s > 0:
                 await _set_within(self._changed, wait_s)
-            elif self._is_whole:
+            elif self._is_ready:
                 self._stumbled(request_id)
             else:
                 pause_s = self._recovery.stream_pause_s
                 if not self._suspicion.is_suspect(request_id) and await self._elsewhere():
-                    raise self._moved(request_id, f"it is not whole after {pause_s:g} s")
+                    raise self._moved(request_id, f"it is unavailable after {pause_s:g} s")
                 raise EngineError(
-                    f"pipeline {self._pipeline} is not whole again after {pause_s:g} s: "
+                    f"pipeline {self._pipeline} is not ready again after {pause_s:g} s: "
                     f"{self._trouble}"
                 )
         self._raise_word_for(request_id)
@@ -368,7 +368,7 @@ class Streams:
     def _patience_left_s(self, request_id: RequestId, since_s: float) -> float:
         """How long the present state of things is borne with."""
         now_s = time.monotonic()
-        if not self._is_whole:
+        if not self._is_ready:
             return max(since_s, self._broken_s) + self._recovery.stream_pause_s - now_s
         if self._suspicion.is_broken_off(request_id):
             return since_s + _NOTICE_S - now_s
@@ -394,7 +394,7 @@ class Streams:
     async def _until_empty(self) -> None:
         """A round with who has come out may still be under way: the next one is to be alone."""
         deadline_s = time.monotonic() + self._round_timeout_s
-        while self._is_whole and time.monotonic() < deadline_s:
+        while self._is_ready and time.monotonic() < deadline_s:
             try:
                 drafter = await self._drafter()
                 async with asyncio.timeout(_EMPTY_S):

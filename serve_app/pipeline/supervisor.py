@@ -1,10 +1,10 @@
-"""Keeps one pipeline whole: forms it, hears what breaks it, mends it, and knows when to give up.
+"""Keeps one pipeline ready: forms it, hears what breaks it, mends it, and knows when to give up.
 
 It brings a crew together into epoch after epoch, and tells the streams when to wait, when
-to go on and, while a process has to be replaced and another pipeline is whole, when to go there.
+to go on and, while a process has to be replaced and another pipeline is ready, when to go there.
 Who is to blame for an interruption is `_suspicion`'s to find out.
 
-Where stand-ins are kept, a pipeline that has lost its draft stage is whole again at once, degraded
+Where stand-ins are kept, a pipeline that has lost its draft stage is ready again at once, degraded
 to plain decoding. It changes over to a full epoch when the draft stage is back, weights
 loaded: nothing was interrupted by that, and nothing is held against anyone.
 """
@@ -74,10 +74,10 @@ class Keeper:
         self._router = router
         self._elsewhere = elsewhere
         self._say = say
-        self._whole = asyncio.Event()
+        self._ready = asyncio.Event()
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
         self._since_s = time.monotonic()
-        """Since when it is whole, or is not."""
+        """Since when it is ready, or is not."""
         self._num_interruptions = 0
         recovery = config.recovery
         self._patience = Patience(max_failures=recovery.suspect_after + recovery.max_interruptions)
@@ -108,13 +108,13 @@ class Keeper:
         return await asyncio.shield(self._crew)
 
     @property
-    def is_whole(self) -> bool:
-        return self._whole.is_set()
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
 
     @property
     def is_degraded(self) -> bool:
-        """Whether it is whole, with stand-ins for the draft stage."""
-        return self.is_whole and self._degraded_since_s is not None
+        """Whether it is ready, with stand-ins for the draft stage."""
+        return self.is_ready and self._degraded_since_s is not None
 
     @property
     def degraded_s(self) -> float:
@@ -134,7 +134,7 @@ class Keeper:
 
     @property
     def recovery_s(self) -> float | None:
-        """From the last interruption's notice to the next token, or to a whole pipeline when nobody
+        """From the last interruption's notice to the next token, or to a ready pipeline when nobody
         waited for one; None before the first."""
         return self._recovery_s
 
@@ -143,9 +143,9 @@ class Keeper:
         """The exit head it was told to take; None: that of the configuration."""
         return self._promotion
 
-    def why_not_whole(self) -> str:
+    def why_unavailable(self) -> str:
         """Empty when it is."""
-        if self.is_whole:
+        if self.is_ready:
             return ""
         waited_s = time.monotonic() - self._since_s
         if self._is_changing_over:
@@ -163,9 +163,9 @@ class Keeper:
         return ", ".join(f"{name} {load.told}" for name, load in loads.items() if not load.is_over)
 
     async def check(self) -> None:
-        """Waits for the first start; raises when this pipeline will not be whole again."""
+        """Waits for the first start; raises when this pipeline will not be ready again."""
         if not self._supervisor.done() and self._num_interruptions == 0:
-            first_start = asyncio.ensure_future(self._whole.wait())
+            first_start = asyncio.ensure_future(self._ready.wait())
             await asyncio.wait({first_start, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
             first_start.cancel()
         if self._supervisor.done():
@@ -177,10 +177,10 @@ class Keeper:
         recovery = self._config.recovery
         try:
             async with asyncio.timeout(recovery.stream_pause_s):
-                await self._whole.wait()
+                await self._ready.wait()
         except TimeoutError as error:
             raise EngineError(
-                f"cannot take {folder}: pipeline {self._pipeline} is not whole after "
+                f"cannot take {folder}: pipeline {self._pipeline} is unavailable after "
                 f"{recovery.stream_pause_s:g} s: {self._trouble}"
             ) from error
         if self.is_degraded:
@@ -198,7 +198,7 @@ class Keeper:
         """Until forming fails for good; whatever ends it, nobody waits for it any longer."""
         try:
             self._crew.set_result(await self._recruit())
-            await self._keep_whole(self._crew.result())
+            await self._keep_ready(self._crew.result())
         except EesdError as error:
             logger.error("given up: pipeline=%s: %s", self._pipeline, error)
             await self._give_up(error)
@@ -208,10 +208,10 @@ class Keeper:
                 EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
             )
 
-    async def _keep_whole(self, crew: Crew) -> None:
+    async def _keep_ready(self, crew: Crew) -> None:
         while True:
             await self._form(crew)
-            self._is_whole_again(crew)
+            self._mark_ready(crew)
             trouble = await self._end_of_epoch(crew)
             if trouble is None:
                 await self._change_over(crew)
@@ -220,7 +220,7 @@ class Keeper:
 
     async def _give_up(self, error: EesdError) -> None:
         self._trouble = error
-        self._whole.clear()
+        self._ready.clear()
         self.streams.give_up(error)
         if not self._crew.done():
             self._crew.set_exception(error)
@@ -342,7 +342,7 @@ class Keeper:
         """In good order, up to where the full epoch may be formed."""
         logger.info("changing over: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
         self._is_changing_over = True
-        self._not_whole(EngineError("it is changing over to the draft stage that is back"))
+        self._mark_unavailable(EngineError("it is changing over to the draft stage that is back"))
         await self.streams.come_out(drafter=_drafter_of(crew))
         await crew.halt()
         await crew.disband()
@@ -350,20 +350,20 @@ class Keeper:
         await self.streams.come_out(drafter=_drafter_of(crew))
         self._run(self._send_elsewhere(crew))
 
-    def _not_whole(self, trouble: EesdError) -> None:
-        self._whole.clear()
+    def _mark_unavailable(self, trouble: EesdError) -> None:
+        self._ready.clear()
         self._since_s = time.monotonic()
         self._degraded_s, self._degraded_since_s = self.degraded_s, None
         self.streams.paused(trouble)
 
-    def _is_whole_again(self, crew: Crew) -> None:
-        self._whole.set()
+    def _mark_ready(self, crew: Crew) -> None:
+        self._ready.set()
         self._since_s = time.monotonic()
         self._is_changing_over = False
         if crew.is_degraded:
             self._degraded_since_s = self._since_s
             logger.warning("degraded: pipeline=%s: %s", self._pipeline, DEGRADED)
-        logger.info("whole: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
+        logger.info("ready: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
         recovery = self._recovery
         if recovery is not None and (recovery.num_waiting == 0 or self.streams.num_live == 0):
             self._recovered()
@@ -373,7 +373,7 @@ class Keeper:
         """Up to where a new epoch may be formed."""
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
         self._trouble = trouble
-        self._not_whole(trouble)
+        self._mark_unavailable(trouble)
         recovery = self._recovery = _Recovery(trouble=trouble, noticed_s=self._since_s)
         self._num_interruptions += 1
         self._run(self._say())
@@ -401,12 +401,12 @@ class Keeper:
             logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
 
     async def _send_elsewhere(self, crew: Crew) -> None:
-        """Streams need not wait for this pipeline where another is whole: not while a process is
+        """Streams need not wait for this pipeline where another is ready: not while a process is
         replaced, which takes its time, nor where forming fails or hangs."""
         since_s = self._since_s
 
         def is_over() -> bool:
-            return self.is_whole or self._since_s != since_s or self._supervisor.done()
+            return self.is_ready or self._since_s != since_s or self._supervisor.done()
 
         if crew.members.are_complete or crew.may_stand_in:
             await asyncio.sleep(_ASK_EVERY_S)
@@ -431,7 +431,7 @@ class Keeper:
 
     def _delivered(self) -> None:
         self._patience.works()
-        if self._recovery is not None and self.is_whole:
+        if self._recovery is not None and self.is_ready:
             self._recovered()
 
     def _recovered(self) -> None:
@@ -442,7 +442,7 @@ class Keeper:
         self._recovery_s = now_s - start_s
         crew = self._crew.result()
         logger.info(
-            "recovered: pipeline=%s epoch=%d left_s=%.2f recruited_s=%.2f whole_s=%.2f "
+            "recovered: pipeline=%s epoch=%d left_s=%.2f recruited_s=%.2f ready_s=%.2f "
             "token_s=%.2f streams=%d after=%s",
             self._pipeline,
             crew.epoch,

@@ -294,7 +294,7 @@ def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
     for candidate in (error, cause):
         if isinstance(candidate, EesdError) and not isinstance(candidate, CapacityError):
             ours = _plain(candidate)
-            # A folder may be whole on one node and damaged on another.
+            # A folder may be intact on one node and damaged on another.
             return ConfigError(f"{peer}: {ours}") if isinstance(ours, CheckpointError) else ours
     if isinstance(error, PROCESS_LOST):
         return PeerLost(peer=peer, operation=operation, reason=_why_gone(error))

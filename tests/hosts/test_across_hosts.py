@@ -107,9 +107,9 @@ class _Watch:
 
 
 @pytest.fixture
-def whole(service: HostsService, cluster: RayHosts) -> Iterator[dict[str, Any]]:
+def ready(service: HostsService, cluster: RayHosts) -> Iterator[dict[str, Any]]:
     """The pipeline's state before; whatever hosts a test harms are repaired after it."""
-    yield until(lambda: state if (state := service.pipeline())["is_whole"] else None, timeout_s=60)
+    yield until(lambda: state if (state := service.pipeline())["is_ready"] else None, timeout_s=60)
     cluster.repair()
 
 
@@ -131,9 +131,9 @@ def _members(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_one_process_says(
-    service: HostsService, in_one_process: _OneProcess, whole: dict[str, Any]
+    service: HostsService, in_one_process: _OneProcess, ready: dict[str, Any]
 ) -> None:
-    assert len({member["host"] for member in _members(whole).values()}) == 3
+    assert len({member["host"] for member in _members(ready).values()}) == 3
     on = _streams(service, mode="auto")
     assert on == _streams(service, mode="off")
     # A sum over two ranks is rounded otherwise than in one process; on this model, whose logits lie
@@ -143,17 +143,17 @@ def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_on
 
 @pytest.mark.slow
 def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
-    service: HostsService, cluster: RayHosts, undisturbed: list[int], whole: dict[str, Any]
+    service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
     victim = service.host_of("verify rank 1")
-    fenced = _members(whole)["verify rank 1"]
+    fenced = _members(ready)["verify rank 1"]
     with _Watch(service) as watch:
         stream = _long_stream(service)
         cluster.cut(victim)
         assert stream.result() == undisturbed
         until(lambda: any(fenced["host"] in reason for reason in watch.reasons))
 
-    after = until(lambda: _reformed_since(whole, service), timeout_s=60)
+    after = until(lambda: _reformed_since(ready, service), timeout_s=60)
     assert service.host_of("verify rank 1") != victim
     # The old rank still lives and still believes in its epoch: when the link is back, nobody
     # listens to it.
@@ -165,7 +165,7 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
 
 @pytest.mark.slow
 def test_a_stream_goes_on_when_a_link_is_mended_before_anybody_gave_the_host_up(
-    service: HostsService, cluster: RayHosts, undisturbed: list[int], whole: dict[str, Any]
+    service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
     stream = _long_stream(service)
     victim = service.host_of("verify rank 0")
@@ -176,25 +176,25 @@ def test_a_stream_goes_on_when_a_link_is_mended_before_anybody_gave_the_host_up(
 
 
 def test_a_stream_goes_on_when_a_whole_host_dies(
-    service: HostsService, cluster: RayHosts, undisturbed: list[int], whole: dict[str, Any]
+    service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
     victim = service.host_of("verify rank 0")
     stream = _long_stream(service)
     cluster.power_off(victim)
     assert stream.result() == undisturbed
-    after = until(lambda: _reformed_since(whole, service), timeout_s=60)
-    assert after["num_interruptions"] > whole["num_interruptions"]
+    after = until(lambda: _reformed_since(ready, service), timeout_s=60)
+    assert after["num_interruptions"] > ready["num_interruptions"]
     assert service.host_of("verify rank 0") != victim
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_host_and_what_it_was_to_do(
-    service: HostsService, undisturbed: list[int], whole: dict[str, Any]
+    service: HostsService, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
-    rank = _members(whole)["verify rank 1"]
+    rank = _members(ready)["verify rank 1"]
     stream = _long_stream(service)
     os.kill(rank["pid"], signal.SIGSTOP)
-    troubled = until(lambda: _troubled_since(whole, service), timeout_s=DEADLINE_S + _SLACK_S)
+    troubled = until(lambda: _troubled_since(ready, service), timeout_s=DEADLINE_S + _SLACK_S)
     assert stream.result() == undisturbed
     where = re.escape(rank["host"])
     assert re.search(
@@ -210,4 +210,4 @@ def _troubled_since(before: dict[str, Any], service: HostsService) -> dict[str, 
 
 def _reformed_since(before: dict[str, Any], service: HostsService) -> dict[str, Any] | None:
     state = service.pipeline()
-    return state if state["is_whole"] and state["epoch"] > before["epoch"] else None
+    return state if state["is_ready"] and state["epoch"] > before["epoch"] else None

@@ -348,7 +348,7 @@ def test_a_promoted_head_survives_the_death_of(
     def is_another() -> bool:
         state = learning.state()
         born_again = (state.pipeline, state.epoch) != (before.pipeline, before.epoch)
-        return state.is_whole and born_again
+        return state.is_ready and born_again
 
     def reborn() -> bool:
         try:
@@ -375,7 +375,7 @@ def test_a_promoted_head_that_has_gone_is_given_up_for_the_configured_one(
     shutil.rmtree(passing)
     learning.signal("drafting actor", signal.SIGKILL)
     until(
-        lambda: (state := learning.state()).is_whole and state.epoch > before.epoch,
+        lambda: (state := learning.state()).is_ready and state.epoch > before.epoch,
         timeout_s=120,
     )
     assert _controllers(learning)["pipelines"][0]["head"]["folder"] == str(heads["never"])

@@ -61,7 +61,7 @@ def test_a_stream_survives_the_death_of_a_draft_rank(wide: Running) -> None:
     tokens += tokens_of(items)
 
     assert tokens == undisturbed
-    after = wide.whole_after(before)
+    after = wide.ready_after(before)
     assert after.epoch == before.epoch + 1
     assert "draft rank 1" in after.last_trouble
     assert "its process has died" in after.last_trouble
@@ -75,4 +75,4 @@ def test_a_promoted_head_reaches_every_draft_rank(wide: Running, tmp_path: Path)
     report = wide.pipelines.load_head.remote(str(head)).result(timeout_s=120)
     assert report.folder == str(head)
     assert tokens_of(wide.items(request(wide, "four"))) == undisturbed
-    assert wide.state().is_whole
+    assert wide.state().is_ready

@@ -72,7 +72,7 @@ def _request(relieved: Running, name: str) -> Request:
 
 def _full(relieved: Running) -> bool:
     state = relieved.state()
-    return state.is_whole and not state.is_degraded
+    return state.is_ready and not state.is_degraded
 
 
 def _metrics(relieved: Running) -> str:

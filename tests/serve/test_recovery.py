@@ -48,7 +48,7 @@ def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
         last_s = time.monotonic()
 
     assert tokens == undisturbed
-    after = service.whole_after(before)
+    after = service.ready_after(before)
     assert after.epoch == before.epoch + 1
     assert victim in after.last_trouble
     assert "its process has died" in after.last_trouble
@@ -148,7 +148,7 @@ def test_a_member_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
     os.kill(pids["verify rank 1"], signal.SIGSTOP)
     os.kill(pids["verify rank 0"], signal.SIGKILL)
     assert tokens + tokens_of(items) == _expected(request)
-    after = {m.name: m.pid for m in toy.whole_after(before).members}
+    after = {m.name: m.pid for m in toy.ready_after(before).members}
     assert after["drafting actor"] == pids["drafting actor"]
     assert after["verify rank 0"] != pids["verify rank 0"]
     assert after["verify rank 1"] != pids["verify rank 1"]
@@ -167,7 +167,7 @@ def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
     pid = {member.name: member.pid for member in before.members}["drafting actor"]
     os.kill(pid, signal.SIGSTOP)
     assert tokens + tokens_of(items) == _expected(request)
-    after = freezing.whole_after(before)
+    after = freezing.ready_after(before)
     assert re.fullmatch(
         rf"lost drafting actor \(pid {pid} on .*\) during call \(epoch 1\): "
         r"no answer within 5 s",
@@ -218,7 +218,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(toy: Running) -> 
 
 def _has_turned_rounds_since(toy: Running, epoch: int) -> bool:
     state = toy.state()
-    if state.epoch == epoch or not state.is_whole:
+    if state.epoch == epoch or not state.is_ready:
         return False
     return bool(toy.pipelines.stats.remote().result(timeout_s=30).num_rounds)
 
@@ -289,7 +289,7 @@ def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) ->
 
 def test_health_says_that_a_pipeline_is_being_formed_again_and_why(toy: Running) -> None:
     toy.signal("verify rank 0", signal.SIGKILL)
-    until(lambda: not toy.state().is_whole)
+    until(lambda: not toy.state().is_ready)
     said = _health(toy).reason
     assert re.match(r"re-forming for \d\.\d s \(epoch \d+\): lost verify rank 0", said)
     assert until(lambda: _health(toy).is_healthy, timeout_s=90.0)

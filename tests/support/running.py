@@ -34,12 +34,12 @@ class Running:
         num_running: int = self.pipelines.stats.remote().result(timeout_s=30).num_running
         return num_running
 
-    def whole_after(self, before: PipelineState) -> PipelineState:
+    def ready_after(self, before: PipelineState) -> PipelineState:
         """Its state once it was formed again, which a stream need not have waited for."""
 
         def mended() -> PipelineState | None:
             state = self.state()
-            return state if state.is_whole and state.epoch > before.epoch else None
+            return state if state.is_ready and state.epoch > before.epoch else None
 
         state = until(mended, timeout_s=120.0)
         assert state is not None

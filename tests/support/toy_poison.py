@@ -1,7 +1,7 @@
 """Toys that a certain request breaks: by death or by a bug, in the drafting actor or a verify rank.
 
 A poisonous prompt begins with POISON and names the way. Ranks are told by a file, since toys send
-each other nothing. A pipeline of them is whole in a moment and recovers as a real one does.
+each other nothing. A pipeline of them is ready in a moment and recovers as a real one does.
 """
 
 import os

@@ -114,7 +114,7 @@ class Service:
 
     async def is_ready(self) -> bool:
         states = await self.states()
-        return len(states) >= self._config.pipelines.min_count and all(s.is_whole for s in states)
+        return len(states) >= self._config.pipelines.min_count and all(s.is_ready for s in states)
 
     async def _of_all(self, method: str) -> list[Any]:
         try:

@@ -35,7 +35,7 @@ class World:
         *,
         running: int = 0,
         weight: float | None = None,
-        is_whole: bool = True,
+        is_ready: bool = True,
         draining: bool = False,
         age_s: float = 0.0,
     ) -> None:
@@ -44,7 +44,7 @@ class World:
             address=f"replica of {name}",
             num_running=running,
             weight=weight,
-            is_whole=is_whole,
+            is_ready=is_ready,
             draining=draining,
         )
         self.chooser.refresh([Listed(report=report, age_s=age_s)])
@@ -160,7 +160,7 @@ def test_whoever_takes_no_requests_gets_none_not_even_its_own_prefix() -> None:
     world.say("a", draining=True)
     assert world.chooser.choose(prompt(1)) is None
     world.say("b")
-    world.say("c", is_whole=False)
+    world.say("c", is_ready=False)
     assert {world.send(prompt(1)).pipeline for _ in range(50)} == {"b"}
     assert world.chooser.choose(prompt(1), excluded={"b"}) is None
     assert world.chooser.choose(prompt(1), only="a") is None

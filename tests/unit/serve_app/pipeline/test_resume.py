@@ -70,7 +70,7 @@ def _run(
         parts = resumed(
             REQUEST,
             source=source,
-            until_whole=_at_once,
+            until_ready=_at_once,
             max_interruptions=max_interruptions,
             room_wait_s=room_wait_s,
             max_moves=max_moves,
@@ -177,7 +177,7 @@ def test_a_reader_that_leaves_closes_the_source() -> None:
 
     async def read_one() -> None:
         parts = resumed(
-            REQUEST, source=source, until_whole=_at_once, max_interruptions=1, room_wait_s=1.0
+            REQUEST, source=source, until_ready=_at_once, max_interruptions=1, room_wait_s=1.0
         )
         await anext(parts)
         assert source.num_open == 1
@@ -187,23 +187,23 @@ def test_a_reader_that_leaves_closes_the_source() -> None:
     assert source.num_open == 0
 
 
-def test_waiting_for_a_whole_pipeline_may_end_the_stream() -> None:
+def test_waiting_for_a_ready_pipeline_may_end_the_stream() -> None:
     async def never(lost: EesdError) -> None:
-        raise EngineError(f"not whole again: {lost}")
+        raise EngineError(f"not ready again: {lost}")
 
     async def read() -> None:
         source = Source([4])
         async for _ in resumed(
             REQUEST,
             source=source,
-            until_whole=never,
+            until_ready=never,
             max_interruptions=4,
             room_wait_s=1.0,
             breath_s=0.0,
         ):
             pass
 
-    with pytest.raises(EngineError, match="not whole again: lost verify rank 1"):
+    with pytest.raises(EngineError, match="not ready again: lost verify rank 1"):
         asyncio.run(read())
 
 

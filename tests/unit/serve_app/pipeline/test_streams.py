@@ -252,11 +252,11 @@ def test_streams_go_elsewhere_while_a_process_is_replaced_and_suspects_stay(
     asyncio.run(run())
 
 
-def test_a_stream_waits_so_long_for_a_whole_pipeline_and_no_longer(tmp_path: Path) -> None:
+def test_a_stream_waits_so_long_for_a_ready_pipeline_and_no_longer(tmp_path: Path) -> None:
     async def run() -> None:
         pipeline = Pipeline(tmp_path, stream_pause_s=0.1)
         pipeline.streams.paused(EngineError("no such device"))
-        with pytest.raises(EngineError, match=r"not whole again after 0\.1 s: no such device"):
+        with pytest.raises(EngineError, match=r"not ready again after 0\.1 s: no such device"):
             await pipeline.tokens(_request("late", max_tokens=4))
 
     asyncio.run(run())
@@ -266,7 +266,7 @@ def test_a_stream_that_has_waited_long_enough_goes_elsewhere_where_it_can(tmp_pa
     async def run() -> None:
         pipeline = Pipeline(tmp_path, elsewhere="q", stream_pause_s=0.1)
         pipeline.streams.paused(EngineError("no such device"))
-        with pytest.raises(Moved, match=r"not whole after 0\.1 s"):
+        with pytest.raises(Moved, match=r"unavailable after 0\.1 s"):
             await pipeline.tokens(_request("late", max_tokens=4))
 
     asyncio.run(run())
@@ -364,7 +364,7 @@ def test_streams_of_a_sender_that_fell_silent_end_in_the_engine_too(tmp_path: Pa
 
 def test_streams_of_a_sender_that_fell_silent_end_at_the_door_too(tmp_path: Path) -> None:
     async def run() -> None:
-        pipeline = Pipeline(tmp_path)  # not whole
+        pipeline = Pipeline(tmp_path)  # unavailable
         waiting = asyncio.ensure_future(
             pipeline.tokens(_request("unread", max_tokens=60), sender="dead")
         )
@@ -443,14 +443,14 @@ def test_a_sender_that_was_taken_for_dead_goes_on_from_its_tokens_and_is_left_al
                 except EesdError as error:
                     yield error
 
-            async def until_whole(lost: EesdError) -> None:
+            async def until_ready(lost: EesdError) -> None:
                 assert isinstance(lost, PeerLost)
 
             async def read() -> list[int]:
                 parts = resumed(
                     request,
                     source=source,
-                    until_whole=until_whole,
+                    until_ready=until_ready,
                     max_interruptions=1,
                     room_wait_s=5.0,
                 )

@@ -284,7 +284,7 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
             while not late:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert isinstance((await late[0])[-1], EesdError)
-            while keeper.is_degraded or not keeper.is_whole:  # noqa: ASYNC110
+            while keeper.is_degraded or not keeper.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await keeper.stopped()
         await crew.stop()
@@ -380,7 +380,7 @@ def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) 
         host = crew.handle("verify rank 0")
         crew.handle("drafting actor").killed.set()
         async with asyncio.timeout(10.0):
-            while keeper.num_interruptions == 0 or not keeper.is_whole:  # noqa: ASYNC110
+            while keeper.num_interruptions == 0 or not keeper.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not keeper.is_degraded
         assert crew.handle("verify rank 0") is host
