@@ -4,9 +4,9 @@ from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.routing.choice import Choice, PipelineChooser
 from eesd_dist.routing.directory import (
     Listed,
-    Member,
     PipelineDirectory,
     PipelineId,
+    PipelineRecord,
     PipelineReport,
     Promotion,
 )
@@ -16,10 +16,10 @@ __all__ = [
     "Choice",
     "DraftPlan",
     "Listed",
-    "Member",
     "PipelineChooser",
     "PipelineDirectory",
     "PipelineId",
+    "PipelineRecord",
     "PipelineReport",
     "Priors",
     "Promotion",

@@ -43,7 +43,7 @@ class PipelineReport:
     num_running: int = 0
     num_waiting: int = 0
     is_ready: bool = True
-    """False has lost a member, or has not got them all yet: nothing comes out of it now."""
+    """False has lost a worker, or has not got them all yet: nothing comes out of it now."""
     draining: bool = False
     """True takes no new request, and goes on with the old ones."""
     weight: float | None = None
@@ -66,7 +66,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class PipelineRecord:
     """A pipeline as the directory sees it."""
 
     report: PipelineReport
@@ -81,7 +81,7 @@ class Member:
 
 
 class PipelineDirectory:
-    """Members live from heartbeat to heartbeat."""
+    """Records live from heartbeat to heartbeat."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PipelineDirectory:
         self._rng = rng
         self._expiry_s = expiry_s
         self._choice = choice
-        self._members: dict[PipelineId, Member] = {}
+        self._records: dict[PipelineId, PipelineRecord] = {}
         self._promotions: dict[str, Promotion] = {}
         """The latest for each configuration; they outlive who reported them."""
 
@@ -103,22 +103,22 @@ class PipelineDirectory:
         """Joins, or says again that it is there and how busy it is."""
         if report.promotion is not None:
             self._note(report.promotion)
-        self._members[report.pipeline_id] = Member(report=report, heard_s=self._clock())
+        self._records[report.pipeline_id] = PipelineRecord(report=report, heard_s=self._clock())
 
     def leave(self, pipeline_id: PipelineId) -> None:
-        self._members.pop(pipeline_id, None)
+        self._records.pop(pipeline_id, None)
 
     def expire(self) -> tuple[PipelineId, ...]:
         """Forgets the silent ones and names them."""
         deadline = self._clock() - self._expiry_s
-        silent = tuple(i for i, member in self._members.items() if member.heard_s < deadline)
+        silent = tuple(i for i, record in self._records.items() if record.heard_s < deadline)
         for pipeline_id in silent:
-            del self._members[pipeline_id]
+            del self._records[pipeline_id]
         return silent
 
-    def members(self) -> tuple[Member, ...]:
+    def records(self) -> tuple[PipelineRecord, ...]:
         self.expire()
-        return tuple(self._members.values())
+        return tuple(self._records.values())
 
     def promotion(self, in_place_of: str) -> Promotion | None:
         """What a new pipeline of this configuration is to draft with, when it is not that."""
@@ -128,9 +128,9 @@ class PipelineDirectory:
         """What the pipelines of one service have said last, and how long ago; None: of all."""
         now_s = self._clock()
         return tuple(
-            Listed(report=member.report, age_s=now_s - member.heard_s)
-            for member in self.members()
-            if app in (None, member.report.app)
+            Listed(report=record.report, age_s=now_s - record.heard_s)
+            for record in self.records()
+            if app in (None, record.report.app)
         )
 
     def choose(
@@ -144,15 +144,15 @@ class PipelineDirectory:
         of them, and steadier when many routers act on old reports.
         """
         candidates = [
-            member
-            for member in self.members()
-            if member.report.takes_requests
-            and app in (None, member.report.app)
-            and member.report.pipeline_id not in excluded
+            record
+            for record in self.records()
+            if record.report.takes_requests
+            and app in (None, record.report.app)
+            and record.report.pipeline_id not in excluded
         ]
         if not candidates:
             raise CapacityError(
-                f"no pipeline takes requests now: {len(self._members)} known, all of them "
+                f"no pipeline takes requests now: {len(self._records)} known, all of them "
                 f"draining, unavailable, another service's or among the {len(excluded)} that just "
                 "failed; try again in a moment"
             )
@@ -164,8 +164,8 @@ class PipelineDirectory:
         """Plain JSON, for an operator's eyes."""
         now_s = self._clock()
         return [
-            asdict(member.report) | {"load": member.load, "silent_s": now_s - member.heard_s}
-            for member in self.members()
+            asdict(record.report) | {"load": record.load, "silent_s": now_s - record.heard_s}
+            for record in self.records()
         ]
 
     def _note(self, promotion: Promotion) -> None:
@@ -173,13 +173,13 @@ class PipelineDirectory:
         if known is None or known.taken_unix_s < promotion.taken_unix_s:
             self._promotions[promotion.in_place_of] = promotion
 
-    def _least_loaded(self, candidates: list[Member]) -> Member:
-        least = min(member.load for member in candidates)
-        return self._rng.choice([member for member in candidates if member.load == least])
+    def _least_loaded(self, candidates: list[PipelineRecord]) -> PipelineRecord:
+        least = min(record.load for record in candidates)
+        return self._rng.choice([record for record in candidates if record.load == least])
 
-    def _assign(self, member: Member) -> PipelineReport:
-        report = member.report
-        self._members[report.pipeline_id] = replace(member, num_assigned=member.num_assigned + 1)
+    def _assign(self, record: PipelineRecord) -> PipelineReport:
+        report = record.report
+        self._records[report.pipeline_id] = replace(record, num_assigned=record.num_assigned + 1)
         return report
 
 

@@ -39,7 +39,7 @@ class ShardFollower:
     def prepare(self) -> None:
         self._parts.get()
 
-    def join(self, epoch: Epoch) -> "FollowerMember":
+    def join(self, epoch: Epoch) -> "FollowerEpoch":
         self.pages.enter(epoch.number)
         with all_or_none() as groups:
             group = self._groups.stage(epoch, "draft", rank=self._rank)
@@ -47,7 +47,7 @@ class ShardFollower:
             shard, heads = self._parts.get()
             self._seat.join(group)
             shard.begin()
-            return FollowerMember(shard, heads, group)
+            return FollowerEpoch(shard, heads, group)
 
     def disconnect(self) -> None:
         self._groups.leave()
@@ -71,7 +71,7 @@ class ShardFollower:
         return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
 
 
-class FollowerMember:
+class FollowerEpoch:
     """One draft follower's loop in one epoch."""
 
     def __init__(self, shard: OwnShard, heads: HeadShelf, group: ProcessGroup) -> None:

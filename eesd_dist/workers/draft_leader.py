@@ -126,7 +126,7 @@ class EngineLeader:
         """Held while weights are loaded."""
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []
-        """Groups of the newest epoch, until a member has them: rounds, then draft."""
+        """Groups of the newest epoch, until an epoch has them: rounds, then draft."""
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address, store=self._page_store, layout=self._kv_layout
@@ -158,7 +158,7 @@ class EngineLeader:
         self._groups.leave()
         abort_all(self._connected, "its epoch was not joined")
 
-    def join(self, epoch: Epoch, *, anew: bool) -> "LeaderMember":
+    def join(self, epoch: Epoch, *, anew: bool) -> "LeaderEpoch":
         groups = self._connected
         assert groups, "connect comes first"
         rounds, *draft = groups
@@ -177,7 +177,7 @@ class EngineLeader:
                     self._running.followers.join(draft[0])
                 self._running.engine.attach(channel, epoch=epoch.number)
             self._connected = []
-            return LeaderMember(self._running.engine, groups)
+            return LeaderEpoch(self._running.engine, groups)
 
     def adopt(self, priors: Priors) -> None:
         self._book.adopt(priors)
@@ -286,7 +286,7 @@ class EngineLeader:
         return _Running(engine=engine, followers=followers)
 
 
-class LeaderMember:
+class LeaderEpoch:
     """The engine over the groups of one epoch."""
 
     def __init__(self, engine: EngineCore, groups: list[ProcessGroup]) -> None:

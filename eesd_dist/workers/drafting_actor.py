@@ -39,7 +39,7 @@ from eesd_dist.workers.messages import (
     Whereabouts,
 )
 from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
-from eesd_dist.workers.roles import DraftMember, EpochLeader, StageFactory, StepLike
+from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
 from eesd_dist.workers.watch import DraftWatch
 
@@ -54,13 +54,11 @@ _NUM_CANCELLED = 256
 """More than have a cancellation and a submission on their way at the same time."""
 
 
-class _Membership:
+class _RunningEpoch:
     """This actor's part in one epoch: the loop that turns rounds, and the way to stop it."""
 
-    def __init__(
-        self, member: DraftMember, *, name: str, deliver: Callable[[StepLike], None]
-    ) -> None:
-        self.member = member
+    def __init__(self, part: DraftEpoch, *, name: str, deliver: Callable[[StepLike], None]) -> None:
+        self.part = part
         self._deliver = deliver
         self._event_loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
@@ -70,7 +68,7 @@ class _Membership:
     def _turn(self) -> None:
         num_empty = 0
         while not self._stopping.is_set():
-            result = self.member.step(wait_s=_IDLE_WAIT_S)
+            result = self.part.step(wait_s=_IDLE_WAIT_S)
             if result.rounds or result.emissions or result.finished:
                 self._event_loop.call_soon_threadsafe(self._deliver, result)
                 num_empty = 0
@@ -87,12 +85,12 @@ class _Membership:
     async def stop(self) -> bool:
         """Whether the loop has really ended."""
         self._stopping.set()
-        self.member.abort()
+        self.part.abort()
         return await self.thread.ended_within(_ABORT_WAIT_S)
 
 
 class _Connected:
-    """Connected groups, until a member has them."""
+    """Connected groups, until an epoch has them."""
 
     def __init__(self, leader: EpochLeader) -> None:
         self._leader = leader
@@ -120,7 +118,7 @@ class DraftActor:
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Mailboxes()
         self._joining = Joining(name=name)
-        self._membership: _Membership | None = None
+        self._running: _RunningEpoch | None = None
         """None between epochs."""
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
@@ -167,24 +165,24 @@ class DraftActor:
     async def join(self, epoch: Epoch) -> None:
         """Second half, when they are ready for rounds: starts turning them."""
         anew = self._needs_new_engine
-        member = await self._joining.enter(epoch, lambda: self._leader.join(epoch, anew=anew))
+        part = await self._joining.enter(epoch, lambda: self._leader.join(epoch, anew=anew))
         self._needs_new_engine = False
         while self._dropped:
-            member.drop(self._dropped.pop())
+            part.drop(self._dropped.pop())
         if self._router is not None:
             self._router.start()
-        self._membership = _Membership(
-            member, name=f"drafting loop of {self._name}", deliver=self._deliver
+        self._running = _RunningEpoch(
+            part, name=f"drafting loop of {self._name}", deliver=self._deliver
         )
         logger.info("joined: pipeline=%s epoch=%d", self._name, epoch.number)
 
     async def ended(self) -> LoopEnd:
         """Waits for the end of the loop. Broken by a lost peer, live requests are kept; broken by
         anything else, the engine is not to be trusted: it is built anew, and they are let go."""
-        membership = self._membership
-        if membership is None:
+        running = self._running
+        if running is None:
             return LoopEnd(error=None)
-        end = await membership.thread.end()
+        end = await running.thread.end()
         if end.error is not None and not isinstance(end.error, PeerLost):
             self._needs_new_engine = True
             await self.move_out(
@@ -195,22 +193,22 @@ class DraftActor:
     async def halt(self) -> bool:
         """Once its streams are let go: ends the rounds where no rank is in the middle of one. False
         when they do not end."""
-        membership = self._membership
-        return membership is None or await membership.halt()
+        running = self._running
+        return running is None or await running.halt()
 
     async def leave(self) -> bool:
         """Ends the part in this epoch; False when its loop, load or connecting cannot be
         stopped."""
-        membership = self._membership
-        self._membership = None
+        running = self._running
+        self._running = None
         self._leader.disconnect()
         has_left = await self._joining.leave()
-        return has_left and (membership is None or await membership.stop())
+        return has_left and (running is None or await running.stop())
 
     async def submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
         """The request's tokens as they leave, then nothing; or the error that ended them."""
-        membership = self._membership
-        if membership is None or self._needs_new_engine:
+        running = self._running
+        if running is None or self._needs_new_engine:
             yield PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
             return
         request_id, submission = request.request_id, request.submission
@@ -227,7 +225,7 @@ class DraftActor:
             return
         is_admitted = is_over = False
         try:
-            membership.member.add(request)
+            running.part.add(request)
             is_admitted = True
             self._watch.arrived(request)
             if self._router is not None:
@@ -257,8 +255,8 @@ class DraftActor:
             self._cancelled.append((request_id, submission))
 
     async def stats(self) -> DraftStats:
-        membership = self._membership
-        load = membership.member.load() if membership is not None else None
+        running = self._running
+        load = running.part.load() if running is not None else None
         return DraftStats(
             num_rounds=self._num_rounds,
             last_round_unix_s=self._last_round_unix_s,
@@ -270,8 +268,8 @@ class DraftActor:
 
     async def metrics(self) -> bytes:
         """Prometheus' text, as of now."""
-        membership = self._membership
-        load = membership.member.load() if membership is not None else None
+        running = self._running
+        load = running.part.load() if running is not None else None
         return self._watch.page(load, spool=self._leader.spool_counts())
 
     async def rounds(self) -> tuple[RoundStats, ...]:
@@ -330,7 +328,7 @@ class DraftActor:
         """Whether they held the same all the while. Between two epochs nobody knows: in the
         verify ranks others may be writing, for whom these pages are free."""
         held = await asyncio.to_thread(lambda: self._leader.sharing.take_back(number))
-        return held and self._membership is not None
+        return held and self._running is not None
 
     async def reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
         """Room for another pipeline's pages; a caller who is never heard of again loses it.
@@ -388,14 +386,14 @@ class DraftActor:
             await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:
-        if self._membership is None:
+        if self._running is None:
             self._dropped.add(request_id)
         else:
-            self._membership.member.drop(request_id)
+            self._running.part.drop(request_id)
 
     def _apply_plans(self, plans: Plans) -> None:
-        if self._membership is not None:
-            self._membership.member.apply_plans(plans)
+        if self._running is not None:
+            self._running.part.apply_plans(plans)
 
     def _deliver(self, result: StepLike) -> None:
         late = self._mail.deliver(result.emissions)

@@ -88,7 +88,7 @@ class EpochGroups:
 
 @contextmanager
 def all_or_none() -> Iterator[list[ProcessGroup]]:
-    """For the groups of one epoch: when one of them, or the member that needs them, fails to
+    """For the groups of one epoch: when one of them, or the epoch that needs them, fails to
     come about, the others end too, since they hold GPU memory."""
     groups: list[ProcessGroup] = []
     try:

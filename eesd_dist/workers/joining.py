@@ -17,7 +17,7 @@ class Abortable(Protocol):
     def abort(self) -> None: ...
 
 
-MemberT = TypeVar("MemberT", bound=Abortable)
+EpochT = TypeVar("EpochT", bound=Abortable)
 
 
 class Joining:
@@ -30,18 +30,18 @@ class Joining:
         self._left = 0
         """Epochs up to this one are over."""
 
-    async def enter(self, epoch: Epoch, load: Callable[[], MemberT]) -> MemberT:
+    async def enter(self, epoch: Epoch, load: Callable[[], EpochT]) -> EpochT:
         """What `load` returns, from a thread; PeerLost when the epoch ended meanwhile."""
         self._newest = max(self._newest, epoch.number)
         async with self._loading:
             self._refuse_if_over(epoch)
-            member = await asyncio.to_thread(load)
+            part = await asyncio.to_thread(load)
         try:
             self._refuse_if_over(epoch)
         except PeerLost:
-            member.abort()
+            part.abort()
             raise
-        return member
+        return part
 
     async def leave(self) -> bool:
         """Ends every epoch asked for so far; False when a load of theirs goes on."""

@@ -178,7 +178,7 @@ class PageLink:
     epoch: int
     """The receiving pipeline's, when it made room."""
     store: Address
-    post: str
+    rank_name: str
     ends: tuple[str, str]
     """Names of the sender and the receiver."""
     pages: tuple[int, ...]

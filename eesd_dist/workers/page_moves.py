@@ -132,8 +132,8 @@ class PageMoves:
         finally:
             group.abort("the pages were handed over")
         logger.info(
-            "pages received: post=%s pages=%d bytes=%d seconds=%.3f",
-            link.post, traffic.num_pages, traffic.num_bytes, traffic.seconds,
+            "pages received: rank=%s pages=%d bytes=%d seconds=%.3f",
+            link.rank_name, traffic.num_pages, traffic.num_bytes, traffic.seconds,
         )  # fmt: skip
         return traffic
 
@@ -156,7 +156,7 @@ class PageMoves:
         return build_group(
             store,
             epoch=link.epoch,
-            name=f"pages of {link.post}",
+            name=f"pages of {link.rank_name}",
             rank=rank,
             size=2,
             timeout_s=link.timeout_s,

@@ -32,20 +32,20 @@ from eesd_dist.workers.messages import (
     Whereabouts,
 )
 from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
-from eesd_dist.workers.roles import DraftFollower, RankMember, RankWorker, StageFactory
+from eesd_dist.workers.roles import DraftFollower, RankEpoch, RankWorker, StageFactory
 
 logger = logging.getLogger(__name__)
 
 _ABORT_WAIT_S = 5.0
 
 
-class _Membership:
-    def __init__(self, member: RankMember, *, name: str) -> None:
-        self._member = member
-        self.thread = LoopThread(member.run, name=name)
+class _RunningEpoch:
+    def __init__(self, part: RankEpoch, *, name: str) -> None:
+        self._part = part
+        self.thread = LoopThread(part.run, name=name)
 
     async def stop(self) -> bool:
-        self._member.abort()
+        self._part.abort()
         return await self.thread.ended_within(_ABORT_WAIT_S)
 
 
@@ -67,7 +67,7 @@ class RankActor:
             stages, config, self._tracing, stage=stage, rank=rank
         )
         self._joining = Joining(name=name)
-        self._membership: _Membership | None = None
+        self._running: _RunningEpoch | None = None
         """None between epochs."""
         self._stand_in: DraftActor | RankActor | None = None
         """A draft rank of the same number; None where there is to be none."""
@@ -105,8 +105,8 @@ class RankActor:
         return self._stand_in
 
     async def join(self, epoch: Epoch) -> None:
-        member = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
-        self._membership = _Membership(member, name=f"loop of {self._name}")
+        part = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
+        self._running = _RunningEpoch(part, name=f"loop of {self._name}")
         logger.info("joined: rank=%s epoch=%d", self._name, epoch.number)
 
     def _draft_follower(self) -> DraftFollower:
@@ -123,18 +123,18 @@ class RankActor:
         return await asyncio.to_thread(self._draft_follower().load_head, folder)
 
     async def ended(self) -> LoopEnd:
-        membership = self._membership
-        if membership is None:
+        running = self._running
+        if running is None:
             return LoopEnd(error=None)
-        return await membership.thread.end()
+        return await running.thread.end()
 
     async def leave(self) -> bool:
         """Ends the part in this epoch; False when its loop or load cannot be stopped."""
-        membership = self._membership
-        self._membership = None
+        running = self._running
+        self._running = None
         self._worker.disconnect()
         has_left = await self._joining.leave()
-        return has_left and (membership is None or await membership.stop())
+        return has_left and (running is None or await running.stop())
 
     async def kv_layout(self) -> KvLayout:
         """What this rank's like in another pipeline has to agree in."""

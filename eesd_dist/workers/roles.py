@@ -92,7 +92,7 @@ class EngineRequestsLike(Protocol):
     def load(self) -> LoadLike: ...
 
 
-class DraftMember(EngineRequestsLike, Protocol):
+class DraftEpoch(EngineRequestsLike, Protocol):
     """The drafting actor's part of one epoch."""
 
     def step(self, *, wait_s: float) -> StepLike: ...
@@ -101,7 +101,7 @@ class DraftMember(EngineRequestsLike, Protocol):
         ...
 
 
-class RankMember(Protocol):
+class RankEpoch(Protocol):
     """The part of a verify rank or a draft follower in one epoch."""
 
     def run(self) -> None:
@@ -158,7 +158,7 @@ class EpochLeader(Protocol):
         """Opens the connections; verify rank 0 opens its end at the same time."""
         ...
 
-    def join(self, epoch: Epoch, *, anew: bool) -> DraftMember:
+    def join(self, epoch: Epoch, *, anew: bool) -> DraftEpoch:
         """Starts the engine on the connected groups, once every verify rank is ready for rounds.
 
         Live requests are kept and recomputed from their tokens, unless a new engine is asked for
@@ -167,7 +167,7 @@ class EpochLeader(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """Ends connections that are being opened, and opened ones that no member has. From any
+        """Ends connections that are being opened, and opened ones that no epoch has. From any
         thread."""
         ...
 
@@ -190,7 +190,7 @@ class RankWorker(Protocol):
     def pages(self) -> PageTransfer: ...
     @property
     def loading(self) -> LoadWatch: ...
-    def join(self, epoch: Epoch) -> RankMember: ...
+    def join(self, epoch: Epoch) -> RankEpoch: ...
     def disconnect(self) -> None:
         """Ends a join that waits for its peers. From any thread."""
         ...

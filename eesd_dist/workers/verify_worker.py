@@ -40,7 +40,7 @@ class StageVerifier:
             address=self._groups.address, store=self._page_store, layout=self._kv_layout
         )
 
-    def join(self, epoch: Epoch) -> "VerifyMember":
+    def join(self, epoch: Epoch) -> "VerifyEpoch":
         self.pages.enter(epoch.number)
         with all_or_none() as groups:
             if self._rank == 0:
@@ -52,7 +52,7 @@ class StageVerifier:
             stage.span.paged.begin()
             # Built now: from here on the drafting actor may send.
             source = self._source(epoch, groups[0]) if self._rank == 0 else None
-            return VerifyMember(stage, groups, source=source, rank=self._rank, spans=self._spans)
+            return VerifyEpoch(stage, groups, source=source, rank=self._rank, spans=self._spans)
 
     def disconnect(self) -> None:
         self._groups.leave()
@@ -75,7 +75,7 @@ class StageVerifier:
         return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
 
 
-class VerifyMember:
+class VerifyEpoch:
     """One verify rank's loop in one epoch."""
 
     def __init__(

@@ -43,7 +43,7 @@ class ActorRunner:
 
         pipeline = serve.get_deployment_handle("Pipeline", self._config.app_name)
         state: PipelineState = pipeline.state.remote().result(timeout_s=_ANSWER_TIMEOUT_S)
-        return [member.host for member in state.members]
+        return [worker.host for worker in state.workers]
 
     async def _all(self, requests: Sequence[Request]) -> list[Generation]:
         from ray import serve

@@ -360,10 +360,10 @@ def _welcome(config: ServiceConfig, *, url: str, took_s: float, is_ours: bool) -
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if _api_key(config) else ""
     parallel = config.engine.parallel
     drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
-    crew = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
+    names = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
     return f"""\
 ready after {took_s:.0f} s: {config.served_model_name} on {where}
-({crew}; Ctrl-C stops them)
+({names}; Ctrl-C stops them)
 
 Try it:
 

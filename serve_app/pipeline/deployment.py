@@ -1,7 +1,7 @@
 """A pipeline: one draft stage and one verify stage, kept ready, and the streams they feed.
 
 The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and people. Its
-`Keeper` owns the actors and mends what breaks; its `Streams` are the ledger from which a live
+`Supervisor` owns the actors and mends what breaks; its `Streams` are the ledger from which a live
 request can be resumed. It computes nothing and never sees text.
 """
 
@@ -45,8 +45,8 @@ from serve_app.pipeline.fallback import degraded_page
 from serve_app.pipeline.kv_migration import Contacts, HandingOver
 from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.streams import lost
-from serve_app.pipeline.supervisor import DEGRADED, Keeper
-from serve_app.pipeline.workers import Member
+from serve_app.pipeline.supervisor import DEGRADED, Supervisor
+from serve_app.pipeline.workers import Worker
 from serve_app.router import another_pipeline, beat, found_again, router_handle
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class PipelineControl:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberReport:
+class WorkerReport:
     name: str
     pid: int
     host: str
@@ -122,7 +122,7 @@ class PipelineState:
     """Its speed, as measured at the start of its epoch; None where nothing was measured."""
     draining: str
     """Why it takes no more requests; empty: it does."""
-    members: tuple[MemberReport, ...]
+    workers: tuple[WorkerReport, ...]
     is_degraded: bool = False
     """Stand-ins in the verify ranks' processes take the draft stage's part."""
     degraded_s: float = 0.0
@@ -146,7 +146,7 @@ class Pipeline:
         self._config = config
         self._router = router_handle(config)
         self._name = f"{config.app_name}-{uuid.uuid4().hex[:8]}"
-        self._keeper = Keeper(
+        self._supervisor = Supervisor(
             config,
             stages,
             pipeline=self._name,
@@ -154,7 +154,7 @@ class Pipeline:
             elsewhere=self._elsewhere,
             say=self._say_hello,
         )
-        self._streams = self._keeper.streams
+        self._streams = self._supervisor.streams
         self._address: str = serve.get_replica_context().replica_id.unique_id
         self._speed = SpeedOf(self._of_drafter)
         self._draining = Draining(
@@ -226,12 +226,12 @@ class Pipeline:
         Raises PeerLost while the drafting actor is being replaced.
         """
         del target
-        crew = await self._keeper.crew()
-        leader = crew.drafter
-        if crew.is_degraded:  # stand-ins have no like elsewhere: streams are computed again there
-            posts = {f"{leader.post.name} of {self._name}": leader.handle}
-            return Contacts(pipeline=self._name, posts=posts)
-        return Contacts(pipeline=self._name, posts={m.post.name: m.handle for m in crew.members})
+        group = await self._supervisor.worker_group()
+        leader = group.drafter
+        if group.is_degraded:  # stand-ins have no like elsewhere: streams are computed again there
+            ranks = {f"{leader.slot.name} of {self._name}": leader.handle}
+            return Contacts(pipeline=self._name, ranks=ranks)
+        return Contacts(pipeline=self._name, ranks={m.slot.name: m.handle for m in group.workers})
 
     async def drain(self, name: str) -> Drained | None:
         """Sends its live requests elsewhere and takes no more; None when another one is meant.
@@ -250,7 +250,7 @@ class Pipeline:
     async def health(self) -> Health:
         """Healthy when a round went through lately, or when one does now."""
         reason = await self._why_unhealthy()
-        degraded = f"degraded: {DEGRADED}" if self._keeper.is_degraded and not reason else ""
+        degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded and not reason else ""
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
 
     async def metrics(self) -> MetricsPage:
@@ -262,7 +262,7 @@ class Pipeline:
             text = b""
         if self._config.engine.parallel.stand_in:
             text += degraded_page(
-                is_degraded=self._keeper.is_degraded, seconds=self._keeper.degraded_s
+                is_degraded=self._supervisor.is_degraded, seconds=self._supervisor.degraded_s
             )
         return MetricsPage(pipeline=self._name, text=text)
 
@@ -285,40 +285,42 @@ class Pipeline:
 
         Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
         """
-        report = await self._keeper.load_head(folder)
+        report = await self._supervisor.load_head(folder)
         await self._say_hello()
         logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
         return report
 
     async def flush(self) -> None:
-        """Sends and writes what every member still holds, before they are taken down."""
-        for member in (await self._keeper.crew()).members:
+        """Sends and writes what every worker still holds, before they are taken down."""
+        for worker in (await self._supervisor.worker_group()).workers:
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                    await member.handle.flush.remote()
+                    await worker.handle.flush.remote()
             except (TimeoutError, RayError) as error:
-                logger.warning("spans not sent: %s error=%r", member.label, error)
+                logger.warning("spans not sent: %s error=%r", worker.label, error)
 
     async def state(self) -> PipelineState:
-        crew = await self._keeper.crew()
-        members, loads = tuple(crew.members), await crew.members.loads()
+        group = await self._supervisor.worker_group()
+        workers, loads = tuple(group.workers), await group.workers.loads()
         return PipelineState(
             pipeline=self._name,
             pid=os.getpid(),
-            epoch=crew.epoch,
-            is_ready=self._keeper.is_ready,
+            epoch=group.epoch,
+            is_ready=self._supervisor.is_ready,
             num_live=self._streams.num_live,
-            num_interruptions=self._keeper.num_interruptions,
-            last_trouble=str(self._keeper.trouble) if self._keeper.num_interruptions else "",
-            recovery_s=self._keeper.recovery_s,
+            num_interruptions=self._supervisor.num_interruptions,
+            last_trouble=str(self._supervisor.trouble)
+            if self._supervisor.num_interruptions
+            else "",
+            recovery_s=self._supervisor.recovery_s,
             address=self._address,
             weight=self._speed.value,
             draining=self._draining.reason,
-            members=tuple(
-                _member_report(member, loads.get(member.post.name)) for member in members
+            workers=tuple(
+                _worker_report(worker, loads.get(worker.slot.name)) for worker in workers
             ),
-            is_degraded=self._keeper.is_degraded,
-            degraded_s=self._keeper.degraded_s,
+            is_degraded=self._supervisor.is_degraded,
+            degraded_s=self._supervisor.degraded_s,
         )
 
     async def ledger(self) -> Ledger:
@@ -329,7 +331,7 @@ class Pipeline:
         return stats
 
     async def _of_drafter(self, method: str) -> Any:
-        drafter = (await self._keeper.crew()).drafter
+        drafter = (await self._supervisor.worker_group()).drafter
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 return await getattr(drafter.handle, method).remote()
@@ -346,15 +348,15 @@ class Pipeline:
 
     async def check_health(self) -> None:
         """Raises when this pipeline cannot heal itself: Serve then makes another."""
-        await self._keeper.check()
+        await self._supervisor.check()
 
     # -- what it says of itself -----------------------------------------------------------------
 
     async def _beat(self) -> None:
         """Says to the router that this pipeline is there, for as long as it is."""
         while True:
-            if self._keeper.is_ready and not self._keeper.is_degraded:
-                await self._speed.ask((await self._keeper.crew()).epoch)
+            if self._supervisor.is_ready and not self._supervisor.is_degraded:
+                await self._speed.ask((await self._supervisor.worker_group()).epoch)
             await self._say_hello()
             await asyncio.sleep(self._config.router.heartbeat_s)
 
@@ -364,10 +366,10 @@ class Pipeline:
             address=self._address,
             app=self._config.app_name,
             num_running=self._streams.num_live,
-            is_ready=self._keeper.is_ready,
+            is_ready=self._supervisor.is_ready,
             draining=bool(self._draining.reason),
             weight=self._speed.value,
-            promotion=self._keeper.promotion,
+            promotion=self._supervisor.promotion,
         )
         try:
             self._streams.let_go(await beat(self._router, report))
@@ -384,9 +386,9 @@ class Pipeline:
     # -- health ---------------------------------------------------------------------------------
 
     async def _why_unhealthy(self) -> str:
-        if not self._keeper.is_ready:
-            loading = await self._keeper.loading()
-            why = self._keeper.why_unavailable()
+        if not self._supervisor.is_ready:
+            loading = await self._supervisor.loading()
+            why = self._supervisor.why_unavailable()
             return f"{why}; loading: {loading}" if loading else why
         try:
             stats = await self.stats()
@@ -420,12 +422,12 @@ class Pipeline:
         return ""
 
 
-def _member_report(member: Member, load: LoadReport | None) -> MemberReport:
-    return MemberReport(
-        name=member.post.name,
-        pid=member.whereabouts.pid,
-        host=member.whereabouts.host,
-        node_id=member.whereabouts.node_id,
+def _worker_report(worker: Worker, load: LoadReport | None) -> WorkerReport:
+    return WorkerReport(
+        name=worker.slot.name,
+        pid=worker.whereabouts.pid,
+        host=worker.whereabouts.host,
+        node_id=worker.whereabouts.node_id,
         loaded_bytes=None if load is None else load.bytes_done,
         load_s=None if load is None else load.seconds,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,

@@ -37,14 +37,14 @@ _MARGIN_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contacts:
-    """The actors of one pipeline, by post, the drafting actor first."""
+    """The actors of one pipeline, by rank name, the drafting actor first."""
 
     pipeline: str
-    posts: Mapping[str, Any]
+    ranks: Mapping[str, Any]
 
     @property
     def drafter(self) -> tuple[str, Any]:
-        return next(iter(self.posts.items()))
+        return next(iter(self.ranks.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +149,21 @@ async def _copy_all(
 
 
 async def _why_not(source: Contacts, target: Contacts, *, timeout_s: float) -> str | None:
-    """Every rank has pages of its own, computed on a machine of its own: post by post they have to
+    """Every rank has pages of its own, computed on a machine of its own: rank by rank they have to
     agree."""
-    if list(source.posts) != list(target.posts):
-        return f"its posts are {list(source.posts)} here and {list(target.posts)} there"
+    if list(source.ranks) != list(target.ranks):
+        return f"its ranks are {list(source.ranks)} here and {list(target.ranks)} there"
     layouts: list[KvLayout] = await asyncio.gather(
         *(
             _ask(actor, "kv_layout", timeout_s=timeout_s)
-            for actor in (*source.posts.items(), *target.posts.items())
+            for actor in (*source.ranks.items(), *target.ranks.items())
         )
     )
-    count = len(source.posts)
-    for post, mine, theirs in zip(source.posts, layouts[:count], layouts[count:], strict=True):
+    count = len(source.ranks)
+    for rank_name, mine, theirs in zip(source.ranks, layouts[:count], layouts[count:], strict=True):
         difference = mine.why_not(theirs)
         if difference is not None:
-            return f"{post}: {difference}"
+            return f"{rank_name}: {difference}"
     return None
 
 
@@ -205,13 +205,13 @@ async def _copy(
 async def _travel(
     source: Contacts, target: Contacts, landing: Landing, *, timeout_s: float
 ) -> list[PageTraffic]:
-    """Every post sends to its like. Returns, or raises, when no rank is at it any more."""
+    """Every rank sends to its peer rank. Returns, or raises, when no rank is at it any more."""
     if not landing.pages.moves:
         return []
     lent, here = zip(*landing.pages.moves, strict=True)
     calls: list[Awaitable[PageTraffic]] = []
-    for post in source.posts:
-        ends = (f"{post} of {source.pipeline}", f"{post} of {target.pipeline}")
+    for rank_name in source.ranks:
+        ends = (f"{rank_name} of {source.pipeline}", f"{rank_name} of {target.pipeline}")
         for contacts, method, pages in (
             (source, "send_pages", lent),
             (target, "receive_pages", here),
@@ -220,13 +220,15 @@ async def _travel(
                 number=landing.pages.number,
                 epoch=landing.pages.epoch,
                 store=landing.store,
-                post=post,
+                rank_name=rank_name,
                 ends=ends,
                 pages=tuple(pages),
                 timeout_s=timeout_s,
             )
             whole_s = 2 * timeout_s + _MARGIN_S
-            calls.append(_ask((post, contacts.posts[post]), method, link, timeout_s=whole_s))
+            calls.append(
+                _ask((rank_name, contacts.ranks[rank_name]), method, link, timeout_s=whole_s)
+            )
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
@@ -260,27 +262,27 @@ async def _give_up(
 
 async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: float) -> Any:
     """Calls an actor; whatever goes wrong comes back as an error of ours that names it."""
-    post, handle = actor
+    rank_name, handle = actor
     try:
         async with asyncio.timeout(timeout_s):
             return await getattr(handle, method).remote(*args)
     except TimeoutError as error:
         raise _Unanswered(
-            peer=post, operation=method, reason=f"no answer within {timeout_s:g} s"
+            peer=rank_name, operation=method, reason=f"no answer within {timeout_s:g} s"
         ) from error
     except ray.exceptions.ActorUnavailableError as error:  # a link: who was called may be at it
-        raise _Unanswered(peer=post, operation=method, reason=str(error)) from error
+        raise _Unanswered(peer=rank_name, operation=method, reason=str(error)) from error
     except PROCESS_LOST as error:
-        raise PeerLost(peer=post, operation=method, reason=PROCESS_DIED) from error
+        raise PeerLost(peer=rank_name, operation=method, reason=PROCESS_DIED) from error
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, EesdError):
             raise cause from error
-        raise EngineError(f"{post} failed during {method}: {cause or error!r}") from error
+        raise EngineError(f"{rank_name} failed during {method}: {cause or error!r}") from error
     except EesdError:
         raise
     except Exception as error:  # one that has no such method, or that the call cannot be sent to
-        raise EngineError(f"{post} cannot be asked for {method}: {error!r}") from error
+        raise EngineError(f"{rank_name} cannot be asked for {method}: {error!r}") from error
 
 
 class HandingOver:

@@ -24,8 +24,8 @@ _SET = re.compile(r"(!?)in\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
-    """A place in a pipeline that an actor fills."""
+class RankSlot:
+    """A position in a pipeline that a worker fills."""
 
     name: str
     rank: int | None
@@ -49,9 +49,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
-    """One placement group: its posts, and how they stand to each other."""
+    """One placement group: its slots, and how they stand to each other."""
 
-    posts: tuple[Post, ...]
+    slots: tuple[RankSlot, ...]
     strategy: Strategy
     beside: frozenset[str] | None = None
     """Ids of the nodes it is kept to; None: any."""
@@ -60,7 +60,7 @@ class Bundles:
 
     @property
     def stages(self) -> str:
-        return " and ".join(dict.fromkeys(post.stage for post in self.posts))
+        return " and ".join(dict.fromkeys(slot.stage for slot in self.slots))
 
     def selectors(self) -> list[dict[str, str]]:
         """Ray's label selectors, one for each bundle."""
@@ -69,22 +69,22 @@ class Bundles:
             wanted[NODE_ID_LABEL] = f"in({','.join(sorted(self.beside))})"
         elif self.apart_from:
             wanted[NODE_ID_LABEL] = f"!in({','.join(sorted(self.apart_from))})"
-        return [{**post.labels, **wanted} for post in self.posts]
+        return [{**slot.labels, **wanted} for slot in self.slots]
 
-    def admits(self, node: Node, post: Post) -> bool:
-        """Whether the node may hold the post, resources aside."""
+    def admits(self, node: Node, slot: RankSlot) -> bool:
+        """Whether the node may hold the slot, resources aside."""
         if self.beside is not None and node.node_id not in self.beside:
             return False
-        return node.node_id not in self.apart_from and not _labels_missed(post, node)
+        return node.node_id not in self.apart_from and not _labels_missed(slot, node)
 
 
-def posts_of(
+def rank_slots(
     placement: PlacementConfig,
     *,
     num_verify_ranks: int,
     gpus_per_rank: float,
     num_draft_ranks: int = 1,
-) -> tuple[Post, ...]:
+) -> tuple[RankSlot, ...]:
     """The drafting actor first, then the other draft ranks, then the verify ranks in order."""
     ranks: list[tuple[str, int | None, StageName, BundleConfig]] = [
         ("drafting actor", None, "draft", placement.draft)
@@ -92,7 +92,7 @@ def posts_of(
     ranks += [(f"draft rank {r}", r, "draft", placement.draft) for r in range(1, num_draft_ranks)]
     ranks += [(f"verify rank {r}", r, "verify", placement.verify) for r in range(num_verify_ranks)]
     return tuple(
-        Post(
+        RankSlot(
             name=name,
             rank=rank,
             stage=stage,
@@ -121,20 +121,20 @@ def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
 # -- which groups ---------------------------------------------------------------------------------
 
 
-def groups_of(posts: Sequence[Post], placement: PlacementConfig) -> tuple[Bundles, ...]:
+def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bundles, ...]:
     """One group where one strategy says it all; else one per stage, the verify stage first.
 
     Raises ConfigError for strategies that contradict each other.
     """
     if placement.strategy is not None:
-        return (Bundles(posts=tuple(posts), strategy=placement.strategy),)
+        return (Bundles(slots=tuple(slots), strategy=placement.strategy),)
     relation = relation_of(placement)
     of_draft: Strategy = placement.draft.strategy or "PACK"
     of_verify: Strategy = placement.verify.strategy or "PACK"
-    draft = Bundles(posts=tuple(p for p in posts if p.stage == "draft"), strategy=of_draft)
-    verify = Bundles(posts=tuple(p for p in posts if p.stage == "verify"), strategy=of_verify)
+    draft = Bundles(slots=tuple(p for p in slots if p.stage == "draft"), strategy=of_draft)
+    verify = Bundles(slots=tuple(p for p in slots if p.stage == "verify"), strategy=of_verify)
     # A rank that is alone in its stage stands by any strategy.
-    several = [group for group in (draft, verify) if len(group.posts) > 1]
+    several = [group for group in (draft, verify) if len(group.slots) > 1]
     if relation == "STRICT_PACK":
         for group in several:
             if group.strategy == "STRICT_SPREAD":
@@ -142,9 +142,9 @@ def groups_of(posts: Sequence[Post], placement: PlacementConfig) -> tuple[Bundle
                     "placement.stages is STRICT_PACK, all on one node, and placement."
                     f"{group.stages}.strategy is STRICT_SPREAD, a node each: change one of them"
                 )
-        return (Bundles(posts=tuple(posts), strategy="STRICT_PACK"),)
+        return (Bundles(slots=tuple(slots), strategy="STRICT_PACK"),)
     if all(group.strategy == relation for group in several):
-        return (Bundles(posts=tuple(posts), strategy=relation),)
+        return (Bundles(slots=tuple(slots), strategy=relation),)
     return verify, draft
 
 
@@ -157,8 +157,8 @@ def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) ->
     """The second group, kept to or from the nodes that the first one stands on."""
     near = frozenset(to_nodes)
     if relation in ("SPREAD", "STRICT_SPREAD"):
-        return Bundles(posts=group.posts, strategy=group.strategy, apart_from=near)
-    return Bundles(posts=group.posts, strategy=group.strategy, beside=near)
+        return Bundles(slots=group.slots, strategy=group.strategy, apart_from=near)
+    return Bundles(slots=group.slots, strategy=group.strategy, beside=near)
 
 
 def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
@@ -184,8 +184,8 @@ def _emptied(node: Node) -> Node:
 class _Fit:
     """How far the bundles of a group go, tried one after the other."""
 
-    unplaced: tuple[Post, ...]
-    held: Mapping[str, tuple[Post, ...]]
+    unplaced: tuple[RankSlot, ...]
+    held: Mapping[str, tuple[RankSlot, ...]]
     """By node id: what was put there."""
 
 
@@ -196,7 +196,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
     if group.strategy == "STRICT_PACK":
         whole = _together(group)
         if _left_over(whole, nodes).unplaced:
-            return _explained(whole, whole.posts, nodes, held={})
+            return _explained(whole, whole.slots, nodes, held={})
     fit = _left_over(group, nodes)
     if not fit.unplaced:
         return (
@@ -208,59 +208,59 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
 
 def _together(group: Bundles) -> Bundles:
     """All bundles as one, which is what STRICT_PACK asks a node for."""
-    labels = {name: value for post in group.posts for name, value in post.labels.items()}
-    post = Post(
-        name=f"all {len(group.posts)} bundles together (strategy STRICT_PACK)",
+    labels = {name: value for slot in group.slots for name, value in slot.labels.items()}
+    slot = RankSlot(
+        name=f"all {len(group.slots)} bundles together (strategy STRICT_PACK)",
         rank=None,
-        resources=_summed([p.resources for p in group.posts]),
+        resources=_summed([p.resources for p in group.slots]),
         labels=labels,
     )
-    return Bundles(posts=(post,), strategy="PACK", beside=group.beside, apart_from=group.apart_from)
+    return Bundles(slots=(slot,), strategy="PACK", beside=group.beside, apart_from=group.apart_from)
 
 
 def _left_over(group: Bundles, nodes: Sequence[Node]) -> _Fit:
-    """First fit, the most demanding posts first: exact for bundles that are alike."""
+    """First fit, the most demanding slots first: exact for bundles that are alike."""
     free = {node.node_id: dict(node.free) for node in nodes}
-    held: dict[str, tuple[Post, ...]] = {}
+    held: dict[str, tuple[RankSlot, ...]] = {}
     unplaced = []
     choice = {
-        post.name: [node for node in nodes if group.admits(node, post)] for post in group.posts
+        slot.name: [node for node in nodes if group.admits(node, slot)] for slot in group.slots
     }
-    for post in sorted(
-        group.posts, key=lambda p: (len(choice[p.name]), -sum(p.resources.values()))
+    for slot in sorted(
+        group.slots, key=lambda p: (len(choice[p.name]), -sum(p.resources.values()))
     ):
-        for node in choice[post.name]:
+        for node in choice[slot.name]:
             if group.strategy == "STRICT_SPREAD" and node.node_id in held:
                 continue
             if group.strategy == "STRICT_PACK" and held and node.node_id not in held:
                 continue
-            if not _fits(post.resources, free[node.node_id]):
+            if not _fits(slot.resources, free[node.node_id]):
                 continue
-            for name, amount in post.resources.items():
+            for name, amount in slot.resources.items():
                 free[node.node_id][name] -= amount
-            held[node.node_id] = (*held.get(node.node_id, ()), post)
+            held[node.node_id] = (*held.get(node.node_id, ()), slot)
             break
         else:
-            unplaced.append(post)
+            unplaced.append(slot)
     return _Fit(unplaced=tuple(unplaced), held=held)
 
 
 def _explained(
     group: Bundles,
-    unplaced: Sequence[Post],
+    unplaced: Sequence[RankSlot],
     nodes: Sequence[Node],
     *,
-    held: Mapping[str, tuple[Post, ...]],
+    held: Mapping[str, tuple[RankSlot, ...]],
 ) -> str:
     """Bundles that lack the same are told of together."""
     same: dict[str, list[str]] = {}
-    for post in unplaced:
+    for slot in unplaced:
         lacks = [
-            f"node {node.name} {_what_lacks(group, post, node, held.get(node.node_id, ()))}"
+            f"node {node.name} {_what_lacks(group, slot, node, held.get(node.node_id, ()))}"
             for node in nodes
         ]
         told = _some(lacks, shown=_SHOWN_NODES, rest="nodes")
-        same.setdefault(f"{_wish(post)}: {told}", []).append(post.name)
+        same.setdefault(f"{_wish(slot)}: {told}", []).append(slot.name)
     parts = [
         f"{_some(names, shown=_SHOWN_BUNDLES, rest='bundles', between=', ')} "
         f"{'needs' if len(names) == 1 else 'need'} {lack}"
@@ -269,18 +269,18 @@ def _explained(
     return ". ".join(parts)
 
 
-def _what_lacks(group: Bundles, post: Post, node: Node, held: Sequence[Post]) -> str:
+def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankSlot]) -> str:
     if group.beside is not None and node.node_id not in group.beside:
         return "is not one of those that the other stage stands on"
     if node.node_id in group.apart_from:
         return "holds the other stage (placement.stages keeps the two apart)"
-    missed = _labels_missed(post, node)
+    missed = _labels_missed(slot, node)
     if missed:
         return f"has no label {missed[0]}"
-    small = [name for name in post.resources if _has(node.resources, name) < post.resources[name]]
+    small = [name for name in slot.resources if _has(node.resources, name) < slot.resources[name]]
     if small:
         return " and ".join(f"has {name} {_has(node.resources, name):g}" for name in small)
-    taken = [name for name in post.resources if _has(node.free, name) < post.resources[name]]
+    taken = [name for name in slot.resources if _has(node.free, name) < slot.resources[name]]
     if taken:
         return " and ".join(
             f"has {name} {node.resources[name] - _has(node.free, name):g} of "
@@ -295,10 +295,10 @@ def _what_lacks(group: Bundles, post: Post, node: Node, held: Sequence[Post]) ->
     return "has room, but not beside the others (strategy STRICT_PACK: all on one node)"
 
 
-def _labels_missed(post: Post, node: Node) -> list[str]:
+def _labels_missed(slot: RankSlot, node: Node) -> list[str]:
     return [
         f"{name}={wanted}"
-        for name, wanted in post.labels.items()
+        for name, wanted in slot.labels.items()
         if not matches(wanted, node.labels.get(name))
     ]
 
@@ -313,9 +313,9 @@ def matches(selector: str, value: str | None) -> bool:
     return value == selector
 
 
-def _wish(post: Post) -> str:
-    labels = [f"label {name}={value}" for name, value in post.labels.items()]
-    return ", ".join([f"{name} {amount:g}" for name, amount in post.resources.items()] + labels)
+def _wish(slot: RankSlot) -> str:
+    labels = [f"label {name}={value}" for name, value in slot.labels.items()]
+    return ", ".join([f"{name} {amount:g}" for name, amount in slot.resources.items()] + labels)
 
 
 def _some(parts: Sequence[str], *, shown: int, rest: str, between: str = "; ") -> str:

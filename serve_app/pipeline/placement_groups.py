@@ -1,9 +1,9 @@
-"""Places for a pipeline's actors: placement groups asked of Ray, waited for, mended and given back.
+"""Placement groups for the workers of a pipeline: asked of Ray, waited for, mended and given back.
 
 One group, or one per stage where a single strategy cannot say it; then the second is kept to or
 from the nodes of the first by a label selector on node ids, since Ray knows no relation between
 groups. All are placed within the bounded wait, or none is left behind. What stands where is decided
-in `_placement`; who fills a place is none of its business.
+in `placement`; who fills a place is none of its business.
 
 When a node dies Ray moves the bundles that were on it. A group that is kept to a dead node would
 wait for ever: it is placed again, kept to nothing.
@@ -31,7 +31,7 @@ from serve_app.config import PlacementConfig, Strategy
 from serve_app.pipeline.placement import (
     Bundles,
     Node,
-    Post,
+    RankSlot,
     could_hold,
     groups_of,
     related,
@@ -56,8 +56,8 @@ class _Placed:
     group: PlacementGroup
 
 
-class Places:
-    """Where each post of one pipeline stands."""
+class PlacementGroups:
+    """The placement groups of one pipeline, and the bundle of each of its rank slots."""
 
     def __init__(self, groups: Sequence[_Placed], *, name: str) -> None:
         self._groups = list(groups)
@@ -69,13 +69,13 @@ class Places:
         """Which bundles have no place now, and why; empty when every one has."""
         return self._missing
 
-    def strategy_for(self, post: Post) -> PlacementGroupSchedulingStrategy:
+    def strategy_for(self, slot: RankSlot) -> PlacementGroupSchedulingStrategy:
         for placed in self._groups:
-            if post in placed.bundles.posts:
+            if slot in placed.bundles.slots:
                 return PlacementGroupSchedulingStrategy(
-                    placed.group, placement_group_bundle_index=placed.bundles.posts.index(post)
+                    placed.group, placement_group_bundle_index=placed.bundles.slots.index(slot)
                 )
-        raise ConfigError(f"{post.name} has no bundle in the placement of {self._name}")
+        raise ConfigError(f"{slot.name} has no bundle in the placement of {self._name}")
 
     def remove(self) -> None:
         """Gives everything back; actors that still stand there end."""
@@ -124,13 +124,15 @@ class Places:
         return _asked(replace(placed.bundles, beside=None), name=self._name)
 
 
-async def places_for(posts: Sequence[Post], *, placement: PlacementConfig, name: str) -> Places:
-    """A place for each post. Raises ConfigError that says which bundle lacks what, and where."""
-    groups = groups_of(posts, placement)
+async def placement_groups_for(
+    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
+) -> PlacementGroups:
+    """A place for each slot. Raises ConfigError that says which bundle lacks what, and where."""
+    groups = groups_of(slots, placement)
     placing = _Placing(placement, name=name)
     try:
         async with asyncio.timeout(placement.timeout_s):
-            return Places(await placing.all_of(groups), name=name)
+            return PlacementGroups(await placing.all_of(groups), name=name)
     except TimeoutError as error:
         nodes = await asyncio.to_thread(nodes_now)
         raise ConfigError(
@@ -180,7 +182,7 @@ class _Placing:
         return could_hold(second, nodes) and not could_hold(kept, nodes)
 
     async def _place_beside(self, second: Bundles) -> None:
-        """Places the second group by its relation to the first; a mere wish may go unfulfilled."""
+        """Places the second group by its relation to the first; a preference may be dropped."""
         kept = self._related(second)
         if self._relation == "STRICT_SPREAD":
             await self._place(kept)
@@ -212,7 +214,7 @@ def _asked(bundles: Bundles, *, name: str) -> _Placed:
     selectors = bundles.selectors()
     try:
         group = placement_group(
-            [post.resources for post in bundles.posts],
+            [slot.resources for slot in bundles.slots],
             strategy=bundles.strategy,
             name=f"{name}: {bundles.stages}",
             bundle_label_selector=selectors if any(selectors) else None,

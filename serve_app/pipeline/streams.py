@@ -1,6 +1,6 @@
 """The live streams of one pipeline: the ledger, and the door to its engine.
 
-A stream goes in when the pipeline is ready and `_suspicion` lets it, comes out with its tokens, and
+A stream goes in when the pipeline is ready and `quarantine` lets it, comes out with its tokens, and
 goes in again, from its tokens so far, when the engine broke under it. The supervisor says when the
 pipeline broke and when it is ready again; how that is done is nothing to a stream.
 """
@@ -32,7 +32,7 @@ from eesd_dist.workers.messages import StreamItem
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline.quarantine import Suspicion
 from serve_app.pipeline.resume import Again, resumed
-from serve_app.pipeline.workers import Member
+from serve_app.pipeline.workers import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Streams:
         self,
         *,
         pipeline: str,
-        drafter: Callable[[], Awaitable[Member]],
+        drafter: Callable[[], Awaitable[Worker]],
         recovery: RecoveryConfig,
         delivered: Callable[[], None],
         elsewhere: Callable[[], Awaitable[object | None]] = _nowhere,
@@ -133,7 +133,7 @@ class Streams:
         self,
         trouble: EesdError,
         *,
-        drafter: Member | None,
+        drafter: Worker | None,
         keeps_streams: bool = True,
         is_telling: bool = True,
     ) -> int:
@@ -156,7 +156,7 @@ class Streams:
         self._tell()
         return len(verdict.struck)
 
-    async def leave(self, reason: str, *, drafter: Member | None) -> None:
+    async def leave(self, reason: str, *, drafter: Worker | None) -> None:
         """While it is unavailable, streams go on in another pipeline; suspects wait here."""
         if self._is_ready:
             return
@@ -166,7 +166,7 @@ class Streams:
             await self._recall(drafter, self._lost(EngineError(reason)))
         self._tell()
 
-    async def come_out(self, *, drafter: Member | None) -> None:
+    async def come_out(self, *, drafter: Worker | None) -> None:
         """It is to get another engine in good order, and is paused: everyone waits outside, and
         nothing is held against anyone."""
         self._suspicion.all_came_out()
@@ -422,7 +422,7 @@ class Streams:
     def _lost(self, trouble: EesdError) -> PeerLost:
         return PeerLost(peer=self._pipeline, operation="rounds", reason=str(trouble))
 
-    async def _recall(self, drafter: Member, word: EesdError) -> None:
+    async def _recall(self, drafter: Worker, word: EesdError) -> None:
         """The drafting actor lets go of all that it keeps; their streams come back to the door."""
         try:
             async with asyncio.timeout(_EMPTY_S):
@@ -435,11 +435,11 @@ class Streams:
         self._changed = asyncio.Event()
 
 
-def lost(member: Member, error: RayError, *, operation: str) -> PeerLost:
+def lost(worker: Worker, error: RayError, *, operation: str) -> PeerLost:
     """Ray's word about an actor in our terms."""
     has_died = isinstance(error, ray.exceptions.RayActorError)
     return PeerLost(
-        peer=member.label,
+        peer=worker.label,
         operation=operation,
         reason=PROCESS_DIED if has_died else str(error),
     )

@@ -1,8 +1,8 @@
 """Keeps one pipeline ready: forms it, hears what breaks it, mends it, and knows when to give up.
 
-It brings a crew together into epoch after epoch, and tells the streams when to wait, when
+It brings a group together into epoch after epoch, and tells the streams when to wait, when
 to go on and, while a process has to be replaced and another pipeline is ready, when to go there.
-Who is to blame for an interruption is `_suspicion`'s to find out.
+Who is to blame for an interruption is `quarantine`'s to find out.
 
 Where stand-ins are kept, a pipeline that has lost its draft stage is ready again at once, degraded
 to plain decoding. It changes over to a full epoch when the draft stage is back, weights
@@ -24,12 +24,12 @@ from eesd_dist.routing.directory import PipelineReport, Promotion
 from eesd_dist.workers.messages import HeadReport
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
-from serve_app.pipeline.placement import Post, gpus_per_rank, posts_of
-from serve_app.pipeline.placement_groups import Places, places_for
+from serve_app.pipeline.placement import RankSlot, gpus_per_rank, rank_slots
+from serve_app.pipeline.placement_groups import PlacementGroups, placement_groups_for
 from serve_app.pipeline.quarantine import Patience
 from serve_app.pipeline.streams import Streams
-from serve_app.pipeline.worker_group import Crew
-from serve_app.pipeline.workers import Member, Members, Recruiting
+from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.pipeline.workers import Worker, Workers, WorkerSpec
 from serve_app.router import AskRouter, promotion_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _Recovery:
     """Streams that were in the engine."""
 
 
-class Keeper:
+class Supervisor:
     """One pipeline's; built inside a running event loop."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Keeper:
         self._promotion: Promotion | None = None
         self._errands: set[asyncio.Future[None]] = set()
         """What nobody waits for."""
-        self._crew: asyncio.Future[Crew] = asyncio.get_running_loop().create_future()
+        self._worker_group: asyncio.Future[WorkerGroup] = asyncio.get_running_loop().create_future()
         self.streams = Streams(
             pipeline=pipeline,
             drafter=self._drafter,
@@ -101,11 +101,11 @@ class Keeper:
             elsewhere=elsewhere,
             round_timeout_s=config.engine.parallel.timeout_s,
         )
-        self._supervisor = asyncio.ensure_future(self._supervise())
+        self._supervising = asyncio.ensure_future(self._supervise())
 
-    async def crew(self) -> Crew:
+    async def worker_group(self) -> WorkerGroup:
         """Waits for the first; raises why there will be none."""
-        return await asyncio.shield(self._crew)
+        return await asyncio.shield(self._worker_group)
 
     @property
     def is_ready(self) -> bool:
@@ -152,28 +152,30 @@ class Keeper:
             return f"changing over for {waited_s:.1f} s: the draft stage is back"
         if self._num_interruptions == 0:
             return f"loading for {waited_s:.1f} s: {self._trouble}"
-        number = self._crew.result().epoch
+        number = self._worker_group.result().epoch
         return f"re-forming for {waited_s:.1f} s (epoch {number}): {self._trouble}"
 
     async def loading(self) -> str:
         """Who still reads weights, and how far; empty when nobody does."""
-        if not self._crew.done() or self._crew.exception() is not None:
+        if not self._worker_group.done() or self._worker_group.exception() is not None:
             return ""
-        loads = await self._crew.result().members.loads()
+        loads = await self._worker_group.result().workers.loads()
         return ", ".join(f"{name} {load.told}" for name, load in loads.items() if not load.is_over)
 
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""
-        if not self._supervisor.done() and self._num_interruptions == 0:
+        if not self._supervising.done() and self._num_interruptions == 0:
             first_start = asyncio.ensure_future(self._ready.wait())
-            await asyncio.wait({first_start, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {first_start, self._supervising}, return_when=asyncio.FIRST_COMPLETED
+            )
             first_start.cancel()
-        if self._supervisor.done():
+        if self._supervising.done():
             raise self._trouble
 
     async def load_head(self, folder: str) -> HeadReport:
         """Raises CheckpointError or ConfigError for one that does not fit; the old one goes on."""
-        crew = await self.crew()
+        group = await self.worker_group()
         recovery = self._config.recovery
         try:
             async with asyncio.timeout(recovery.stream_pause_s):
@@ -186,7 +188,7 @@ class Keeper:
         if self.is_degraded:
             raise EngineError(f"cannot take {folder} now: degraded: {DEGRADED}; try again")
         async with asyncio.timeout(recovery.load_timeout_s):
-            report = await crew.load_head(folder)
+            report = await group.load_head(folder)
         self._promotion = Promotion(
             in_place_of=_head_key(self._config), head=folder, taken_unix_s=time.time()
         )
@@ -197,8 +199,8 @@ class Keeper:
     async def _supervise(self) -> None:
         """Until forming fails for good; whatever ends it, nobody waits for it any longer."""
         try:
-            self._crew.set_result(await self._recruit())
-            await self._keep_ready(self._crew.result())
+            self._worker_group.set_result(await self._make_group())
+            await self._keep_ready(self._worker_group.result())
         except EesdError as error:
             logger.error("given up: pipeline=%s: %s", self._pipeline, error)
             await self._give_up(error)
@@ -208,77 +210,79 @@ class Keeper:
                 EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
             )
 
-    async def _keep_ready(self, crew: Crew) -> None:
+    async def _keep_ready(self, group: WorkerGroup) -> None:
         while True:
-            await self._form(crew)
-            self._mark_ready(crew)
-            trouble = await self._end_of_epoch(crew)
+            await self._start_epoch(group)
+            self._mark_ready(group)
+            trouble = await self._end_of_epoch(group)
             if trouble is None:
-                await self._change_over(crew)
+                await self._change_over(group)
             else:
-                await self._interrupted(crew, trouble)
+                await self._interrupted(group, trouble)
 
     async def _give_up(self, error: EesdError) -> None:
         self._trouble = error
         self._ready.clear()
         self.streams.give_up(error)
-        if not self._crew.done():
-            self._crew.set_exception(error)
-        elif self._crew.exception() is None:
-            await self._crew.result().stop()
+        if not self._worker_group.done():
+            self._worker_group.set_exception(error)
+        elif self._worker_group.exception() is None:
+            await self._worker_group.result().stop()
 
-    async def _recruit(self) -> Crew:
+    async def _make_group(self) -> WorkerGroup:
         engine = self._config.engine
-        posts, places = await self._placed()
-        recruiting = Recruiting(
+        slots, placement_groups = await self._placed()
+        spec = WorkerSpec(
             pipeline=self._pipeline,
             engine=engine,
             stages=self._stages,
             telemetry=self._config.telemetry_options,
             ask_router=AskRouter(self._router),
         )
-        crew = Crew(Members(places, posts, recruiting=recruiting))
+        group = WorkerGroup(Workers(placement_groups, slots, spec=spec))
         self._promotion = await promotion_of(self._router, in_place_of=_head_key(self._config))
         if self._promotion is not None:
-            crew.recruit_with_head(self._promotion.head)
-        return crew
+            group.set_head(self._promotion.head)
+        return group
 
-    async def _placed(self) -> tuple[Sequence[Post], Places]:
+    async def _placed(self) -> tuple[Sequence[RankSlot], PlacementGroups]:
         """Nodes may join while room is waited for: with other GPUs than were counted on, all is
         asked for anew."""
         engine, placement = self._config.engine, self._config.placement
         gpus = _gpus_per_rank(engine)
         while True:
-            posts = posts_of(
+            slots = rank_slots(
                 placement,
                 num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
                 num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
                 gpus_per_rank=gpus,
             )
-            places = await places_for(posts, placement=placement, name=self._pipeline)
+            placement_groups = await placement_groups_for(
+                slots, placement=placement, name=self._pipeline
+            )
             counted, gpus = gpus, _gpus_per_rank(engine)
             if counted == gpus:
-                return posts, places
+                return slots, placement_groups
             logger.info(
                 "placed anew: pipeline=%s gpus_per_rank=%g, was %g", self._pipeline, gpus, counted
             )
-            places.remove()
+            placement_groups.remove()
 
-    async def _form(self, crew: Crew) -> None:
+    async def _start_epoch(self, group: WorkerGroup) -> None:
         """Tries until it succeeds, while it is not the configuration that is to blame."""
         deadline = time.monotonic() + self._config.recovery.load_timeout_s
         retry_s = _RETRY_S
         while True:
             try:
-                await self._form_once(crew, timeout_s=max(1.0, deadline - time.monotonic()))
+                await self._try_epoch(group, timeout_s=max(1.0, deadline - time.monotonic()))
             except ConfigError as error:
-                if not crew.has_other_head:
+                if not group.has_other_head:
                     raise
                 # The promoted head's folder has gone or changed since; there was one before it.
                 logger.error(
                     "back to the configured head: pipeline=%s error=%s", self._pipeline, error
                 )
-                await crew.recruit_as_configured()
+                await group.reset_head()
                 self._promotion = None
             except EngineError as error:
                 logger.warning("not formed: pipeline=%s error=%s", self._pipeline, error)
@@ -288,31 +292,31 @@ class Keeper:
                         f"pipeline {self._pipeline} is given up: it was not formed within "
                         f"{self._config.recovery.load_timeout_s:g} s, the last time: {error}"
                     ) from error
-                await crew.disband()
+                await group.end_epoch()
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
             else:
                 return
 
-    async def _form_once(self, crew: Crew, *, timeout_s: float) -> None:
+    async def _try_epoch(self, group: WorkerGroup, *, timeout_s: float) -> None:
         """With stand-ins where they can help at once; where they fail, as if there were none."""
-        if crew.may_stand_in:
-            if (leader := _drafter_of(crew)) is not None:
+        if group.may_stand_in:
+            if (leader := _drafter_of(group)) is not None:
                 # It kept its streams when a verify rank was lost; it will not lead them now.
                 await self.streams.come_out(drafter=leader)
             try:
-                return await crew.form_degraded(timeout_s=timeout_s / 2)
+                return await group.start_degraded_epoch(timeout_s=timeout_s / 2)
             except EesdError as error:
                 logger.warning("no stand-in: pipeline=%s error=%s", self._pipeline, error)
-                await crew.disband()
-        await crew.form(timeout_s=timeout_s)
+                await group.end_epoch()
+        await group.start_epoch(timeout_s=timeout_s)
 
-    async def _end_of_epoch(self, crew: Crew) -> EesdError | None:
+    async def _end_of_epoch(self, group: WorkerGroup) -> EesdError | None:
         """What broke it; None: it is degraded and need not be any longer."""
-        trouble = asyncio.ensure_future(crew.trouble())
+        trouble = asyncio.ensure_future(group.trouble())
         waiting: set[asyncio.Future[Any]] = {trouble}
-        if crew.is_degraded:
-            waiting.add(asyncio.ensure_future(self._replace_drafters(crew)))
+        if group.is_degraded:
+            waiting.add(asyncio.ensure_future(self._replace_drafters(group)))
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for ended in done - {trouble}:
@@ -323,14 +327,14 @@ class Keeper:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _replace_drafters(self, crew: Crew) -> None:
+    async def _replace_drafters(self, group: WorkerGroup) -> None:
         """Returns when a full epoch can take over; tried as long as it takes."""
         retry_s = _RETRY_S
-        while crew.may_stand_in or not self.streams.is_calm:
+        while group.may_stand_in or not self.streams.is_calm:
             try:
-                await crew.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
+                await group.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
             except EesdError as error:
-                if isinstance(error, ConfigError) and crew.has_other_head:
+                if isinstance(error, ConfigError) and group.has_other_head:
                     return  # forming a full epoch goes back to the configured one
                 logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
                 await asyncio.sleep(retry_s)
@@ -338,17 +342,17 @@ class Keeper:
             else:
                 await asyncio.sleep(_CALM_S)
 
-    async def _change_over(self, crew: Crew) -> None:
+    async def _change_over(self, group: WorkerGroup) -> None:
         """In good order, up to where the full epoch may be formed."""
-        logger.info("changing over: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
+        logger.info("changing over: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         self._is_changing_over = True
         self._mark_unavailable(EngineError("it is changing over to the draft stage that is back"))
-        await self.streams.come_out(drafter=_drafter_of(crew))
-        await crew.halt()
-        await crew.disband()
+        await self.streams.come_out(drafter=_drafter_of(group))
+        await group.halt()
+        await group.end_epoch()
         # Who was still on the way in when the others came out; from now on nobody gets in.
-        await self.streams.come_out(drafter=_drafter_of(crew))
-        self._run(self._send_elsewhere(crew))
+        await self.streams.come_out(drafter=_drafter_of(group))
+        self._run(self._send_elsewhere(group))
 
     def _mark_unavailable(self, trouble: EesdError) -> None:
         self._ready.clear()
@@ -356,20 +360,20 @@ class Keeper:
         self._degraded_s, self._degraded_since_s = self.degraded_s, None
         self.streams.paused(trouble)
 
-    def _mark_ready(self, crew: Crew) -> None:
+    def _mark_ready(self, group: WorkerGroup) -> None:
         self._ready.set()
         self._since_s = time.monotonic()
         self._is_changing_over = False
-        if crew.is_degraded:
+        if group.is_degraded:
             self._degraded_since_s = self._since_s
             logger.warning("degraded: pipeline=%s: %s", self._pipeline, DEGRADED)
-        logger.info("ready: pipeline=%s epoch=%d", self._pipeline, crew.epoch)
+        logger.info("ready: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         recovery = self._recovery
         if recovery is not None and (recovery.num_waiting == 0 or self.streams.num_live == 0):
             self._recovered()
         self.streams.resume()
 
-    async def _interrupted(self, crew: Crew, trouble: EesdError) -> None:
+    async def _interrupted(self, group: WorkerGroup, trouble: EesdError) -> None:
         """Up to where a new epoch may be formed."""
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
         self._trouble = trouble
@@ -377,18 +381,18 @@ class Keeper:
         recovery = self._recovery = _Recovery(trouble=trouble, noticed_s=self._since_s)
         self._num_interruptions += 1
         self._run(self._say())
-        await crew.disband()
+        await group.end_epoch()
         recovery.left_s = time.monotonic()
         recovery.num_waiting = await self.streams.broke(
             trouble,
-            drafter=_drafter_of(crew),
-            keeps_streams=not (crew.is_degraded or crew.may_stand_in),
+            drafter=_drafter_of(group),
+            keeps_streams=not (group.is_degraded or group.may_stand_in),
             is_telling=_may_be_a_request(trouble),
         )
         if recovery.num_waiting > 0:
             self._patience.failed()
         self._raise_if_hopeless()
-        self._run(self._send_elsewhere(crew))
+        self._run(self._send_elsewhere(group))
 
     def _run(self, errand: Awaitable[None]) -> None:
         task = asyncio.ensure_future(errand)
@@ -400,21 +404,21 @@ class Keeper:
         if not task.cancelled() and task.exception() is not None:
             logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
 
-    async def _send_elsewhere(self, crew: Crew) -> None:
+    async def _send_elsewhere(self, group: WorkerGroup) -> None:
         """Streams need not wait for this pipeline where another is ready: not while a process is
         replaced, which takes its time, nor where forming fails or hangs."""
         since_s = self._since_s
 
         def is_over() -> bool:
-            return self.is_ready or self._since_s != since_s or self._supervisor.done()
+            return self.is_ready or self._since_s != since_s or self._supervising.done()
 
-        if crew.members.are_complete or crew.may_stand_in:
+        if group.workers.are_complete or group.may_stand_in:
             await asyncio.sleep(_ASK_EVERY_S)
         while not is_over():
             there = await self._elsewhere()
             if there is not None and not is_over():
                 reason = f"it is re-forming: {self._trouble}"
-                return await self.streams.leave(reason, drafter=_drafter_of(crew))
+                return await self.streams.leave(reason, drafter=_drafter_of(group))
             await asyncio.sleep(_ASK_EVERY_S)
 
     def _raise_if_hopeless(self) -> None:
@@ -426,8 +430,8 @@ class Keeper:
 
     # -- what it hears --------------------------------------------------------------------------
 
-    async def _drafter(self) -> Member:
-        return (await self.crew()).drafter
+    async def _drafter(self) -> Worker:
+        return (await self.worker_group()).drafter
 
     def _delivered(self) -> None:
         self._patience.works()
@@ -440,14 +444,14 @@ class Keeper:
         assert recovery is not None
         start_s, now_s = recovery.noticed_s, time.monotonic()
         self._recovery_s = now_s - start_s
-        crew = self._crew.result()
+        group = self._worker_group.result()
         logger.info(
-            "recovered: pipeline=%s epoch=%d left_s=%.2f recruited_s=%.2f ready_s=%.2f "
+            "recovered: pipeline=%s epoch=%d left_s=%.2f spawned_s=%.2f ready_s=%.2f "
             "token_s=%.2f streams=%d after=%s",
             self._pipeline,
-            crew.epoch,
+            group.epoch,
             recovery.left_s - start_s,
-            crew.recruited_s - start_s,
+            group.spawned_s - start_s,
             self._since_s - start_s,
             self._recovery_s,
             recovery.num_waiting,
@@ -457,13 +461,13 @@ class Keeper:
 
 def _may_be_a_request(trouble: EesdError) -> bool:
     """Whether what a request asks for can have done it: a death can, or a bug; a lost link or node,
-    or a member that does not answer, says more of machines."""
+    or a worker that does not answer, says more of machines."""
     return not isinstance(trouble, PeerLost) or trouble.reason == PROCESS_DIED
 
 
-def _drafter_of(crew: Crew) -> Member | None:
+def _drafter_of(group: WorkerGroup) -> Worker | None:
     try:
-        return crew.drafter
+        return group.drafter
     except PeerLost:
         return None
 

@@ -1,6 +1,6 @@
-"""Who is at the posts of a pipeline: actors, recruited into their places, called, and sent away.
+"""The workers of a pipeline: actors, each started in the bundle of its slot, called and killed.
 
-What they do together, and who is to blame when it ends, is the business of their crew.
+What they do together, and who is to blame when it ends, is the business of their group.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from eesd_dist.workers.process import PROCESS_LOST, thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
 from serve_app.pipeline.fallback import StandInHandle
-from serve_app.pipeline.placement import Post
-from serve_app.pipeline.placement_groups import Places
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement_groups import PlacementGroups
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ _PING_S = 2.0
 """An actor's event loop answers at once, whatever its loop of rounds is doing: one that does not is
 frozen, or cut off, and is not waited for."""
 _LOAD_ANSWER_S = 1.0
-_RECRUIT_S = 15.0
+_SPAWN_S = 15.0
 """First wait for a new process. It may have been sent to a node that is cut off, which Ray has yet
 to find out: it is tried again, and waited for twice as long each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recruiting:
+class WorkerSpec:
     """How an actor of this pipeline is made."""
 
     pipeline: str
@@ -63,17 +63,17 @@ class Recruiting:
     telemetry: TelemetryOptions
     ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
 
-    def with_head(self, folder: str) -> "Recruiting":
+    def with_head(self, folder: str) -> "WorkerSpec":
         """The same with another exit head."""
         model = self.engine.model.model_copy(update={"head": Path(folder)})
         return replace(self, engine=self.engine.model_copy(update={"model": model}))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Member:
-    """One actor at its post."""
+class Worker:
+    """One actor in its slot."""
 
-    post: Post
+    slot: RankSlot
     handle: Any
     whereabouts: Whereabouts
     death: asyncio.Future[str]
@@ -81,22 +81,22 @@ class Member:
 
     load: LoadReport | None = None
     """How far it was with its weights when it was asked last."""
-    host: "Member | None" = None
+    host: "Worker | None" = None
     """Of a stand-in: whose process it lives in."""
 
     @property
     def label(self) -> str:
-        return f"{self.post.name} (pid {self.whereabouts.pid} on {self.whereabouts.host})"
+        return f"{self.slot.name} (pid {self.whereabouts.pid} on {self.whereabouts.host})"
 
     @property
     def is_dead(self) -> bool:
         return self.death.done()
 
-    def stand_in(self) -> "Member":
+    def stand_in(self) -> "Worker":
         """The one in a verify rank's process; it dies with it."""
-        name = f"stand-in in {self.post.name}"
-        return Member(
-            post=replace(self.post, name=name, stage="draft", rank=self.post.rank or None),
+        name = f"stand-in in {self.slot.name}"
+        return Worker(
+            slot=replace(self.slot, name=name, stage="draft", rank=self.slot.rank or None),
             handle=StandInHandle(self.handle),
             whereabouts=self.whereabouts,
             death=self.death,
@@ -134,125 +134,129 @@ class Member:
             return False
 
 
-class Members:
-    """Who is at each post, and who is on the way to one."""
+class Workers:
+    """Who is at each slot, and who is on the way to one."""
 
-    def __init__(self, places: Places, posts: Sequence[Post], *, recruiting: Recruiting) -> None:
-        self.places = places
-        self.posts = tuple(posts)
-        self.recruiting = recruiting
+    def __init__(
+        self, placement_groups: PlacementGroups, slots: Sequence[RankSlot], *, spec: WorkerSpec
+    ) -> None:
+        self.placement_groups = placement_groups
+        self.slots = tuple(slots)
+        self.spec = spec
         """How those are made who come from now on."""
-        self._at_post: dict[str, Member] = {}
-        self._coming: dict[str, asyncio.Task[Member]] = {}
-        """Recruits on their way, by post: they start while the survivors still leave."""
+        self._in_slot: dict[str, Worker] = {}
+        self._coming: dict[str, asyncio.Task[Worker]] = {}
+        """New workers on their way, by slot: they start while the survivors still leave."""
 
-    def __iter__(self) -> Iterator[Member]:
-        """Who is there now, in the order of the posts."""
-        return iter([self._at_post[p.name] for p in self.posts if p.name in self._at_post])
+    def __iter__(self) -> Iterator[Worker]:
+        """Who is there now, in the order of the slots."""
+        return iter([self._in_slot[p.name] for p in self.slots if p.name in self._in_slot])
 
     @property
     def are_complete(self) -> bool:
-        """Whether everyone is at a post: then a new epoch needs no new process."""
-        return not any(self.is_empty(post) for post in self.posts)
+        """Whether everyone is at a slot: then a new epoch needs no new process."""
+        return not any(self.is_empty(slot) for slot in self.slots)
 
-    def is_empty(self, post: Post) -> bool:
-        member = self._at_post.get(post.name)
-        return member is None or member.is_dead
+    def is_empty(self, slot: RankSlot) -> bool:
+        worker = self._in_slot.get(slot.name)
+        return worker is None or worker.is_dead
 
-    def at(self, post: Post) -> Member:
+    def at(self, slot: RankSlot) -> Worker:
         """Raises PeerLost when nobody is."""
-        member = self._at_post.get(post.name)
-        if member is None or member.is_dead:
-            raise PeerLost(peer=post.name, operation="call", reason="its process is gone")
-        return member
+        worker = self._in_slot.get(slot.name)
+        if worker is None or worker.is_dead:
+            raise PeerLost(peer=slot.name, operation="call", reason="its process is gone")
+        return worker
 
     async def loads(self) -> dict[str, LoadReport]:
-        """How far each is with its weights, by its post; the silent said it before."""
-        await asyncio.gather(*[member.ask_load() for member in self])
-        return {m.post.name: m.load for m in self if m.load is not None}
+        """How far each is with its weights, by its slot; the silent said it before."""
+        await asyncio.gather(*[worker.ask_load() for worker in self])
+        return {m.slot.name: m.load for m in self if m.load is not None}
 
-    async def fill(self, post: Post, operation: str) -> None:
-        """Waits for someone at an empty post; raises what their start raised."""
-        coming = self._coming.pop(post.name, None)
+    async def fill(self, slot: RankSlot, operation: str) -> None:
+        """Waits for someone at an empty slot; raises what their start raised."""
+        coming = self._coming.pop(slot.name, None)
         if coming is None:
-            coming = asyncio.ensure_future(self._recruited(post, operation))
+            coming = asyncio.ensure_future(self._spawned(slot, operation))
         try:
-            member = await coming
+            worker = await coming
         except asyncio.CancelledError:  # and it may have come in the same moment
-            _send_back(coming)
+            _kill_spawned(coming)
             raise
-        self._arrived(member)
+        self._arrived(worker)
 
-    async def fill_beside(self, post: Post, operation: str, *, timeout_s: float) -> None:
-        """As `fill`, and a recruit that is still coming when this is ended goes on coming."""
-        coming = self._coming.get(post.name) or self.send_for(post, operation)
+    async def fill_meanwhile(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
+        """As `fill`, and a new worker that is still coming when this is ended goes on coming."""
+        coming = self._coming.get(slot.name) or self.start_spawn(slot, operation)
         await asyncio.wait({coming}, timeout=timeout_s)
         if not coming.done():
             raise PeerLost(
-                peer=post.name,
+                peer=slot.name,
                 operation=operation,
-                reason=". ".join([f"nobody there after {timeout_s:g} s", *self.places.missing]),
+                reason=". ".join(
+                    [f"nobody there after {timeout_s:g} s", *self.placement_groups.missing]
+                ),
             )
-        self._coming.pop(post.name, None)
+        self._coming.pop(slot.name, None)
         self._arrived(coming.result())
 
-    def send_for(self, post: Post, operation: str) -> asyncio.Task[Member]:
-        """From now on someone is on the way to the post."""
-        coming = asyncio.ensure_future(self._recruited(post, operation))
-        self._coming[post.name] = coming
+    def start_spawn(self, slot: RankSlot, operation: str) -> asyncio.Task[Worker]:
+        """From now on someone is on the way to the slot."""
+        coming = asyncio.ensure_future(self._spawned(slot, operation))
+        self._coming[slot.name] = coming
         return coming
 
-    def dismiss(self, member: Member) -> None:
-        ray.kill(member.handle)
-        self._at_post.pop(member.post.name, None)
-        if not member.is_dead:
-            member.death.cancel()
+    def kill(self, worker: Worker) -> None:
+        ray.kill(worker.handle)
+        self._in_slot.pop(worker.slot.name, None)
+        if not worker.is_dead:
+            worker.death.cancel()
 
-    async def send_all_away(self) -> None:
+    async def release_all(self) -> None:
         """And those who are still coming."""
-        await asyncio.gather(*[member.leaves() for member in self])
-        for member in self:
-            self.dismiss(member)
+        await asyncio.gather(*[worker.leaves() for worker in self])
+        for worker in self:
+            self.kill(worker)
         coming = tuple(self._coming.values())
         self._coming.clear()
         for task in coming:
-            _send_back(task)
+            _kill_spawned(task)
         await asyncio.gather(*coming, return_exceptions=True)
 
-    def _arrived(self, member: Member) -> None:
-        self._at_post[member.post.name] = member
-        logger.info("recruited: %s", member.label)
+    def _arrived(self, worker: Worker) -> None:
+        self._in_slot[worker.slot.name] = worker
+        logger.info("spawned: %s", worker.label)
 
-    async def _recruited(self, post: Post, operation: str) -> Member:
-        """A new process at the post, as often as it takes; raises what its start raised."""
-        timeout_s = _RECRUIT_S
+    async def _spawned(self, slot: RankSlot, operation: str) -> Worker:
+        """A new process at the slot, as often as it takes; raises what its start raised."""
+        timeout_s = _SPAWN_S
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._recruit(post, operation)
+                    return await self._spawn(slot, operation)
             except TimeoutError:
-                logger.warning("%s does not start within %g s: tried again", post.name, timeout_s)
+                logger.warning("%s does not start within %g s: tried again", slot.name, timeout_s)
                 timeout_s *= 2
 
-    async def _recruit(self, post: Post, operation: str) -> Member:
-        handle = self._spawn(post)
+    async def _spawn(self, slot: RankSlot, operation: str) -> Worker:
+        handle = self._create_actor(slot)
         try:
             whereabouts = await handle.whereabouts.remote()
         except BaseException as error:
             ray.kill(handle)  # else it keeps the bundle that the next attempt needs
             if isinstance(error, Exception):
-                raise _ours(error, peer=post.name, operation=operation) from error
+                raise _ours(error, peer=slot.name, operation=operation) from error
             raise
-        return Member(
-            post=post,
+        return Worker(
+            slot=slot,
             handle=handle,
             whereabouts=whereabouts,
             death=asyncio.ensure_future(_death_of(handle)),
         )
 
-    def _spawn(self, post: Post) -> Any:
-        how = self.recruiting
-        resources = dict(post.resources)
+    def _create_actor(self, slot: RankSlot) -> Any:
+        how = self.spec
+        resources = dict(slot.resources)
         options = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
@@ -261,23 +265,23 @@ class Members:
             "max_restarts": 0,
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
-            "scheduling_strategy": self.places.strategy_for(post),
+            "scheduling_strategy": self.placement_groups.strategy_for(slot),
         }
-        name = f"{post.name} of {how.pipeline}"
+        name = f"{slot.name} of {how.pipeline}"
         common = {"name": name, "stages": how.stages, "telemetry": how.telemetry}
-        if post.rank is None:
+        if slot.rank is None:
             drafter = ray.remote(DraftActor).options(**options)
             return drafter.remote(how.engine, **common, ask_router=how.ask_router)
         rank = ray.remote(RankActor).options(**options)
-        return rank.remote(how.engine, **common, stage=post.stage, rank=post.rank)
+        return rank.remote(how.engine, **common, stage=slot.stage, rank=slot.rank)
 
 
-def _send_back(coming: asyncio.Task[Member]) -> None:
-    """Who comes to nobody's post: alive, they would keep the bundle that the next one needs."""
+def _kill_spawned(coming: asyncio.Task[Worker]) -> None:
+    """Who comes to nobody's slot: alive, they would keep the bundle that the next one needs."""
     if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
-        member = coming.result()
-        ray.kill(member.handle)
-        member.death.cancel()
+        worker = coming.result()
+        ray.kill(worker.handle)
+        worker.death.cancel()
 
 
 async def _death_of(handle: Any) -> str:

@@ -29,9 +29,9 @@ def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
         worker = stages.verify_worker(config, Tracing(), rank=rank)
     number = first.number
     while True:
-        member = worker.join(_numbered(first, number))
+        part = worker.join(_numbered(first, number))
         try:
-            member.run()
+            part.run()
         except PeerLost:
             number += 1
 
@@ -77,6 +77,6 @@ class Drafter:
     def join(self, number: int) -> "Drafter":
         self.epoch = _numbered(self.epoch, number)
         self.leader.connect(self.epoch)
-        self.member = self.leader.join(self.epoch, anew=self._first)
+        self.part = self.leader.join(self.epoch, anew=self._first)
         self._first = False
         return self

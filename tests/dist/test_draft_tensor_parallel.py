@@ -104,7 +104,7 @@ class Pipeline:
 
     def end(self) -> None:
         if self._drafter is not None:
-            self._drafter.member.abort()
+            self._drafter.part.abort()
 
     @property
     def drafter(self) -> Drafter:
@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def engine(self):  # type: ignore[no-untyped-def]
-        return self.drafter.member._engine
+        return self.drafter.part._engine
 
     def requests(self, name: str, speculation: SpeculationParams, *, count: int) -> list[Request]:
         self._count += 1
@@ -135,7 +135,7 @@ class Pipeline:
         `break_after`: so many turns, and everybody finds together in a new epoch.
         """
         for request in batch:
-            self.drafter.member.add(request)
+            self.drafter.part.add(request)
         tokens: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
         drafted = accepted = turns = 0
         while self.engine.has_work:
@@ -143,7 +143,7 @@ class Pipeline:
                 self.end()
                 self.rejoin()
             turns += 1
-            step = self.drafter.member.step(wait_s=0.01)
+            step = self.drafter.part.step(wait_s=0.01)
             for emission in step.emissions:
                 tokens[emission.request_id].extend(emission.tokens)
             drafted += sum(stats.num_drafted for stats in step.rounds)

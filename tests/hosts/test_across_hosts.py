@@ -126,14 +126,14 @@ def _long_stream(service: HostsService) -> HttpStream:
     return stream
 
 
-def _members(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {member["name"]: member for member in state["members"]}
+def _workers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {worker["name"]: worker for worker in state["workers"]}
 
 
 def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_one_process_says(
     service: HostsService, in_one_process: _OneProcess, ready: dict[str, Any]
 ) -> None:
-    assert len({member["host"] for member in _members(ready).values()}) == 3
+    assert len({worker["host"] for worker in _workers(ready).values()}) == 3
     on = _streams(service, mode="auto")
     assert on == _streams(service, mode="off")
     # A sum over two ranks is rounded otherwise than in one process; on this model, whose logits lie
@@ -146,7 +146,7 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
     service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
     victim = service.host_of("verify rank 1")
-    fenced = _members(ready)["verify rank 1"]
+    fenced = _workers(ready)["verify rank 1"]
     with _Watch(service) as watch:
         stream = _long_stream(service)
         cluster.cut(victim)
@@ -191,7 +191,7 @@ def test_a_stream_goes_on_when_a_whole_host_dies(
 def test_a_rank_that_hangs_is_named_with_its_host_and_what_it_was_to_do(
     service: HostsService, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
-    rank = _members(ready)["verify rank 1"]
+    rank = _workers(ready)["verify rank 1"]
     stream = _long_stream(service)
     os.kill(rank["pid"], signal.SIGSTOP)
     troubled = until(lambda: _troubled_since(ready, service), timeout_s=DEADLINE_S + _SLACK_S)

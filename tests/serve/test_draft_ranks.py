@@ -52,7 +52,7 @@ def request(wide: Running, name: str) -> Request:
 def test_a_stream_survives_the_death_of_a_draft_rank(wide: Running) -> None:
     undisturbed = tokens_of(wide.items(request(wide, "one")))
     before = wide.state()
-    pids = {member.name: member.pid for member in before.members}
+    pids = {worker.name: worker.pid for worker in before.workers}
     assert list(pids) == ["drafting actor", "draft rank 1", "verify rank 0", "verify rank 1"]
 
     items = wide.items(request(wide, "two"))
@@ -65,7 +65,7 @@ def test_a_stream_survives_the_death_of_a_draft_rank(wide: Running) -> None:
     assert after.epoch == before.epoch + 1
     assert "draft rank 1" in after.last_trouble
     assert "its process has died" in after.last_trouble
-    changed = {m.name for m in after.members if m.pid != pids[m.name]}
+    changed = {m.name for m in after.workers if m.pid != pids[m.name]}
     assert changed == {"draft rank 1"}
 
 

@@ -120,7 +120,7 @@ def test_a_verify_rank_that_dies_meanwhile_is_replaced_too(relieved: Running) ->
     undisturbed = tokens_of(relieved.items(_request(relieved, "four")))
     assert until(lambda: _full(relieved), timeout_s=90.0)
     before = relieved.state()
-    pids = {member.name: member.pid for member in before.members}
+    pids = {worker.name: worker.pid for worker in before.workers}
     os.kill(pids["drafting actor"], signal.SIGKILL)
     until(lambda: relieved.state().is_degraded)
     items = relieved.items(_request(relieved, "five"))
@@ -130,5 +130,5 @@ def test_a_verify_rank_that_dies_meanwhile_is_replaced_too(relieved: Running) ->
     assert until(lambda: _full(relieved), timeout_s=90.0)
     after = relieved.state()
     assert after.num_interruptions == before.num_interruptions + 2
-    changed = {m.name for m in after.members if m.pid != pids[m.name]}
+    changed = {m.name for m in after.workers if m.pid != pids[m.name]}
     assert changed == {"drafting actor", "verify rank 0"}

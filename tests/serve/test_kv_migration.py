@@ -190,10 +190,10 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_the_copy_and_no_stream(
             streams, (one, two) = await _begun(sending, _requests("recomputed", 3, topic=100))
             contacts = await sending.contacts()
             source, target = contacts[one.pipeline], contacts[two.pipeline]
-            posts = dict(target.posts)
-            posts["verify rank 1"] = _Doomed(posts["verify rank 1"], by="receive_pages")
+            ranks = dict(target.ranks)
+            ranks["verify rank 1"] = _Doomed(ranks["verify rank 1"], by="receive_pages")
             report: HandoverReport = await hand_over(
-                source, Contacts(pipeline=target.pipeline, posts=posts), timeout_s=5.0
+                source, Contacts(pipeline=target.pipeline, ranks=ranks), timeout_s=5.0
             )
             assert report.how == "recomputed"
             assert report.num_pages == 0

@@ -139,16 +139,16 @@ def _expected(request: Request) -> list[int]:
     return [toy_token(request, 2 + i) for i in range(request.sampling.max_tokens)]
 
 
-def test_a_member_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
+def test_a_worker_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
     request = _request("hang", max_tokens=300)
     items = toy.items(request)
     tokens = [token for emission in next(items) for token in emission.tokens]
     before = toy.state()
-    pids = {m.name: m.pid for m in before.members}
+    pids = {m.name: m.pid for m in before.workers}
     os.kill(pids["verify rank 1"], signal.SIGSTOP)
     os.kill(pids["verify rank 0"], signal.SIGKILL)
     assert tokens + tokens_of(items) == _expected(request)
-    after = {m.name: m.pid for m in toy.ready_after(before).members}
+    after = {m.name: m.pid for m in toy.ready_after(before).workers}
     assert after["drafting actor"] == pids["drafting actor"]
     assert after["verify rank 0"] != pids["verify rank 0"]
     assert after["verify rank 1"] != pids["verify rank 1"]
@@ -164,7 +164,7 @@ def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
     items = freezing.items(request)
     tokens = tokens_of([next(items)])
     before = freezing.state()
-    pid = {member.name: member.pid for member in before.members}["drafting actor"]
+    pid = {worker.name: worker.pid for worker in before.workers}["drafting actor"]
     os.kill(pid, signal.SIGSTOP)
     assert tokens + tokens_of(items) == _expected(request)
     after = freezing.ready_after(before)
@@ -173,7 +173,7 @@ def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
         r"no answer within 5 s",
         after.last_trouble,
     ), after.last_trouble
-    assert {m.name: m.pid for m in after.members}["drafting actor"] != pid
+    assert {m.name: m.pid for m in after.workers}["drafting actor"] != pid
     assert after.num_interruptions == 1
     serve.delete("freezing")
 

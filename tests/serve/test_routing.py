@@ -262,7 +262,7 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
                 streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
                 await sending.until(_both_serve(len(crowd)))
                 one, two = await sending.states()
-                (drafter,) = [m for m in one.members if m.name == "drafting actor"]
+                (drafter,) = [m for m in one.workers if m.name == "drafting actor"]
                 os.kill(drafter.pid, signal.SIGKILL)
                 await sending.until(lambda states: [s.num_live for s in states] == [0, 6])
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]

@@ -179,12 +179,12 @@ class HostsService:
         (state,) = answer.json()["pipelines"]
         return dict(state)
 
-    def pid_of(self, member: str) -> int:
-        """Of the process behind a member, e.g. `verify rank 1`."""
-        return {m["name"]: int(m["pid"]) for m in self.pipeline()["members"]}[member]
+    def pid_of(self, worker: str) -> int:
+        """Of the process behind a worker, e.g. `verify rank 1`."""
+        return {m["name"]: int(m["pid"]) for m in self.pipeline()["workers"]}[worker]
 
-    def host_of(self, member: str) -> int:
-        return self.hosts.host_of(self.pid_of(member))
+    def host_of(self, worker: str) -> int:
+        return self.hosts.host_of(self.pid_of(worker))
 
 
 def bench_exact(hosts: Hosts, words: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
     python -m tests.support.raylets
 
-It places pipelines' posts by every relation, takes a node away, and writes what came of it as one
+It places pipelines' slots by every relation, takes a node away, and writes what came of it as one
 JSON object. A process of its own, since a process has one Ray and a test session has another.
 """
 
@@ -37,8 +37,8 @@ from ray.util.placement_group import placement_group_table
 
 from eesd_dist.errors import ConfigError
 from serve_app.config import PlacementConfig
-from serve_app.pipeline.placement import Post, posts_of
-from serve_app.pipeline.placement_groups import Places, places_for
+from serve_app.pipeline.placement import RankSlot, rank_slots
+from serve_app.pipeline.placement_groups import PlacementGroups, placement_groups_for
 
 _STORE = 80 * 2**20
 
@@ -81,37 +81,39 @@ class Placer:
     def __init__(self, nodes: dict[str, Any]) -> None:
         self._letters = {node.node_id: name for name, node in nodes.items()}
 
-    def place(self, **placement: object) -> tuple[Places, tuple[Post, ...]]:
+    def place(self, **placement: object) -> tuple[PlacementGroups, tuple[RankSlot, ...]]:
         config = PlacementConfig.model_validate({"timeout_s": 20, **placement})
-        posts = posts_of(config, num_verify_ranks=2, gpus_per_rank=0.0)
-        return asyncio.run(places_for(posts, placement=config, name="p")), posts
+        slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
+        return asyncio.run(placement_groups_for(slots, placement=config, name="p")), slots
 
-    def where(self, places: Places, posts: tuple[Post, ...]) -> list[str]:
-        """The node of each post, as Ray's table has it."""
+    def where(self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]) -> list[str]:
+        """The node of each slot, as Ray's table has it."""
         found = []
-        for post in posts:
-            strategy = places.strategy_for(post)
+        for slot in slots:
+            strategy = placement_groups.strategy_for(slot)
             table = placement_group_table(strategy.placement_group)
             found.append(table["bundles_to_node_id"][strategy.placement_group_bundle_index])
         return [self._letters[node] for node in found]
 
-    def where_actors_are(self, places: Places, posts: tuple[Post, ...]) -> list[str]:
+    def where_actors_are(
+        self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]
+    ) -> list[str]:
         """The same, found out by actors that stand there."""
         actors = [
             ray.remote(Anybody)
-            .options(num_cpus=0.01, scheduling_strategy=places.strategy_for(post))
+            .options(num_cpus=0.01, scheduling_strategy=placement_groups.strategy_for(slot))
             .remote()
-            for post in posts
+            for slot in slots
         ]
         found = ray.get([actor.where.remote() for actor in actors], timeout=60)
         return [self._letters[node] for node in found]
 
     def once(self, **placement: object) -> list[str]:
-        places, posts = self.place(**placement)
+        placement_groups, slots = self.place(**placement)
         try:
-            return self.where(places, posts)
+            return self.where(placement_groups, slots)
         finally:
-            places.remove()
+            placement_groups.remove()
             _until(_nothing_is_held)
 
 
@@ -141,24 +143,24 @@ def _refusal(placer: Placer, **placement: object) -> dict[str, object]:
 
 def _after_a_death(cluster: Cluster, nodes: dict[str, Any], placer: Placer) -> dict[str, object]:
     """The draft stage stands beside the verify stage; that node dies."""
-    places, posts = placer.place(
+    placement_groups, slots = placer.place(
         stages="PACK",
         verify={"strategy": "STRICT_PACK", "labels": {"eesd.io/stage": "verify"}},
     )
-    before = placer.where(places, posts)
+    before = placer.where(placement_groups, slots)
     cluster.remove_node(nodes[before[0]], allow_graceful=False)
     started_s = time.monotonic()
 
     async def keep() -> None:
-        keeping = asyncio.ensure_future(places.keep())
+        keeping = asyncio.ensure_future(placement_groups.keep())
         await asyncio.sleep(0)
         await asyncio.to_thread(_until, lambda: _is_moved(before[0], nodes))
         keeping.cancel()
 
     asyncio.run(asyncio.wait_for(keep(), 40))
     moved_s = time.monotonic() - started_s
-    after = placer.where_actors_are(places, posts)
-    places.remove()
+    after = placer.where_actors_are(placement_groups, slots)
+    placement_groups.remove()
     return {"before": before, "after": after, "moved_s": moved_s}
 
 

@@ -45,10 +45,10 @@ class Running:
         assert state is not None
         return state
 
-    def signal(self, member: str, number: signal.Signals) -> None:
-        """To the process behind a member, e.g. `verify rank 1`."""
-        pids = {m.name: m.pid for m in self.state().members}
-        os.kill(pids[member], number)
+    def signal(self, worker: str, number: signal.Signals) -> None:
+        """To the process behind a worker, e.g. `verify rank 1`."""
+        pids = {m.name: m.pid for m in self.state().workers}
+        os.kill(pids[worker], number)
 
     def items(self, request: Request) -> Any:
         """The pipeline's stream of the request, its first word taken off."""

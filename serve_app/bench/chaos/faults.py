@@ -16,7 +16,7 @@ from eesd_dist.workers.loop import LOOP_THREAD
 from eesd_dist.workers.messages import Whereabouts
 
 if TYPE_CHECKING:
-    from serve_app.pipeline.deployment import Ledger, MemberReport, PipelineState
+    from serve_app.pipeline.deployment import Ledger, PipelineState, WorkerReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +157,9 @@ def _kill(
     async def kill(
         means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
     ) -> str:
-        member = _one_of(state, prefixes, planned.choice)
-        await means.processes.send(signal.SIGKILL, to=_process_of(member), name=_label(member))
-        return _label(member)
+        worker = _one_of(state, prefixes, planned.choice)
+        await means.processes.send(signal.SIGKILL, to=_process_of(worker), name=_label(worker))
+        return _label(worker)
 
     return kill
 
@@ -184,8 +184,8 @@ async def _freeze(
     means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     """SIGSTOP; once the process has been replaced it continues, or is killed."""
-    member = _one_of(state, ("verify rank", "draft"), planned.choice)
-    at, label = _process_of(member), _label(member)
+    worker = _one_of(state, ("verify rank", "draft"), planned.choice)
+    at, label = _process_of(worker), _label(worker)
     await means.processes.send(signal.SIGSTOP, to=at, name=label)
 
     async def end() -> None:
@@ -200,8 +200,8 @@ async def _stop_loop(
     means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     """Stops the round loop of a process that goes on answering calls, as a stuck kernel does."""
-    member = _one_of(state, ("verify rank",), planned.choice)
-    at = _process_of(member)
+    worker = _one_of(state, ("verify rank",), planned.choice)
+    at = _process_of(worker)
     await means.processes.stop_thread(LOOP_THREAD, of=at)
 
     async def end() -> None:
@@ -209,7 +209,7 @@ async def _stop_loop(
         await means.processes.resume_thread(of=at)
 
     means.afterwards(end())
-    return f"round loop of {_label(member)}"
+    return f"round loop of {_label(worker)}"
 
 
 async def _cut(
@@ -221,7 +221,7 @@ async def _cut(
 
 
 async def _cut_link(links: Links, planned: PlannedFault, state: "PipelineState") -> str:
-    hosts = sorted({m.host for m in state.members if m.node_id != links.node_id})
+    hosts = sorted({m.host for m in state.workers if m.node_id != links.node_id})
     if not hosts:
         raise EngineError("no worker runs on another host than this one")
     host = hosts[planned.choice % len(hosts)]
@@ -230,7 +230,7 @@ async def _cut_link(links: Links, planned: PlannedFault, state: "PipelineState")
 
 def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "PipelineState") -> str:
     """Shuts the connections between two workers that exchange rows."""
-    pairs = [pair for pair in combinations(state.members, 2) if _exchange_rows(*pair)]
+    pairs = [pair for pair in combinations(state.workers, 2) if _exchange_rows(*pair)]
     if not pairs:
         raise EngineError(f"pipeline {state.pipeline} had no two workers just then")
     one, other = pairs[planned.choice % len(pairs)]
@@ -240,26 +240,26 @@ def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "Pipeli
     return f"{num} connections between {_label(one)} and {_label(other)}"
 
 
-def _exchange_rows(one: "MemberReport", other: "MemberReport") -> bool:
+def _exchange_rows(one: "WorkerReport", other: "WorkerReport") -> bool:
     """Within a stage all ranks do; between the stages their first ranks do."""
     names = {one.name, other.name}
     num_drafting = sum(name.startswith("draft") for name in names)
     return names == {"drafting actor", "verify rank 0"} or num_drafting != 1
 
 
-def _one_of(state: "PipelineState", prefixes: tuple[str, ...], choice: int) -> "MemberReport":
-    members = [member for member in state.members if member.name.startswith(prefixes)]
-    if not members:
+def _one_of(state: "PipelineState", prefixes: tuple[str, ...], choice: int) -> "WorkerReport":
+    workers = [worker for worker in state.workers if worker.name.startswith(prefixes)]
+    if not workers:
         raise EngineError(f"pipeline {state.pipeline} had no {' or '.join(prefixes)} just then")
-    return members[choice // 7 % len(members)]
+    return workers[choice // 7 % len(workers)]
 
 
-def _process_of(member: "MemberReport") -> Whereabouts:
-    return Whereabouts(pid=member.pid, host=member.host, node_id=member.node_id)
+def _process_of(worker: "WorkerReport") -> Whereabouts:
+    return Whereabouts(pid=worker.pid, host=worker.host, node_id=worker.node_id)
 
 
-def _label(member: "MemberReport") -> str:
-    return f"{member.name} (pid {member.pid} on {member.host})"
+def _label(worker: "WorkerReport") -> str:
+    return f"{worker.name} (pid {worker.pid} on {worker.host})"
 
 
 FAULT_KINDS: Mapping[str, FaultKind] = {

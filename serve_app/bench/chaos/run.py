@@ -151,7 +151,7 @@ class _Targets:
         while time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
             states = await self._service.states()
-            if states and not any(m.pid == pid for state in states for m in state.members):
+            if states and not any(m.pid == pid for state in states for m in state.workers):
                 return True
         return False
 

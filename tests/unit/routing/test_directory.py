@@ -75,7 +75,7 @@ def test_the_silent_are_forgotten_and_named() -> None:
     book.heartbeat(report("b"))
     clock.now_s += 2
     assert book.expire() == ("a",)
-    assert [member.report.pipeline_id for member in book.members()] == ["b"]
+    assert [record.report.pipeline_id for record in book.records()] == ["b"]
 
 
 def test_a_draining_pipeline_takes_nothing_new() -> None:
@@ -120,7 +120,7 @@ def test_the_latest_promotion_outlives_who_reported_it_and_is_for_its_configurat
     for name, promotion in (("a", new), ("b", old), ("c", None)):
         book.heartbeat(dataclasses.replace(report(name), promotion=promotion))
     clock.now_s += 60.0
-    assert book.members() == ()
+    assert book.records() == ()
     assert book.promotion("app:model:") == new
     assert book.promotion("app:model:/other/head") is None
     assert json.dumps(book.describe()) == "[]"

@@ -59,7 +59,7 @@ def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begi
     asyncio.run(run())
 
 
-def test_whoever_leaves_while_loading_is_not_a_member_afterwards() -> None:
+def test_whoever_leaves_while_loading_takes_no_part_afterwards() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0", leave_wait_s=0.05)
         load = Load()

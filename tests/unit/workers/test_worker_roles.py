@@ -155,7 +155,7 @@ def test_groups_whose_engine_did_not_come_about_end_when_they_are_left(
     assert meeting.left == [("rounds", 1)]
 
 
-def test_groups_that_a_member_has_are_its_own_to_end(
+def test_groups_that_an_epoch_has_are_its_own_to_end(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
@@ -163,10 +163,10 @@ def test_groups_that_a_member_has_are_its_own_to_end(
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
     leader.connect(_epoch(1, num_ranks=2))
-    member = leader.join(_epoch(1, num_ranks=2), anew=True)
+    part = leader.join(_epoch(1, num_ranks=2), anew=True)
     leader.disconnect()
     assert meeting.left == []
-    member.abort()
+    part.abort()
     assert meeting.left == [("rounds", 1), ("draft", 1)]
 
 

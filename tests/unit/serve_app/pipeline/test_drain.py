@@ -276,7 +276,7 @@ class _NoMethods:
 
 @pytest.mark.parametrize("how", ["pages", "recompute"])
 def test_a_drafting_actor_that_is_none_is_an_error_of_ours(how: How) -> None:
-    ends = [Contacts(pipeline=name, posts={"verify rank 0": _NoMethods()}) for name in "ab"]
+    ends = [Contacts(pipeline=name, ranks={"verify rank 0": _NoMethods()}) for name in "ab"]
     with pytest.raises(EngineError, match="verify rank 0 cannot be asked for move_out"):
         asyncio.run(hand_over(*ends, how=how))
 

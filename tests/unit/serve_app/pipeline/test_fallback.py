@@ -1,4 +1,4 @@
-"""A crew of actors in this process: its draft stage goes, is stood in for, and comes back."""
+"""A group of actors in this process: its draft stage goes, is stood in for, and comes back."""
 
 import asyncio
 import pickle
@@ -19,13 +19,14 @@ from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import TelemetryOptions, Whereabouts
 from eesd_dist.workers.rank_actor import RankActor
 from serve_app.config import RecoveryConfig
-from serve_app.pipeline import worker_group, workers
+from serve_app.pipeline import worker_group
+from serve_app.pipeline import workers as workers_module
 from serve_app.pipeline.fallback import StandInHandle, degraded_page
-from serve_app.pipeline.placement import Post
-from serve_app.pipeline.placement_groups import Places
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement_groups import PlacementGroups
 from serve_app.pipeline.streams import Streams
-from serve_app.pipeline.worker_group import Crew
-from serve_app.pipeline.workers import Member, Members, Recruiting
+from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.pipeline.workers import Worker, Workers, WorkerSpec
 from tests.support.toy_stages import ToyStages, toy_token
 
 
@@ -90,23 +91,23 @@ class _Handle:
         return result
 
 
-class _MembersHere(Members):
+class _WorkersHere(Workers):
     """Real but for the processes."""
 
-    def _spawn(self, post: Post) -> Any:
-        how = self.recruiting
+    def _create_actor(self, slot: RankSlot) -> Any:
+        how = self.spec
         common: dict[str, Any] = {
-            "name": post.name,
+            "name": slot.name,
             "stages": how.stages,
             "telemetry": how.telemetry,
         }
-        if post.rank is None:
+        if slot.rank is None:
             return _Handle(DraftActor(how.engine, **common))
-        return _Handle(RankActor(how.engine, **common, stage=post.stage, rank=post.rank))
+        return _Handle(RankActor(how.engine, **common, stage=slot.stage, rank=slot.rank))
 
 
-class _Here(Crew):
-    """Of members in this process."""
+class _Here(WorkerGroup):
+    """Of workers in this process."""
 
     def __init__(
         self,
@@ -116,12 +117,12 @@ class _Here(Crew):
         stand_in: bool = True,
         timeout_s: float = 20.0,
     ) -> None:
-        posts = [Post(name="drafting actor", rank=None, resources={}, stage="draft")]
-        posts += [
-            Post(name=f"draft rank {r}", rank=r, resources={}, stage="draft")
+        slots = [RankSlot(name="drafting actor", rank=None, resources={}, stage="draft")]
+        slots += [
+            RankSlot(name=f"draft rank {r}", rank=r, resources={}, stage="draft")
             for r in range(1, num_draft_ranks)
         ]
-        posts += [Post(name=f"verify rank {r}", rank=r, resources={}) for r in range(2)]
+        slots += [RankSlot(name=f"verify rank {r}", rank=r, resources={}) for r in range(2)]
         self.engine = EngineConfig.model_validate(
             {
                 "model": {"path": str(folder)},
@@ -133,17 +134,17 @@ class _Here(Crew):
                 },
             }
         )
-        recruiting = Recruiting(
+        spec = WorkerSpec(
             pipeline="p",
             engine=self.engine,
             stages=ToyStages(),
             telemetry=TelemetryOptions(model_name="toy"),
             ask_router=None,
         )
-        super().__init__(_MembersHere(Places([], name="p"), posts, recruiting=recruiting))
+        super().__init__(_WorkersHere(PlacementGroups([], name="p"), slots, spec=spec))
 
     def handle(self, name: str) -> _Handle:
-        (found,) = [m.handle for m in self.members if m.post.name == name]
+        (found,) = [m.handle for m in self.workers if m.slot.name == name]
         assert isinstance(found, _Handle)
         return found
 
@@ -153,12 +154,12 @@ class _Here(Crew):
         await asyncio.sleep(0)
         self.handle(name).killed.set()
         assert name in str(await trouble)
-        await self.disband()
+        await self.end_epoch()
 
 
 @pytest.fixture(autouse=True)
 def _kills_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers.ray, "kill", lambda handle: handle.killed.set())
+    monkeypatch.setattr(workers_module.ray, "kill", lambda handle: handle.killed.set())
     monkeypatch.setattr(worker_group, "_GRACE_S", 0.01)
     for module in (drafting_actor, rank_actor):  # Ray would be started to be asked
         here = Whereabouts(pid=1, host="here", node_id="n")
@@ -174,7 +175,7 @@ def _expected(request: Request) -> list[int]:
     return [toy_token(request, 1 + i) for i in range(request.sampling.max_tokens)]
 
 
-async def _answer(drafter: Member, request: Request) -> list[int]:
+async def _answer(drafter: Worker, request: Request) -> list[int]:
     items = drafter.handle.submit.options(num_returns="streaming").remote(request)
     return [token async for item in items for emission in await item for token in emission.tokens]
 
@@ -184,55 +185,55 @@ def test_stand_ins_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
     num_draft_ranks: int, tmp_path: Path
 ) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=num_draft_ranks)
-        assert not crew.may_stand_in
-        await crew.form(timeout_s=10.0)
-        assert not crew.may_stand_in
+        group = _Here(tmp_path, num_draft_ranks=num_draft_ranks)
+        assert not group.may_stand_in
+        await group.start_epoch(timeout_s=10.0)
+        assert not group.may_stand_in
         victim = "drafting actor" if num_draft_ranks == 1 else "draft rank 1"
-        await crew.lose(victim)
+        await group.lose(victim)
 
-        assert crew.may_stand_in
-        await crew.form_degraded(timeout_s=10.0)
-        assert crew.is_degraded
-        assert crew.drafter.post.name == "stand-in in verify rank 0"
+        assert group.may_stand_in
+        await group.start_degraded_epoch(timeout_s=10.0)
+        assert group.is_degraded
+        assert group.drafter.slot.name == "stand-in in verify rank 0"
         request = _request("plain", max_tokens=7)
-        assert await _answer(crew.drafter, request) == _expected(request)
+        assert await _answer(group.drafter, request) == _expected(request)
 
-        await crew.replace_drafters(timeout_s=10.0)
-        assert crew.handle(victim).asked.count("prepare") == 1
-        assert "join" not in crew.handle(victim).asked
-        assert not crew.may_stand_in
-        assert crew.is_degraded, "until the next epoch is formed"
-        await crew.disband()
-        await crew.form(timeout_s=10.0)
-        assert not crew.is_degraded
-        assert crew.drafter.post.name == "drafting actor"
-        assert crew.epoch == 3
+        await group.replace_drafters(timeout_s=10.0)
+        assert group.handle(victim).asked.count("prepare") == 1
+        assert "join" not in group.handle(victim).asked
+        assert not group.may_stand_in
+        assert group.is_degraded, "until the next epoch is formed"
+        await group.end_epoch()
+        await group.start_epoch(timeout_s=10.0)
+        assert not group.is_degraded
+        assert group.drafter.slot.name == "drafting actor"
+        assert group.epoch == 3
         request = _request("full", max_tokens=7)
-        assert await _answer(crew.drafter, request) == _expected(request)
-        await crew.stop()
+        assert await _answer(group.drafter, request) == _expected(request)
+        await group.stop()
 
     asyncio.run(run())
 
 
 def test_a_verify_rank_that_dies_meanwhile_takes_its_stand_in_along(tmp_path: Path) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1)
-        await crew.form(timeout_s=10.0)
-        await crew.lose("drafting actor")
-        await crew.form_degraded(timeout_s=10.0)
-        await crew.lose("verify rank 0")
+        group = _Here(tmp_path, num_draft_ranks=1)
+        await group.start_epoch(timeout_s=10.0)
+        await group.lose("drafting actor")
+        await group.start_degraded_epoch(timeout_s=10.0)
+        await group.lose("verify rank 0")
         with pytest.raises(PeerLost, match="verify rank 0"):
-            _ = crew.drafter
-        assert not crew.may_stand_in, "a verify rank without weights has no head start"
-        await crew.form(timeout_s=10.0)
-        assert [member.post.name for member in crew.members] == [
+            _ = group.drafter
+        assert not group.may_stand_in, "a verify rank without weights has no head start"
+        await group.start_epoch(timeout_s=10.0)
+        assert [worker.slot.name for worker in group.workers] == [
             "drafting actor",
             "verify rank 0",
             "verify rank 1",
         ]
-        assert not crew.is_degraded
-        await crew.stop()
+        assert not group.is_degraded
+        await group.stop()
 
     asyncio.run(run())
 
@@ -243,17 +244,17 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
     monkeypatch.setattr(worker_group, "_GRACE_S", 60.0)
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        await crew.form(timeout_s=10.0)
-        trouble = asyncio.ensure_future(crew.trouble())
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        await group.start_epoch(timeout_s=10.0)
+        trouble = asyncio.ensure_future(group.trouble())
         await asyncio.sleep(0.01)
-        await crew.handle("drafting actor").actor.leave()  # its loop ends first
+        await group.handle("drafting actor").actor.leave()  # its loop ends first
         await asyncio.sleep(0.01)
-        crew.handle("verify rank 1").killed.set()
+        group.handle("verify rank 1").killed.set()
         said = str(await asyncio.wait_for(trouble, 5.0))
         assert "verify rank 1" in said
         assert "its process has died" in said
-        await crew.stop()
+        await group.stop()
 
     asyncio.run(run())
 
@@ -265,119 +266,119 @@ def test_who_freezes_while_an_epoch_forms_is_named_and_replaced(
     for module, name in (
         (worker_group, "_BUSY_S"),
         (worker_group, "_CALL_EVERY_S"),
-        (workers, "_PING_S"),
+        (workers_module, "_PING_S"),
     ):
         monkeypatch.setattr(module, name, 0.1)
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=stand_in, timeout_s=0.1)
-        await crew.form(timeout_s=10.0)
-        await crew.lose("drafting actor")
-        frozen = crew.handle("verify rank 1")
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=stand_in, timeout_s=0.1)
+        await group.start_epoch(timeout_s=10.0)
+        await group.lose("drafting actor")
+        frozen = group.handle("verify rank 1")
         frozen.thawed.clear()
-        forming = crew.form_degraded if crew.may_stand_in else crew.form
-        assert crew.may_stand_in is stand_in
+        forming = group.start_degraded_epoch if group.may_stand_in else group.start_epoch
+        assert group.may_stand_in is stand_in
         with pytest.raises(PeerLost, match=r"verify rank 1.*no answer within"):
             await asyncio.wait_for(forming(timeout_s=60.0), 5.0)
-        await crew.disband()
+        await group.end_epoch()
         assert frozen.killed.is_set()
-        await crew.form(timeout_s=10.0)
-        assert crew.members.are_complete
-        await crew.stop()
+        await group.start_epoch(timeout_s=10.0)
+        assert group.workers.are_complete
+        await group.stop()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
-def test_a_recruit_that_never_has_its_weights_is_dismissed_for_another(
+def test_a_new_worker_that_never_has_its_weights_is_killed_for_another(
     is_frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_BUSY_S", "_CALL_EVERY_S"):
         monkeypatch.setattr(worker_group, name, 0.1)
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, timeout_s=0.1)
-        await crew.form(timeout_s=10.0)
-        await crew.lose("drafting actor")
-        await crew.form_degraded(timeout_s=10.0)
-        spawn = crew.members._spawn
+        group = _Here(tmp_path, num_draft_ranks=1, timeout_s=0.1)
+        await group.start_epoch(timeout_s=10.0)
+        await group.lose("drafting actor")
+        await group.start_degraded_epoch(timeout_s=10.0)
+        spawn = group.workers._create_actor
 
-        def bad_at_first(post: Post) -> Any:
-            monkeypatch.setattr(crew.members, "_spawn", spawn)
-            handle = spawn(post)
+        def bad_at_first(slot: RankSlot) -> Any:
+            monkeypatch.setattr(group.workers, "_create_actor", spawn)
+            handle = spawn(slot)
             handle.actor.prepare = lambda *_: asyncio.Event().wait()
             if is_frozen:
                 asyncio.get_running_loop().call_later(0.05, handle.thawed.clear)
             return handle
 
-        for coming in crew.members._coming.values():  # else one is on its way already
+        for coming in group.workers._coming.values():  # else one is on its way already
             coming.cancel()
-        crew.members._coming.clear()
-        monkeypatch.setattr(crew.members, "_spawn", bad_at_first)
+        group.workers._coming.clear()
+        monkeypatch.setattr(group.workers, "_create_actor", bad_at_first)
         why = "no answer within" if is_frozen else r"not loaded after 0\.5 s"
         with pytest.raises(PeerLost, match=why):
-            await crew.replace_drafters(timeout_s=5.0 if is_frozen else 0.5)
-        assert crew.may_stand_in
-        await crew.replace_drafters(timeout_s=5.0)
-        assert not crew.may_stand_in
-        await crew.stop()
+            await group.replace_drafters(timeout_s=5.0 if is_frozen else 0.5)
+        assert group.may_stand_in
+        await group.replace_drafters(timeout_s=5.0)
+        assert not group.may_stand_in
+        await group.stop()
 
     asyncio.run(run())
 
 
 def test_without_stand_ins_a_dead_drafting_actor_is_waited_for(tmp_path: Path) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        await crew.form(timeout_s=10.0)
-        await crew.lose("drafting actor")
-        assert not crew.may_stand_in
-        handle = crew.handle("verify rank 0")
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        await group.start_epoch(timeout_s=10.0)
+        await group.lose("drafting actor")
+        assert not group.may_stand_in
+        handle = group.handle("verify rank 0")
         assert not {"stand_in", "prepare"} & set(handle.asked)
         with pytest.raises(EngineError, match=r"no stand-in: set engine\.parallel\.stand_in"):
             await handle.actor.stand_in("stats")
-        await crew.stop()
+        await group.stop()
 
     asyncio.run(run())
 
 
-def test_a_recruit_that_is_still_coming_when_the_degraded_epoch_breaks_is_not_lost(
+def test_a_new_worker_that_is_still_coming_when_the_degraded_epoch_breaks_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1)
-        await crew.form(timeout_s=10.0)
+        group = _Here(tmp_path, num_draft_ranks=1)
+        await group.start_epoch(timeout_s=10.0)
         may_come, num_spawned = asyncio.Event(), 0
 
-        async def comes(post: Post, operation: str) -> Member:
+        async def comes(slot: RankSlot, operation: str) -> Worker:
             nonlocal num_spawned
             num_spawned += 1
             await may_come.wait()
-            return await Members._recruit(crew.members, post, operation)
+            return await Workers._spawn(group.workers, slot, operation)
 
-        monkeypatch.setattr(crew.members, "_recruit", comes)
-        await crew.lose("drafting actor")
-        await crew.form_degraded(timeout_s=10.0)
-        replacing = asyncio.ensure_future(crew.replace_drafters(timeout_s=10.0))
+        monkeypatch.setattr(group.workers, "_spawn", comes)
+        await group.lose("drafting actor")
+        await group.start_degraded_epoch(timeout_s=10.0)
+        replacing = asyncio.ensure_future(group.replace_drafters(timeout_s=10.0))
         await asyncio.sleep(0.01)
         replacing.cancel()
         await asyncio.gather(replacing, return_exceptions=True)
-        await crew.disband()
+        await group.end_epoch()
         may_come.set()
-        await crew.form(timeout_s=10.0)
+        await group.start_epoch(timeout_s=10.0)
         assert num_spawned == 1
-        assert not crew.is_degraded
-        await crew.stop()
+        assert not group.is_degraded
+        await group.stop()
 
     asyncio.run(run())
 
 
 def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: Path) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1)
-        await crew.form(timeout_s=10.0)
+        group = _Here(tmp_path, num_draft_ranks=1)
+        await group.start_epoch(timeout_s=10.0)
 
-        async def drafter() -> Member:
-            return crew.drafter
+        async def drafter() -> Worker:
+            return group.drafter
 
         streams = Streams(
             pipeline="p",
@@ -395,24 +396,24 @@ def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: P
 
         await some()
         trouble = PeerLost(peer="drafting actor", operation="round", reason="killed")
-        await crew.lose("drafting actor")
+        await group.lose("drafting actor")
         streams.paused(trouble)
         await streams.broke(trouble, drafter=None)
-        await crew.form_degraded(timeout_s=10.0)
+        await group.start_degraded_epoch(timeout_s=10.0)
         streams.resume()
         await some()
-        await crew.replace_drafters(timeout_s=10.0)
+        await group.replace_drafters(timeout_s=10.0)
         streams.paused(EngineError("changing over"))
-        await streams.come_out(drafter=crew.drafter)
-        await crew.halt()
-        await crew.disband()
+        await streams.come_out(drafter=group.drafter)
+        await group.halt()
+        await group.end_epoch()
         assert streams._suspicion.strikes(request.request_id) == 0, "a token came since the death"
-        await crew.form(timeout_s=10.0)
+        await group.start_epoch(timeout_s=10.0)
         streams.resume()
         async for part in parts:
             tokens += [t for emission in part for t in emission.tokens]
         assert tokens == _expected(request)
-        await crew.stop()
+        await group.stop()
 
     asyncio.run(run())
 

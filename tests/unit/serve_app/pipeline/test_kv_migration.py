@@ -93,8 +93,8 @@ class _Method:
 
 
 def _contacts(name: str, *actors: Actor) -> Contacts:
-    posts = ("drafting actor", "verify rank 0")
-    return Contacts(pipeline=name, posts=dict(zip(posts, actors, strict=False)))
+    ranks = ("drafting actor", "verify rank 0")
+    return Contacts(pipeline=name, ranks=dict(zip(ranks, actors, strict=False)))
 
 
 def _handed_over(source: Actor, target: Actor) -> HandoverReport:

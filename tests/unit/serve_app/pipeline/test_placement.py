@@ -8,23 +8,23 @@ from serve_app.config import PlacementConfig, service_config
 from serve_app.pipeline.placement import (
     Bundles,
     Node,
-    Post,
+    RankSlot,
     could_hold,
     gpus_per_rank,
     groups_of,
     matches,
-    posts_of,
+    rank_slots,
     related,
     relation_of,
     why_unplaced,
 )
 
 
-def _posts(num_draft_ranks: int = 1, **resources: float) -> tuple[Post, ...]:
+def _slots(num_draft_ranks: int = 1, **resources: float) -> tuple[RankSlot, ...]:
     placement = PlacementConfig.model_validate(
         {"draft": {"num_cpus": 1}, "verify": {"num_cpus": 2, "resources": resources}}
     )
-    return posts_of(
+    return rank_slots(
         placement, num_verify_ranks=2, num_draft_ranks=num_draft_ranks, gpus_per_rank=0.0
     )
 
@@ -47,19 +47,21 @@ def _node(
 
 def _groups(num_draft_ranks: int = 1, **placement: object) -> list[tuple[str, str, int]]:
     config = PlacementConfig.model_validate(placement)
-    posts = posts_of(config, num_verify_ranks=2, num_draft_ranks=num_draft_ranks, gpus_per_rank=0.0)
-    return [(g.stages, g.strategy, len(g.posts)) for g in groups_of(posts, config)]
+    slots = rank_slots(
+        config, num_verify_ranks=2, num_draft_ranks=num_draft_ranks, gpus_per_rank=0.0
+    )
+    return [(g.stages, g.strategy, len(g.slots)) for g in groups_of(slots, config)]
 
 
 def test_the_drafting_actor_comes_first_and_ranks_follow_in_order() -> None:
-    posts = _posts(num_draft_ranks=2)
-    assert [(post.name, post.stage, post.rank) for post in posts] == [
+    slots = _slots(num_draft_ranks=2)
+    assert [(slot.name, slot.stage, slot.rank) for slot in slots] == [
         ("drafting actor", "draft", None),
         ("draft rank 1", "draft", 1),
         ("verify rank 0", "verify", 0),
         ("verify rank 1", "verify", 1),
     ]
-    assert [post.resources["CPU"] for post in posts] == [1, 1, 2, 2]
+    assert [slot.resources["CPU"] for slot in slots] == [1, 1, 2, 2]
 
 
 def test_one_group_is_enough_where_one_strategy_says_it_all() -> None:
@@ -107,8 +109,8 @@ def test_a_related_group_is_kept_from_or_to_the_nodes_of_the_first() -> None:
     config = PlacementConfig.model_validate(
         {"stages": "STRICT_SPREAD", "draft": {"labels": {"eesd.io/stage": "draft"}}}
     )
-    posts = posts_of(config, num_verify_ranks=2, gpus_per_rank=0.0)
-    _, draft = groups_of(posts, config)
+    slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
+    _, draft = groups_of(slots, config)
     apart = related(draft, relation_of(config), to_nodes=["b", "a"])
     assert apart.selectors() == [{"eesd.io/stage": "draft", "ray.io/node-id": "!in(a,b)"}]
     beside = related(draft, "PACK", to_nodes=["b", "a"])
@@ -125,21 +127,21 @@ def test_labels_match_as_ray_says(selector: str, value: str | None) -> None:
 # -- why a bundle has no place --------------------------------------------------------------------
 
 
-def _all(posts: tuple[Post, ...], strategy: str = "PACK") -> Bundles:
+def _all(slots: tuple[RankSlot, ...], strategy: str = "PACK") -> Bundles:
     config = PlacementConfig.model_validate({"strategy": strategy})
-    (group,) = groups_of(posts, config)
+    (group,) = groups_of(slots, config)
     return group
 
 
 def test_a_resource_that_no_node_has_is_named_for_each_bundle_and_node() -> None:
-    said = why_unplaced(_all(_posts(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=0.5)])
+    said = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=0.5)])
     assert said == (
         "verify rank 0, verify rank 1 need CPU 2, tpu 1: node a has tpu 0; node b has tpu 0.5"
     )
 
 
 def test_only_the_bundle_that_is_one_too_many_is_named() -> None:
-    said = why_unplaced(_all(_posts(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=1)])
+    said = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=1)])
     assert said == (
         "verify rank 1 needs CPU 2, tpu 1: node a has tpu 0; node b is filled by verify rank 0"
     )
@@ -147,7 +149,7 @@ def test_only_the_bundle_that_is_one_too_many_is_named() -> None:
 
 def test_what_is_there_but_taken_is_told_from_what_is_not_there() -> None:
     nodes = [_node("a", CPU=4, GPU=1, free={"CPU": 4}), _node("b", CPU=4)]
-    said = why_unplaced(_all(_posts(GPU=1)[:2]), nodes)
+    said = why_unplaced(_all(_slots(GPU=1)[:2]), nodes)
     assert said == (
         "verify rank 0 needs CPU 2, GPU 1: node a has GPU 1 of 1 in use; node b has GPU 0"
     )
@@ -155,9 +157,9 @@ def test_what_is_there_but_taken_is_told_from_what_is_not_there() -> None:
 
 def test_a_label_that_is_missing_is_named() -> None:
     config = PlacementConfig.model_validate({"draft": {"labels": {"eesd.io/stage": "draft"}}})
-    posts = posts_of(config, num_verify_ranks=1, gpus_per_rank=0.0)
+    slots = rank_slots(config, num_verify_ranks=1, gpus_per_rank=0.0)
     nodes = [_node("a", CPU=4, labels={"eesd.io/stage": "verify"}), _node("b", CPU=4)]
-    said = why_unplaced(_all(posts), nodes)
+    said = why_unplaced(_all(slots), nodes)
     assert said == (
         "drafting actor needs CPU 0.5, label eesd.io/stage=draft: node a has no label "
         "eesd.io/stage=draft; node b has no label eesd.io/stage=draft"
@@ -165,7 +167,7 @@ def test_a_label_that_is_missing_is_named() -> None:
 
 
 def test_a_strict_pack_that_is_too_large_for_one_node() -> None:
-    said = why_unplaced(_all(_posts(), "STRICT_PACK"), [_node("a", CPU=4), _node("b", CPU=3)])
+    said = why_unplaced(_all(_slots(), "STRICT_PACK"), [_node("a", CPU=4), _node("b", CPU=3)])
     assert said == (
         "all 3 bundles together (strategy STRICT_PACK) needs CPU 5: node a has CPU 4; "
         "node b has CPU 3"
@@ -173,7 +175,7 @@ def test_a_strict_pack_that_is_too_large_for_one_node() -> None:
 
 
 def test_a_strict_spread_over_too_few_nodes() -> None:
-    said = why_unplaced(_all(_posts(), "STRICT_SPREAD"), [_node("a", CPU=9), _node("b", CPU=9)])
+    said = why_unplaced(_all(_slots(), "STRICT_SPREAD"), [_node("a", CPU=9), _node("b", CPU=9)])
     assert said == (
         "drafting actor needs CPU 1: node a is for verify rank 0 (strategy STRICT_SPREAD: a node "
         "each); node b is for verify rank 1 (strategy STRICT_SPREAD: a node each)"
@@ -182,7 +184,7 @@ def test_a_strict_spread_over_too_few_nodes() -> None:
 
 def test_a_stage_kept_from_the_nodes_of_the_other_says_so() -> None:
     config = PlacementConfig.model_validate({"stages": "STRICT_SPREAD"})
-    _, draft = groups_of(posts_of(config, num_verify_ranks=2, gpus_per_rank=0.0), config)
+    _, draft = groups_of(rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0), config)
     kept = related(draft, "STRICT_SPREAD", to_nodes=["id-a"])
     node = _node("a", CPU=9)
     assert could_hold(draft, [node])
@@ -194,12 +196,12 @@ def test_a_stage_kept_from_the_nodes_of_the_other_says_so() -> None:
 
 
 def test_a_large_cluster_is_not_listed_node_by_node() -> None:
-    said = why_unplaced(_all(_posts(tpu=1)), [_node(f"n{i}", CPU=8) for i in range(40)])
+    said = why_unplaced(_all(_slots(tpu=1)), [_node(f"n{i}", CPU=8) for i in range(40)])
     assert said.endswith("node n3 has tpu 0; and 36 nodes more")
 
 
 def test_a_cluster_without_nodes_says_so() -> None:
-    assert why_unplaced(_all(_posts()), []) == "the cluster has no node that is alive"
+    assert why_unplaced(_all(_slots()), []) == "the cluster has no node that is alive"
 
 
 def test_ranks_get_a_gpu_each_and_share_one_only_where_there_is_one() -> None:
@@ -218,5 +220,5 @@ def test_what_the_operator_says_of_gpus_wins() -> None:
     placement = service_config(
         {"engine": {"model": {"path": "/m"}}, "placement": {"verify": {"num_gpus": 0.25}}}
     ).placement
-    draft, rank = posts_of(placement, num_verify_ranks=1, gpus_per_rank=1.0)
+    draft, rank = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
     assert (draft.resources["GPU"], rank.resources["GPU"]) == (1.0, 0.25)

@@ -21,10 +21,10 @@ from eesd_dist.workers.messages import (
     Whereabouts,
 )
 from serve_app.config import RecoveryConfig
-from serve_app.pipeline.placement import Post
+from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.resume import resumed
 from serve_app.pipeline.streams import Streams
-from serve_app.pipeline.workers import Member
+from serve_app.pipeline.workers import Worker
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import held, toy_token
 
@@ -85,8 +85,8 @@ class Pipeline:
         self.num_delivered = 0
         self.kept: list[int] = []
         """How many streams the actor kept through each interruption."""
-        self.member = Member(
-            post=Post(name="drafting actor", rank=None, resources={}),
+        self.worker = Worker(
+            slot=RankSlot(name="drafting actor", rank=None, resources={}),
             handle=_Handle(self.actor),
             whereabouts=Whereabouts(pid=1, host="here", node_id="n"),
             death=asyncio.get_running_loop().create_future(),
@@ -117,7 +117,7 @@ class Pipeline:
         self.streams.paused(error)
         await self.actor.leave()
         self.kept.append(len(self.actor._mail))
-        await self.streams.broke(error, drafter=self.member)
+        await self.streams.broke(error, drafter=self.worker)
 
     async def tokens(self, request: Request, *, sender: str = "", attempt: int = 0) -> list[int]:
         return [
@@ -127,8 +127,8 @@ class Pipeline:
             for token in emission.tokens
         ]
 
-    async def _drafter(self) -> Member:
-        return self.member
+    async def _drafter(self) -> Worker:
+        return self.worker
 
     async def _elsewhere(self) -> str | None:
         return self._other
@@ -207,9 +207,9 @@ def test_a_stream_is_kept_in_the_actor_when_a_rank_is_lost(tmp_path: Path) -> No
             parts = pipeline.streams.stream(request)
             tokens = [t for emission in await anext(parts) for t in emission.tokens]
             for _ in range(8):  # with a token in between, as often as you like
-                member = pipeline.actor._membership
-                assert member is not None
-                member.thread._settle(_lost_rank())
+                worker = pipeline.actor._running
+                assert worker is not None
+                worker.thread._settle(_lost_rank())
                 await asyncio.sleep(0.1)
                 tokens += [t for emission in await anext(parts) for t in emission.tokens]
             assert tokens == _expected(request)[: len(tokens)]
@@ -279,7 +279,7 @@ def test_a_suspect_is_not_let_in_beside_a_long_round_of_the_one_before(tmp_path:
         await pipeline.actor.join(
             Epoch(number=1, store=Address(host="-", port=1), num_verify_ranks=1, timeout_s=1.0)
         )
-        other = pipeline.member.handle.submit.options(num_returns="streaming")
+        other = pipeline.worker.handle.submit.options(num_returns="streaming")
         items = other.remote(_request("still running", max_tokens=100_000))
         await (await anext(items))
         began_s = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""A keeper whose crew is in this process, and what it does when the crew cannot be mended."""
+"""A supervisor whose group is in this process, and what it does when the group cannot be mended."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from eesd_dist.types import Request
 from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.config import service_config
-from serve_app.pipeline import placement_groups, supervisor
-from serve_app.pipeline.placement import Post
-from serve_app.pipeline.placement_groups import Places
-from serve_app.pipeline.supervisor import Keeper, _may_be_a_request
-from serve_app.pipeline.worker_group import Crew
+from serve_app.pipeline import placement_groups
+from serve_app.pipeline import supervisor as supervisor_module
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.supervisor import Supervisor, _may_be_a_request
+from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker, held
 from tests.unit.serve_app.pipeline.test_fallback import _Here, _kills_here, _request
@@ -27,11 +28,11 @@ from tests.unit.serve_app.pipeline.test_fallback import _Here, _kills_here, _req
 __all__ = ["_kills_here"]
 
 
-class _Keeper(Keeper):
-    """Real but for its crew, and for who is elsewhere."""
+class _Supervisor(Supervisor):
+    """Real but for its group, and for who is elsewhere."""
 
-    def __init__(self, crew: Crew | Exception, folder: Path, **recovery: object) -> None:
-        self.recruits = crew
+    def __init__(self, group: WorkerGroup | Exception, folder: Path, **recovery: object) -> None:
+        self.outcome = group
         self.there: Any = None
         config = service_config(
             {
@@ -57,46 +58,46 @@ class _Keeper(Keeper):
     async def _nothing(self) -> None:
         pass
 
-    async def _recruit(self) -> Crew:
-        if isinstance(self.recruits, Exception):
-            raise self.recruits
-        return self.recruits
+    async def _make_group(self) -> WorkerGroup:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
     async def stopped(self) -> None:
-        self._supervisor.cancel()
-        await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._supervising.cancel()
+        await asyncio.gather(self._supervising, return_exceptions=True)
 
 
-async def _tokens(keeper: Keeper, request: Request) -> int:
-    return sum([len(e.tokens) async for part in keeper.streams.stream(request) for e in part])
+async def _tokens(supervisor: Supervisor, request: Request) -> int:
+    return sum([len(e.tokens) async for part in supervisor.streams.stream(request) for e in part])
 
 
-def _fails(post: Post) -> Any:
-    raise EngineError(f"no device for {post.name}")
+def _fails(slot: RankSlot) -> Any:
+    raise EngineError(f"no device for {slot.name}")
 
 
 def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(supervisor, "_RETRY_S", 0.01)
-    monkeypatch.setattr(supervisor, "_MAX_RETRY_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "_ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        keeper = _Keeper(crew, tmp_path)
-        await keeper.check()
-        stream = asyncio.ensure_future(_tokens(keeper, _request("moves", max_tokens=10_000)))
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        supervisor = _Supervisor(group, tmp_path)
+        await supervisor.check()
+        stream = asyncio.ensure_future(_tokens(supervisor, _request("moves", max_tokens=10_000)))
         await asyncio.sleep(0.1)
-        monkeypatch.setattr(crew.members, "_spawn", _fails)
-        crew.handle("drafting actor").killed.set()
+        monkeypatch.setattr(group.workers, "_create_actor", _fails)
+        group.handle("drafting actor").killed.set()
         await asyncio.sleep(1.0)
         assert not stream.done(), "failed formations are no reason to end it"
-        keeper.there = "another"
+        supervisor.there = "another"
         with pytest.raises(Moved, match="re-forming"):
             await asyncio.wait_for(stream, 3.0)
-        await keeper.stopped()
-        await crew.stop()
+        await supervisor.stopped()
+        await group.stop()
 
     asyncio.run(run())
 
@@ -104,47 +105,47 @@ def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails
 def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_RETRY_S", 0.01)
-    monkeypatch.setattr(supervisor, "_MAX_RETRY_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        keeper = _Keeper(crew, tmp_path, load_timeout_s=0.5)
-        await keeper.check()
-        stream = asyncio.ensure_future(_tokens(keeper, _request("lost", max_tokens=10_000)))
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        supervisor = _Supervisor(group, tmp_path, load_timeout_s=0.5)
+        await supervisor.check()
+        stream = asyncio.ensure_future(_tokens(supervisor, _request("lost", max_tokens=10_000)))
         await asyncio.sleep(0.1)
-        monkeypatch.setattr(crew.members, "_spawn", _fails)
-        crew.handle("drafting actor").killed.set()
+        monkeypatch.setattr(group.workers, "_create_actor", _fails)
+        group.handle("drafting actor").killed.set()
         with pytest.raises(PeerLost, match=r"not formed within 0\.5 s, the last time: .*no device"):
             await asyncio.wait_for(stream, 5.0)
-        await asyncio.wait_for(keeper._supervisor, 5.0)
+        await asyncio.wait_for(supervisor._supervising, 5.0)
         with pytest.raises(EngineError, match="is given up"):
-            await keeper.check()
+            await supervisor.check()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("when", ["recruiting", "forming"])
+@pytest.mark.parametrize("when", ["making", "forming"])
 def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
 
         async def breaks(*, timeout_s: float) -> None:
             raise KeyError("nobody thought of this")
 
-        monkeypatch.setattr(crew, "form", breaks)
-        keeper = _Keeper(
-            KeyError("nobody thought of this") if when == "recruiting" else crew, tmp_path
+        monkeypatch.setattr(group, "form", breaks)
+        supervisor = _Supervisor(
+            KeyError("nobody thought of this") if when == "making" else group, tmp_path
         )
         with pytest.raises(EngineError, match="given up by a bug: KeyError"):
-            await asyncio.wait_for(keeper.check(), 5.0)
-        if when == "recruiting":
+            await asyncio.wait_for(supervisor.check(), 5.0)
+        if when == "making":
             with pytest.raises(EngineError, match="given up by a bug"):
-                await asyncio.wait_for(keeper.crew(), 5.0)
+                await asyncio.wait_for(supervisor.worker_group(), 5.0)
         with pytest.raises(PeerLost, match="given up by a bug"):
-            await asyncio.wait_for(_tokens(keeper, _request("ended", max_tokens=4)), 5.0)
+            await asyncio.wait_for(_tokens(supervisor, _request("ended", max_tokens=4)), 5.0)
 
     asyncio.run(run())
 
@@ -161,9 +162,9 @@ def test_places_are_looked_after_again_when_looking_has_failed(
         raise ConnectionError("the head is away")
 
     async def run() -> None:
-        places = placement_groups.Places([], name="p")
-        monkeypatch.setattr(places, "_look", look)
-        keeping = asyncio.ensure_future(places.keep())
+        groups = placement_groups.PlacementGroups([], name="p")
+        monkeypatch.setattr(groups, "_look", look)
+        keeping = asyncio.ensure_future(groups.keep())
         await asyncio.sleep(0.2)
         assert not keeping.done()
         keeping.cancel()
@@ -192,10 +193,10 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
     tmp_path: Path,
 ) -> None:
     async def run() -> list[object]:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        crew.members.recruiting = replace(crew.members.recruiting, stages=PoisonedStages())
-        keeper = _Keeper(crew, tmp_path, max_interruptions=1)
-        await keeper.check()
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group.workers.spec = replace(group.workers.spec, stages=PoisonedStages())
+        supervisor = _Supervisor(group, tmp_path, max_interruptions=1)
+        await supervisor.check()
         bad = [
             replace(
                 _request(f"bad-{i}", max_tokens=9),
@@ -203,7 +204,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
             )
             for i in range(4)
         ]
-        streams = [_tokens(keeper, request) for request in bad]
+        streams = [_tokens(supervisor, request) for request in bad]
         said: list[object] = await asyncio.wait_for(
             asyncio.gather(*streams, return_exceptions=True), 10.0
         )
@@ -222,40 +223,40 @@ def test_streams_that_a_drafting_actor_kept_go_on_with_the_stand_in_that_leads_i
     """A verify rank is lost, and a draft rank while the epoch is formed."""
 
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=2)
-        keeper = _Keeper(crew, tmp_path)
-        await keeper.check()
-        form = crew.form
+        group = _Here(tmp_path, num_draft_ranks=2)
+        supervisor = _Supervisor(group, tmp_path)
+        await supervisor.check()
+        form = group.start_epoch
 
         async def forms_once(*, timeout_s: float) -> None:
-            monkeypatch.setattr(crew, "form", form)
-            posts = {post.name: post for post in crew.members.posts}
-            if crew.members.is_empty(posts["verify rank 1"]):
-                await crew.members.fill(posts["verify rank 1"], "test")
-            crew.handle("draft rank 1").killed.set()
-            while not crew.members.is_empty(posts["draft rank 1"]):  # noqa: ASYNC110
+            monkeypatch.setattr(group, "form", form)
+            slots = {slot.name: slot for slot in group.workers.slots}
+            if group.workers.is_empty(slots["verify rank 1"]):
+                await group.workers.fill(slots["verify rank 1"], "test")
+            group.handle("draft rank 1").killed.set()
+            while not group.workers.is_empty(slots["draft rank 1"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(crew.members, "_recruit", _never)
+            monkeypatch.setattr(group.workers, "_make_group", _never)
             raise PeerLost(peer="draft rank 1", operation="test", reason=PROCESS_DIED)
 
-        with held(crew.engine):
+        with held(group.engine):
             request = _request("kept", max_tokens=60)
-            stream = asyncio.ensure_future(_tokens(keeper, request))
-            while (await crew.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
+            stream = asyncio.ensure_future(_tokens(supervisor, request))
+            while (await group.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(crew, "form", forms_once)
-            crew.handle("verify rank 1").killed.set()
-            while not keeper.is_degraded:  # noqa: ASYNC110
+            monkeypatch.setattr(group, "form", forms_once)
+            group.handle("verify rank 1").killed.set()
+            while not supervisor.is_degraded:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await asyncio.wait_for(stream, 10.0) == 60
-        assert keeper.is_degraded
-        await keeper.stopped()
-        await crew.stop()
+        assert supervisor.is_degraded
+        await supervisor.stopped()
+        await group.stop()
 
     asyncio.run(run())
 
 
-async def _never(post: Post, operation: str) -> Any:
+async def _never(slot: RankSlot, operation: str) -> Any:
     await asyncio.Event().wait()
 
 
@@ -263,31 +264,31 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1)
-        keeper = _Keeper(crew, tmp_path)
-        await keeper.check()
-        halt = crew.halt
+        group = _Here(tmp_path, num_draft_ranks=1)
+        supervisor = _Supervisor(group, tmp_path)
+        await supervisor.check()
+        halt = group.halt
         late: list[asyncio.Task[list[object]]] = []
 
         async def submission() -> list[object]:
             request = _request("late", max_tokens=10_000)
-            return [item async for item in keeper.streams.probe(request)]
+            return [item async for item in supervisor.streams.probe(request)]
 
         async def halts() -> None:
             late.append(asyncio.ensure_future(submission()))
             await asyncio.sleep(0.1)
             await halt()
 
-        monkeypatch.setattr(crew, "halt", halts)
-        crew.handle("drafting actor").killed.set()
+        monkeypatch.setattr(group, "halt", halts)
+        group.handle("drafting actor").killed.set()
         async with asyncio.timeout(20.0):
             while not late:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert isinstance((await late[0])[-1], EesdError)
-            while keeper.is_degraded or not keeper.is_ready:  # noqa: ASYNC110
+            while supervisor.is_degraded or not supervisor.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await keeper.stopped()
-        await crew.stop()
+        await supervisor.stopped()
+        await group.stop()
 
     asyncio.run(run())
 
@@ -313,19 +314,19 @@ def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_no
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
-        as_configured = crew.members.recruiting
-        posts = {post.name: post for post in crew.members.posts}
-        crew.members.recruiting = replace(as_configured, stages=_FirstOneBroken())
-        await crew.members.fill(posts["verify rank 1"], "test")
-        await crew.members.fill(posts["verify rank 0"], "test")
-        broken, healthy = crew.handle("verify rank 1"), crew.handle("verify rank 0")
-        keeper = _Keeper(crew, tmp_path)
-        await asyncio.wait_for(keeper.check(), 10.0)
-        assert crew.handle("verify rank 0") is healthy
-        assert crew.handle("verify rank 1") is not broken
-        await keeper.stopped()
-        await crew.stop()
+        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        as_configured = group.workers.spec
+        slots = {slot.name: slot for slot in group.workers.slots}
+        group.workers.spec = replace(as_configured, stages=_FirstOneBroken())
+        await group.workers.fill(slots["verify rank 1"], "test")
+        await group.workers.fill(slots["verify rank 0"], "test")
+        broken, healthy = group.handle("verify rank 1"), group.handle("verify rank 0")
+        supervisor = _Supervisor(group, tmp_path)
+        await asyncio.wait_for(supervisor.check(), 10.0)
+        assert group.handle("verify rank 0") is healthy
+        assert group.handle("verify rank 1") is not broken
+        await supervisor.stopped()
+        await group.stop()
 
     asyncio.run(run())
 
@@ -335,27 +336,29 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
 ) -> None:
     counted = iter([0.0, 1.0, 1.0])
     asked: list[list[float]] = []
-    removed: list[Places] = []
+    removed: list[PlacementGroups] = []
 
-    class Room(Places):
+    class Room(PlacementGroups):
         def remove(self) -> None:
             removed.append(self)
 
-    async def places_for(posts: Sequence[Post], *, placement: object, name: str) -> Places:
-        asked.append([post.resources.get("GPU", 0.0) for post in posts])
+    async def placement_groups_for(
+        slots: Sequence[RankSlot], *, placement: object, name: str
+    ) -> PlacementGroups:
+        asked.append([slot.resources.get("GPU", 0.0) for slot in slots])
         return Room([], name=name)
 
-    monkeypatch.setattr(supervisor, "_gpus_per_rank", lambda engine: next(counted))
-    monkeypatch.setattr(supervisor, "places_for", places_for)
+    monkeypatch.setattr(supervisor_module, "_gpus_per_rank", lambda engine: next(counted))
+    monkeypatch.setattr(supervisor_module, "placement_groups_for", placement_groups_for)
 
     async def run() -> None:
-        keeper = _Keeper(EngineError("no crew in this test"), tmp_path)
-        posts, places = await keeper._placed()
+        supervisor = _Supervisor(EngineError("no group in this test"), tmp_path)
+        slots, groups = await supervisor._placed()
         assert asked == [[0.0] * 3, [1.0] * 3]
-        assert [post.resources["GPU"] for post in posts] == [1.0] * 3
+        assert [slot.resources["GPU"] for slot in slots] == [1.0] * 3
         assert len(removed) == 1
-        assert removed[0] is not places
-        await keeper.stopped()
+        assert removed[0] is not groups
+        await supervisor.stopped()
 
     asyncio.run(run())
 
@@ -373,18 +376,18 @@ class _NoRoomToStandIn(ToyStages):
 
 def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
     async def run() -> None:
-        crew = _Here(tmp_path, num_draft_ranks=1)
-        crew.members.recruiting = replace(crew.members.recruiting, stages=_NoRoomToStandIn())
-        keeper = _Keeper(crew, tmp_path)
-        await asyncio.wait_for(keeper.check(), 10.0)
-        host = crew.handle("verify rank 0")
-        crew.handle("drafting actor").killed.set()
+        group = _Here(tmp_path, num_draft_ranks=1)
+        group.workers.spec = replace(group.workers.spec, stages=_NoRoomToStandIn())
+        supervisor = _Supervisor(group, tmp_path)
+        await asyncio.wait_for(supervisor.check(), 10.0)
+        host = group.handle("verify rank 0")
+        group.handle("drafting actor").killed.set()
         async with asyncio.timeout(10.0):
-            while keeper.num_interruptions == 0 or not keeper.is_ready:  # noqa: ASYNC110
+            while supervisor.num_interruptions == 0 or not supervisor.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert not keeper.is_degraded
-        assert crew.handle("verify rank 0") is host
-        await keeper.stopped()
-        await crew.stop()
+        assert not supervisor.is_degraded
+        assert group.handle("verify rank 0") is host
+        await supervisor.stopped()
+        await group.stop()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""A crew that cannot be brought together leaves nobody at a post."""
+"""A group that cannot be brought together leaves nobody at a slot."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,11 +10,11 @@ import pytest
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError
 from eesd_dist.workers.messages import TelemetryOptions
-from serve_app.pipeline import workers
-from serve_app.pipeline.placement import Post
-from serve_app.pipeline.placement_groups import Places
-from serve_app.pipeline.worker_group import Crew
-from serve_app.pipeline.workers import Members, Recruiting
+from serve_app.pipeline import workers as workers_module
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.pipeline.workers import Workers, WorkerSpec
 
 
 async def _never() -> None:
@@ -26,40 +26,40 @@ async def _breaks() -> None:
     raise RuntimeError("no such device")
 
 
-class _Recruits(Members):
-    """Real but for the processes: each post's answer is given."""
+class _Spawns(Workers):
+    """Real but for the processes: each slot's answer is given."""
 
     def __init__(self, answers: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        recruiting = Recruiting(
+        spec = WorkerSpec(
             pipeline="p",
             engine=EngineConfig.model_validate({"model": {"path": "."}}),
             stages=None,  # type: ignore[arg-type]
             telemetry=TelemetryOptions(model_name="m"),
             ask_router=None,
         )
-        posts = [
-            Post(name=name, rank=None if rank < 0 else rank, resources={})
+        slots = [
+            RankSlot(name=name, rank=None if rank < 0 else rank, resources={})
             for rank, name in enumerate(answers, start=-1)
         ]
-        super().__init__(Places([], name="p"), posts, recruiting=recruiting)
+        super().__init__(PlacementGroups([], name="p"), slots, spec=spec)
         self._answers = answers
 
-    def _spawn(self, post: Post) -> Any:
-        whereabouts = SimpleNamespace(remote=self._answers[post.name])
-        return SimpleNamespace(name=post.name, whereabouts=whereabouts)
+    def _create_actor(self, slot: RankSlot) -> Any:
+        whereabouts = SimpleNamespace(remote=self._answers[slot.name])
+        return SimpleNamespace(name=slot.name, whereabouts=whereabouts)
 
 
-def test_when_one_recruit_fails_those_who_are_still_coming_are_sent_away(
+def test_when_one_new_worker_fails_those_who_are_still_coming_are_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[str] = []
-    monkeypatch.setattr(workers.ray, "kill", lambda handle: killed.append(handle.name))
+    monkeypatch.setattr(workers_module.ray, "kill", lambda handle: killed.append(handle.name))
 
     async def run() -> None:
-        crew = Crew(_Recruits({"drafting actor": _never, "verify rank 0": _breaks}))
+        group = WorkerGroup(_Spawns({"drafting actor": _never, "verify rank 0": _breaks}))
         with pytest.raises(EngineError, match="verify rank 0 failed during start"):
-            await crew.form(timeout_s=10.0)
-        assert not list(crew.members)
+            await group.start_epoch(timeout_s=10.0)
+        assert not list(group.workers)
 
     asyncio.run(run())
     assert sorted(killed) == ["drafting actor", "verify rank 0"]

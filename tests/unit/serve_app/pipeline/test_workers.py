@@ -45,27 +45,27 @@ async def _raises(error: Exception) -> None:
     raise error
 
 
-def test_a_recruit_that_nobody_waits_for_any_more_is_sent_back(
+def test_a_new_worker_that_nobody_waits_for_any_more_is_sent_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[Any] = []
     monkeypatch.setattr(ray, "kill", killed.append)
 
-    async def come(member: Any) -> Any:
-        return member
+    async def come(worker: Any) -> Any:
+        return worker
 
     async def story() -> None:
         death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         there = asyncio.ensure_future(come(SimpleNamespace(handle="there", death=death)))
         await asyncio.sleep(0)
-        workers._send_back(there)
+        workers._kill_spawned(there)
         assert killed == ["there"]
         assert death.cancelled()
         under_way = asyncio.ensure_future(come(None))
-        workers._send_back(under_way)
+        workers._kill_spawned(under_way)
         await asyncio.sleep(0)
         assert under_way.cancelled()
-        workers._send_back(under_way)
+        workers._kill_spawned(under_way)
         assert killed == ["there"]
 
     asyncio.run(story())
