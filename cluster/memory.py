@@ -50,34 +50,34 @@ def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemor
     )
 
 
-def with_stand_ins(
+def with_fallbacks(
     memories: tuple[RankMemory, RankMemory], shape: ModelShape, *, split: Split, load: Load
 ) -> tuple[RankMemory, ...]:
     """The same when verify ranks also hold what draft ranks have of the target itself.
 
-    As many verify ranks as there are draft ranks. A stand-in loads when its verify rank has.
+    As many verify ranks as there are draft ranks. A fallback loads when its verify rank has.
     """
     draft, verify = memories
     if draft.num_ranks > verify.num_ranks:
         raise ConfigError(
-            f"{draft.num_ranks} draft ranks and {verify.num_ranks} verify ranks: a stand-in for "
+            f"{draft.num_ranks} draft ranks and {verify.num_ranks} verify ranks: a fallback for "
             "each draft rank wants as many verify ranks; raise --verify-tp or lower --draft-tp"
         )
-    stand_in = _rank_memory(
+    fallback = _rank_memory(
         shape,
         load,
-        stage="stand-in",
+        stage="fallback",
         ranks=draft.num_ranks,
         num_layers=split.exit_layer,
         shared=0,
         whole=shape.hidden_size * shape.vocab_size,
     )
     both = RankMemory(
-        stage="verify with stand-in",
-        num_ranks=stand_in.num_ranks,
-        weights_bytes=verify.weights_bytes + stand_in.weights_bytes,
-        kv_bytes=verify.kv_bytes + stand_in.kv_bytes,
-        loading_bytes=max(verify.loading_bytes, verify.weights_bytes + stand_in.loading_bytes),
+        stage="verify with fallback",
+        num_ranks=fallback.num_ranks,
+        weights_bytes=verify.weights_bytes + fallback.weights_bytes,
+        kv_bytes=verify.kv_bytes + fallback.kv_bytes,
+        loading_bytes=max(verify.loading_bytes, verify.weights_bytes + fallback.loading_bytes),
     )
     without = replace(verify, num_ranks=verify.num_ranks - both.num_ranks)
     return (draft, without, both) if without.num_ranks else (draft, both)

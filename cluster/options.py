@@ -25,7 +25,7 @@ class PlanOptions:
     exit_layer: Annotated[int, "layers of the draft stage"]
     draft_tp: Annotated[int, "ranks of the draft stage"] = 1
     verify_tp: Annotated[int, "ranks of the verify stage"] = 1
-    stand_in: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
+    fallback: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
     draft_vocab_size: Annotated[int | None, "tokens of a truncated exit head"] = None
     gpu_bandwidth_gbps: Annotated[float, "memory bandwidth of a GPU, GB/s"] = (
         _MACHINE.memory_bytes_per_s / 1e9

@@ -14,7 +14,7 @@ from operator import mul
 
 from typer import echo
 
-from cluster.memory import RankMemory, memory_of, render_memory, with_stand_ins
+from cluster.memory import RankMemory, memory_of, render_memory, with_fallbacks
 from cluster.options import PlanOptions
 from cluster.shapes import Load, Machine, ModelShape, Split, read_shape
 from eesd_dist.command_line import run_command
@@ -265,8 +265,8 @@ def main(options: PlanOptions) -> None:
     forecast = plan(shape, machine=options.machine, split=split, load=load)
     stages = memory_of(shape, split=split, load=load)
     memories: tuple[RankMemory, ...] = stages
-    if options.stand_in:
-        memories = with_stand_ins(stages, shape, split=split, load=load)
+    if options.fallback:
+        memories = with_fallbacks(stages, shape, split=split, load=load)
     echo(f"{render(forecast)}\n\n{render_memory(memories)}")
 
 

@@ -224,7 +224,7 @@ class ParallelConfig(Section):
     verify_tensor_parallel_size: PositiveInt = 1
     """Ranks of the verify stage."""
 
-    stand_in: bool = False
+    fallback: bool = False
     """Whether the first D verify ranks, D being the number of draft ranks, also hold what a draft
     rank has of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
     head. Plain decoding then goes on there while a process of the draft stage is replaced."""
@@ -236,13 +236,13 @@ class ParallelConfig(Section):
     """CPU threads of one rank."""
 
     @model_validator(mode="after")
-    def _stand_in_has_room(self) -> Self:
+    def _fallback_has_room(self) -> Self:
         draft, verify = self.draft_tensor_parallel_size, self.verify_tensor_parallel_size
-        if self.stand_in and draft > verify:
+        if self.fallback and draft > verify:
             raise ValueError(
-                f"stand_in wants a verify rank for each of the {draft} draft ranks, and there are "
+                f"fallback wants a verify rank for each of the {draft} draft ranks, and there are "
                 f"{verify}: raise verify_tensor_parallel_size to {draft}, lower "
-                "draft_tensor_parallel_size, or leave stand_in out"
+                "draft_tensor_parallel_size, or leave fallback out"
             )
         return self
 

@@ -163,7 +163,7 @@ class EngineLeader:
         assert groups, "connect comes first"
         rounds, *draft = groups
         channel: VerifyChannel = DistVerifyChannel(rounds)
-        if epoch.shares_gpu or epoch.stands_in:
+        if epoch.shares_gpu or epoch.is_degraded:
             channel = ThroughHost(channel)
         self.pages.enter(epoch.number)
         self.sharing.forget()
@@ -255,7 +255,7 @@ class EngineLeader:
     ) -> _Running:
         """`draft` is the stage's group where it has several ranks."""
         # A fallback records nothing: the drafting actor whose folder it is may be on its way.
-        if self._spool is None and self._open_spool is not None and not epoch.stands_in:
+        if self._spool is None and self._open_spool is not None and not epoch.is_degraded:
             self._spool = self._open_spool()
         # The requests of an engine that broke are gone; what they taught their classes is not.
         pools = self._book.priors()

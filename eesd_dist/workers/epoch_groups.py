@@ -82,7 +82,7 @@ class EpochGroups:
 
     def _device_of(self, epoch: Epoch, group: str) -> torch.device:
         """Where the tensors lie that this group sends. Raises what a bad checkpoint raises."""
-        through_host = epoch.shares_gpu or (epoch.stands_in and group == "rounds")
+        through_host = epoch.shares_gpu or (epoch.is_degraded and group == "rounds")
         return torch.device("cpu") if through_host else layout_of(self._config).device
 
 

@@ -40,7 +40,7 @@ class Epoch:
     """The drafting actor included."""
     shares_gpu: bool = False
     """Both stages on one GPU: rows go through the host, since NCCL wants a GPU for each rank."""
-    stands_in: bool = False
+    is_degraded: bool = False
     """The draft ranks live in the verify ranks' processes, and draft nothing: rows go through the
     host, and each stage has its own group on the GPUs all the same."""
 

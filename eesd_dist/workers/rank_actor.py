@@ -4,7 +4,7 @@ A verify rank, or a rank of the draft stage beside the drafting actor. It joins 
 is told to join and runs their rounds in a thread until the channel is closed, a peer is lost or it
 is told to leave.
 
-A verify rank may hold a stand-in: what a draft rank holds, drafting nothing. It is an actor like
+A verify rank may hold a fallback: what a draft rank holds, drafting nothing. It is an actor like
 any other but for its process, and is reached through the one that it lives in.
 """
 
@@ -69,11 +69,11 @@ class RankActor:
         self._joining = Joining(name=name)
         self._running: _RunningEpoch | None = None
         """None between epochs."""
-        self._stand_in: DraftActor | RankActor | None = None
+        self._fallback: DraftActor | RankActor | None = None
         """A draft rank of the same number; None where there is to be none."""
         parallel = config.parallel
-        if stage == "verify" and parallel.stand_in and rank < parallel.draft_tensor_parallel_size:
-            self._stand_in = _stand_in(config, name, rank, stages=stages, telemetry=telemetry)
+        if stage == "verify" and parallel.fallback and rank < parallel.draft_tensor_parallel_size:
+            self._fallback = _fallback(config, name, rank, stages=stages, telemetry=telemetry)
 
     async def whereabouts(self) -> Whereabouts:
         return whereabouts()
@@ -86,23 +86,23 @@ class RankActor:
         """Of a draft rank: loads its weights while there is no epoch for it."""
         await asyncio.to_thread(self._draft_follower().prepare)
 
-    async def stand_in(self, method: str, *args: object) -> object:
-        """What the stand-in in this process answers."""
-        answer: object = await getattr(self._the_stand_in(), method)(*args)
+    async def fallback(self, method: str, *args: object) -> object:
+        """What the fallback in this process answers."""
+        answer: object = await getattr(self._require_fallback(), method)(*args)
         return answer
 
-    async def stand_in_submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """A stand-in's tokens, where it is the drafting actor's."""
-        stand_in = self._the_stand_in()
-        assert isinstance(stand_in, DraftActor), "requests are for verify rank 0"
-        async with aclosing(stand_in.submit(request)) as items:
+    async def fallback_submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """A fallback's tokens, where it is the drafting actor's."""
+        fallback = self._require_fallback()
+        assert isinstance(fallback, DraftActor), "requests are for verify rank 0"
+        async with aclosing(fallback.submit(request)) as items:
             async for item in items:
                 yield item
 
-    def _the_stand_in(self) -> "DraftActor | RankActor":
-        if self._stand_in is None:
-            raise EngineError(f"{self._name} has no stand-in: set engine.parallel.stand_in")
-        return self._stand_in
+    def _require_fallback(self) -> "DraftActor | RankActor":
+        if self._fallback is None:
+            raise EngineError(f"{self._name} has no fallback: set engine.parallel.fallback")
+        return self._fallback
 
     async def join(self, epoch: Epoch) -> None:
         part = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
@@ -167,7 +167,7 @@ def _worker_of(
     return stages.verify_worker(config, tracing, rank=rank), None
 
 
-def _stand_in(
+def _fallback(
     config: EngineConfig,
     host: str,
     rank: int,
@@ -183,10 +183,10 @@ def _stand_in(
             ),
             # On one device nothing overlaps, and two groups would wait for each other's kernels.
             "scheduler": config.scheduler.model_copy(update={"overlap": False}),
-            "parallel": config.parallel.model_copy(update={"stand_in": False}),
+            "parallel": config.parallel.model_copy(update={"fallback": False}),
         }
     )
-    name = f"stand-in in {host}"
+    name = f"fallback in {host}"
     if rank == 0:
         return DraftActor(plain, name=name, stages=stages, telemetry=telemetry)
     return RankActor(plain, name=name, stage="draft", rank=rank, stages=stages, telemetry=telemetry)

@@ -59,7 +59,7 @@ class StageVerifier:
 
     def _source(self, epoch: Epoch, rounds: ProcessGroup) -> RoundSource:
         source = DistRoundSource(rounds)
-        if epoch.stands_in:
+        if epoch.is_degraded:
             return OntoDevice(source, layout_of(self._config).device)
         return source
 

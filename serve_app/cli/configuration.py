@@ -25,7 +25,7 @@ _KEYS = {
     "device": "engine.model.device",
     "draft_tp": "engine.parallel.draft_tensor_parallel_size",
     "verify_tp": "engine.parallel.verify_tensor_parallel_size",
-    "stand_in": "engine.parallel.stand_in",
+    "fallback": "engine.parallel.fallback",
     "controller": "engine.speculation.controller",
     "max_draft_tokens": "engine.speculation.max_draft_tokens",
     "tree": "engine.speculation.tree.shape",
@@ -63,7 +63,7 @@ class ServiceFlags:
     host: Annotated[str | None, "address to listen on (127.0.0.1)"] = None
     port: Annotated[int | None, "port to listen on (8000)"] = None
     name: Annotated[str | None, "model name in the API (name of the model folder)"] = None
-    stand_in: Annotated[
+    fallback: Annotated[
         bool | None,
         "verify ranks also load the draft ranks' layers: decoding continues without drafts while a "
         "draft rank is replaced",

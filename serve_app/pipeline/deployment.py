@@ -124,7 +124,7 @@ class PipelineState:
     """Why it takes no more requests; empty: it does."""
     workers: tuple[WorkerReport, ...]
     is_degraded: bool = False
-    """Stand-ins in the verify ranks' processes take the draft stage's part."""
+    """Fallbacks in the verify ranks' processes take the draft stage's part."""
     degraded_s: float = 0.0
     """Seconds so far in which that was so."""
 
@@ -228,7 +228,7 @@ class Pipeline:
         del target
         group = await self._supervisor.worker_group()
         leader = group.drafter
-        if group.is_degraded:  # stand-ins have no like elsewhere: streams are computed again there
+        if group.is_degraded:  # fallbacks have no like elsewhere: streams are computed again there
             ranks = {f"{leader.slot.name} of {self._name}": leader.handle}
             return Contacts(pipeline=self._name, ranks=ranks)
         return Contacts(pipeline=self._name, ranks={m.slot.name: m.handle for m in group.workers})
@@ -260,7 +260,7 @@ class Pipeline:
         except EesdError as error:
             logger.warning("no metrics: pipeline=%s error=%s", self._name, error)
             text = b""
-        if self._config.engine.parallel.stand_in:
+        if self._config.engine.parallel.fallback:
             text += degraded_page(
                 is_degraded=self._supervisor.is_degraded, seconds=self._supervisor.degraded_s
             )

@@ -1,4 +1,4 @@
-"""A stand-in, as a pipeline reaches it: an actor without a process of its own.
+"""A fallback, as a pipeline reaches it: an actor without a process of its own.
 
 It answers to the calls of a drafting actor or of a draft rank, through the verify rank that it
 lives in. When it is called upon is for others to decide; how long it was is on its metrics page.
@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class StandInHandle:
+class FallbackHandle:
     """In the place of a Ray actor handle; may be sent to other processes like one."""
 
     host: Any
@@ -20,12 +20,12 @@ class StandInHandle:
         if method.startswith("__"):  # what copying and pickling ask for
             raise AttributeError(method)
         if method == "submit":
-            return _Method(self.host.stand_in_submit)
-        return _Method(self.host.stand_in, method)
+            return _Method(self.host.fallback_submit)
+        return _Method(self.host.fallback, method)
 
 
 class _Method:
-    """One remote method of a stand-in."""
+    """One remote method of a fallback."""
 
     def __init__(self, call: Any, *first: str) -> None:
         self._call = call
@@ -42,7 +42,7 @@ class _Method:
 def degraded_page(*, is_degraded: bool, seconds: float) -> bytes:
     """A pipeline's word in Prometheus' text form."""
     return (
-        "# HELP eesd_degraded Whether stand-ins take the draft stage's part: plain decoding.\n"
+        "# HELP eesd_degraded Whether fallbacks take the draft stage's part: plain decoding.\n"
         "# TYPE eesd_degraded gauge\n"
         f"eesd_degraded {int(is_degraded)}\n"
         "# HELP eesd_degraded_seconds_total Seconds in which they did.\n"

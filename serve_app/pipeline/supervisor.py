@@ -4,8 +4,8 @@ It brings a group together into epoch after epoch, and tells the streams when to
 to go on and, while a process has to be replaced and another pipeline is ready, when to go there.
 Who is to blame for an interruption is `quarantine`'s to find out.
 
-Where stand-ins are kept, a pipeline that has lost its draft stage is ready again at once, degraded
-to plain decoding. It changes over to a full epoch when the draft stage is back, weights
+Where fallbacks are kept, a pipeline that has lost its draft stage is ready again at once, degraded
+to plain decoding. It fails back to a full epoch when the draft stage is back, weights
 loaded: nothing was interrupted by that, and nothing is held against anyone.
 """
 
@@ -88,7 +88,7 @@ class Supervisor:
         """None while it is not."""
         self._degraded_s = 0.0
         """Earlier times together."""
-        self._is_changing_over = False
+        self._is_failing_back = False
         self._promotion: Promotion | None = None
         self._errands: set[asyncio.Future[None]] = set()
         """What nobody waits for."""
@@ -113,7 +113,7 @@ class Supervisor:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether it is ready, with stand-ins for the draft stage."""
+        """Whether it is ready, with fallbacks for the draft stage."""
         return self.is_ready and self._degraded_since_s is not None
 
     @property
@@ -148,8 +148,8 @@ class Supervisor:
         if self.is_ready:
             return ""
         waited_s = time.monotonic() - self._since_s
-        if self._is_changing_over:
-            return f"changing over for {waited_s:.1f} s: the draft stage is back"
+        if self._is_failing_back:
+            return f"failing back for {waited_s:.1f} s: the draft stage is back"
         if self._num_interruptions == 0:
             return f"loading for {waited_s:.1f} s: {self._trouble}"
         number = self._worker_group.result().epoch
@@ -216,7 +216,7 @@ class Supervisor:
             self._mark_ready(group)
             trouble = await self._end_of_epoch(group)
             if trouble is None:
-                await self._change_over(group)
+                await self._fail_back(group)
             else:
                 await self._interrupted(group, trouble)
 
@@ -299,15 +299,15 @@ class Supervisor:
                 return
 
     async def _try_epoch(self, group: WorkerGroup, *, timeout_s: float) -> None:
-        """With stand-ins where they can help at once; where they fail, as if there were none."""
-        if group.may_stand_in:
+        """With fallbacks where they can help at once; where they fail, as if there were none."""
+        if group.can_fall_back:
             if (leader := _drafter_of(group)) is not None:
                 # It kept its streams when a verify rank was lost; it will not lead them now.
                 await self.streams.come_out(drafter=leader)
             try:
                 return await group.start_degraded_epoch(timeout_s=timeout_s / 2)
             except EesdError as error:
-                logger.warning("no stand-in: pipeline=%s error=%s", self._pipeline, error)
+                logger.warning("no fallback: pipeline=%s error=%s", self._pipeline, error)
                 await group.end_epoch()
         await group.start_epoch(timeout_s=timeout_s)
 
@@ -330,7 +330,7 @@ class Supervisor:
     async def _replace_drafters(self, group: WorkerGroup) -> None:
         """Returns when a full epoch can take over; tried as long as it takes."""
         retry_s = _RETRY_S
-        while group.may_stand_in or not self.streams.is_calm:
+        while group.can_fall_back or not self.streams.is_calm:
             try:
                 await group.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
             except EesdError as error:
@@ -342,11 +342,11 @@ class Supervisor:
             else:
                 await asyncio.sleep(_CALM_S)
 
-    async def _change_over(self, group: WorkerGroup) -> None:
+    async def _fail_back(self, group: WorkerGroup) -> None:
         """In good order, up to where the full epoch may be formed."""
-        logger.info("changing over: pipeline=%s epoch=%d", self._pipeline, group.epoch)
-        self._is_changing_over = True
-        self._mark_unavailable(EngineError("it is changing over to the draft stage that is back"))
+        logger.info("failing back: pipeline=%s epoch=%d", self._pipeline, group.epoch)
+        self._is_failing_back = True
+        self._mark_unavailable(EngineError("it is failing back to the draft stage that is back"))
         await self.streams.come_out(drafter=_drafter_of(group))
         await group.halt()
         await group.end_epoch()
@@ -363,7 +363,7 @@ class Supervisor:
     def _mark_ready(self, group: WorkerGroup) -> None:
         self._ready.set()
         self._since_s = time.monotonic()
-        self._is_changing_over = False
+        self._is_failing_back = False
         if group.is_degraded:
             self._degraded_since_s = self._since_s
             logger.warning("degraded: pipeline=%s: %s", self._pipeline, DEGRADED)
@@ -386,7 +386,7 @@ class Supervisor:
         recovery.num_waiting = await self.streams.broke(
             trouble,
             drafter=_drafter_of(group),
-            keeps_streams=not (group.is_degraded or group.may_stand_in),
+            keeps_streams=not (group.is_degraded or group.can_fall_back),
             is_telling=_may_be_a_request(trouble),
         )
         if recovery.num_waiting > 0:
@@ -412,7 +412,7 @@ class Supervisor:
         def is_over() -> bool:
             return self.is_ready or self._since_s != since_s or self._supervising.done()
 
-        if group.workers.are_complete or group.may_stand_in:
+        if group.workers.are_complete or group.can_fall_back:
             await asyncio.sleep(_ASK_EVERY_S)
         while not is_over():
             there = await self._elsewhere()

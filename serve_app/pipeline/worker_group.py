@@ -1,6 +1,6 @@
 """The workers of one pipeline: brought together into epochs, watched, and killed.
 
-An epoch is full, with everyone at a slot, or degraded: stand-ins, which live in the verify
+An epoch is full, with everyone at a slot, or degraded: fallbacks, which live in the verify
 ranks' processes, take the draft stage's part while its own processes are replaced.
 
 A group knows workers and epochs. How a slot is filled is for `workers` to know; what the workers
@@ -41,13 +41,13 @@ class WorkerGroup:
         self._broken: set[str] = set()
         """Slots whose worker cannot stay: its loop ended by a bug, and what else that has spoilt
         nobody knows, or it does not answer."""
-        self._stand_ins: tuple[Worker, ...] = ()
+        self._fallbacks: tuple[Worker, ...] = ()
         """Who drafts in a degraded epoch, rank 0 first; nobody in a full one."""
         self._unprepared: set[str] = set()
         """Draft slots filled since the last full epoch, weights still to be loaded."""
         self._has_been_full = False
         self._preparing: set[asyncio.Task[None]] = set()
-        """Stand-ins that load, and what is learnt for the day of need."""
+        """Fallbacks that load, and what is learnt for the day of need."""
         self._cost: tuple[str, Mapping[str, object]] | None = None
         """Node of the last drafting actor, and what its engine measured there."""
         self._epoch = 0
@@ -65,24 +65,24 @@ class WorkerGroup:
     @property
     def drafter(self) -> Worker:
         """Who leads the present epoch, or led the last one; raises PeerLost when gone."""
-        if not self._stand_ins:
+        if not self._fallbacks:
             return self.workers.at(self.workers.slots[0])
-        leader = self._stand_ins[0]
+        leader = self._fallbacks[0]
         if self.workers.at((leader.host or leader).slot) is not leader.host:
             raise PeerLost(peer=leader.slot.name, operation="call", reason="its process is gone")
         return leader
 
     @property
     def is_degraded(self) -> bool:
-        """Whether the present epoch, or the last one, has stand-ins."""
-        return bool(self._stand_ins)
+        """Whether the present epoch, or the last one, has fallbacks."""
+        return bool(self._fallbacks)
 
     @property
-    def may_stand_in(self) -> bool:
+    def can_fall_back(self) -> bool:
         """Whether the draft stage is away, or not ready, and all verify ranks are there."""
         is_empty = self.workers.is_empty
         return (
-            self._parallel.stand_in
+            self._parallel.fallback
             and self._has_been_full
             and not any(is_empty(slot) for slot in self._verify_slots)
             and any(is_empty(p) or p.name in self._unprepared for p in self._draft_slots)
@@ -125,7 +125,7 @@ class WorkerGroup:
     async def start_epoch(self, *, timeout_s: float) -> None:
         """Fills empty slots and brings everyone into a new epoch."""
         self._epoch += 1
-        self._stand_ins = ()
+        self._fallbacks = ()
         operation = f"start of epoch {self._epoch}"
         keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
         try:
@@ -149,16 +149,16 @@ class WorkerGroup:
         self._prepare_for_deaths()
 
     async def start_degraded_epoch(self, *, timeout_s: float) -> None:
-        """Brings the verify ranks and their stand-ins into a new epoch; `may_stand_in` holds.
+        """Brings the verify ranks and their fallbacks into a new epoch; `can_fall_back` holds.
 
-        Raises what a stand-in raises that cannot load.
+        Raises what a fallback raises that cannot load.
         """
         self._epoch += 1
-        operation = f"start of epoch {self._epoch} with stand-ins"
+        operation = f"start of epoch {self._epoch} with fallbacks"
         verify = [self.workers.at(slot) for slot in self._verify_slots]
-        self._stand_ins = tuple(host.stand_in() for host in verify[: len(self._draft_slots)])
+        self._fallbacks = tuple(host.fallback() for host in verify[: len(self._draft_slots)])
         self._spawned_s = time.monotonic()
-        drafter, *followers = self._stand_ins
+        drafter, *followers = self._fallbacks
         try:
             async with asyncio.timeout(timeout_s):
                 meeting = self._meet(drafter, [*followers, *verify], operation)
@@ -213,7 +213,7 @@ class WorkerGroup:
             num_draft_ranks=len(self._draft_slots),
             timeout_s=self._parallel.timeout_s,
             shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self.workers.slots),
-            stands_in=self.is_degraded,
+            is_degraded=self.is_degraded,
         )
         await _all(
             [
@@ -225,7 +225,7 @@ class WorkerGroup:
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
         """Who fails by itself would fail the next epoch too: its place is for another one. A
-        stand-in has none, and its host may be in good health."""
+        fallback has none, and its host may be in good health."""
         try:
             await worker.ask(method, operation, epoch)
         except (PeerLost, ConfigError):
@@ -339,7 +339,7 @@ class WorkerGroup:
             return
         host = worker.host or worker
         if host not in self.workers:
-            return  # sent away with its stand-in, or the other way round
+            return  # sent away with its fallback, or the other way round
         self._kill(host)
         self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
 
@@ -350,9 +350,9 @@ class WorkerGroup:
     @property
     def _engaged(self) -> tuple[Worker, ...]:
         """Who is in the present epoch."""
-        if not self._stand_ins:
+        if not self._fallbacks:
             return tuple(self.workers)
-        return (*self._stand_ins, *(m for m in self.workers if m.slot.stage == "verify"))
+        return (*self._fallbacks, *(m for m in self.workers if m.slot.stage == "verify"))
 
     def _kill(self, worker: Worker) -> None:
         self.workers.kill(worker)
@@ -404,20 +404,20 @@ class WorkerGroup:
     def _prepare_for_deaths(self) -> None:
         """Beside the first rounds: what would otherwise be done while streams wait."""
         preparations = [self._learn_cost(self.drafter)]
-        if self._parallel.stand_in:
+        if self._parallel.fallback:
             verify = [m for m in self.workers if m.slot.stage == "verify"]
             hosts = verify[: len(self._draft_slots)]
-            preparations += [self._prepare_stand_in(host.stand_in()) for host in hosts]
+            preparations += [self._prepare_fallback(host.fallback()) for host in hosts]
         for preparation in preparations:
             task = asyncio.ensure_future(preparation)
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
 
-    async def _prepare_stand_in(self, stand_in: Worker) -> None:
+    async def _prepare_fallback(self, fallback: Worker) -> None:
         try:
-            await stand_in.ask("prepare", "preparation")
+            await fallback.ask("prepare", "preparation")
         except EesdError as error:  # asked again when it is needed
-            logger.warning("not prepared: %s error=%s", stand_in.label, error)
+            logger.warning("not prepared: %s error=%s", fallback.label, error)
 
     async def _learn_cost(self, drafter: Worker) -> None:
         """For the next one on its node: measuring again would make streams wait."""

@@ -33,7 +33,7 @@ from eesd_dist.workers.messages import (
 from eesd_dist.workers.process import PROCESS_LOST, thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
-from serve_app.pipeline.fallback import StandInHandle
+from serve_app.pipeline.fallback import FallbackHandle
 from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
 
@@ -82,7 +82,7 @@ class Worker:
     load: LoadReport | None = None
     """How far it was with its weights when it was asked last."""
     host: "Worker | None" = None
-    """Of a stand-in: whose process it lives in."""
+    """Of a fallback: whose process it lives in."""
 
     @property
     def label(self) -> str:
@@ -92,12 +92,12 @@ class Worker:
     def is_dead(self) -> bool:
         return self.death.done()
 
-    def stand_in(self) -> "Worker":
+    def fallback(self) -> "Worker":
         """The one in a verify rank's process; it dies with it."""
-        name = f"stand-in in {self.slot.name}"
+        name = f"fallback in {self.slot.name}"
         return Worker(
             slot=replace(self.slot, name=name, stage="draft", rank=self.slot.rank or None),
-            handle=StandInHandle(self.handle),
+            handle=FallbackHandle(self.handle),
             whereabouts=self.whereabouts,
             death=self.death,
             host=self,

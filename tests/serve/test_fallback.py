@@ -31,7 +31,7 @@ MAX_TOKENS = 300
 def relieved(
     request: pytest.FixtureRequest, ray_port: int, tiny_service: Path
 ) -> Iterator[Running]:
-    """A pipeline with stand-ins in its two verify ranks' processes."""
+    """A pipeline with fallbacks in its two verify ranks' processes."""
     name = f"relieved-{request.param}"
     config = service_config(
         {
@@ -41,7 +41,7 @@ def relieved(
                 "parallel": {
                     "draft_tensor_parallel_size": request.param,
                     "verify_tensor_parallel_size": 2,
-                    "stand_in": True,
+                    "fallback": True,
                 },
             },
             "app_name": name,
@@ -96,7 +96,7 @@ def test_tokens_come_while_the_drafting_actor_is_replaced(relieved: Running) -> 
     others = relieved.items(_request(relieved, "asked meanwhile"))
     other_tokens = tokens_of([next(others)])
     assert _drafted(relieved) == 0
-    assert relieved.state().is_degraded, "the first token came from the stand-ins"
+    assert relieved.state().is_degraded, "the first token came from the fallbacks"
     assert tokens + tokens_of(items) == undisturbed
     assert other_tokens + tokens_of(others) == undisturbed
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.memory import memory_of, render_memory, with_stand_ins
+from cluster.memory import memory_of, render_memory, with_fallbacks
 from cluster.shapes import Load, Split
 from eesd_dist.errors import ConfigError
 from tests.unit.cluster.test_planner import LLAMA_70B
@@ -26,21 +26,21 @@ def test_a_ranks_memory_is_its_share_of_the_weights_and_of_the_keys_and_values()
     assert "verify,   8 ranks" in render_memory([draft, verify])
 
 
-def test_a_stand_in_costs_the_layers_before_the_exit_and_the_embedding() -> None:
+def test_a_fallback_costs_the_layers_before_the_exit_and_the_embedding() -> None:
     split = Split(exit_layer=8, draft_tensor_parallel_size=2, verify_tensor_parallel_size=8)
     load = Load(num_requests=16, context_tokens=4096)
     stages = memory_of(LLAMA_3_70B, split=split, load=load)
-    draft, verify, both = with_stand_ins(stages, LLAMA_3_70B, split=split, load=load)
+    draft, verify, both = with_fallbacks(stages, LLAMA_3_70B, split=split, load=load)
     assert (draft.num_ranks, verify.num_ranks, both.num_ranks) == (2, 6, 2)
     weights = 8 * LLAMA_3_70B.layer_weights // 2 + 8192 * 128256
     assert both.weights_bytes - verify.weights_bytes == 2 * weights
     assert both.kv_bytes - verify.kv_bytes == 8 * 16 * 4096 * LLAMA_3_70B.kv_bytes_per_token // 2
     assert both.loading_bytes > both.weights_bytes
     table = render_memory([draft, verify, both])
-    assert "verify with stand-in,   2 ranks" in table
+    assert "verify with fallback,   2 ranks" in table
     assert len({len(line) for line in table.splitlines()}) == 1
     narrow = Split(exit_layer=8, draft_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="raise --verify-tp or lower --draft-tp"):
-        with_stand_ins(
+        with_fallbacks(
             memory_of(LLAMA_3_70B, split=narrow, load=load), LLAMA_3_70B, split=narrow, load=load
         )

@@ -1,7 +1,7 @@
 """How a communicator begins and ends, tried without a GPU.
 
 Tensors are fake ones on cuda:0; torch's own check of the device runs, and only the driver's call
-behind it is recorded. The backend is a stand-in whose work never ends.
+behind it is recorded. The backend is a toy whose work never ends.
 """
 
 import gc

@@ -21,7 +21,7 @@ from eesd_dist.workers.rank_actor import RankActor
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline import worker_group
 from serve_app.pipeline import workers as workers_module
-from serve_app.pipeline.fallback import StandInHandle, degraded_page
+from serve_app.pipeline.fallback import FallbackHandle, degraded_page
 from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
 from serve_app.pipeline.streams import Streams
@@ -114,7 +114,7 @@ class _Here(WorkerGroup):
         folder: Path,
         *,
         num_draft_ranks: int,
-        stand_in: bool = True,
+        fallback: bool = True,
         timeout_s: float = 20.0,
     ) -> None:
         slots = [RankSlot(name="drafting actor", rank=None, resources={}, stage="draft")]
@@ -129,7 +129,7 @@ class _Here(WorkerGroup):
                 "parallel": {
                     "draft_tensor_parallel_size": num_draft_ranks,
                     "verify_tensor_parallel_size": 2,
-                    "stand_in": stand_in,
+                    "fallback": fallback,
                     "timeout_s": timeout_s,
                 },
             }
@@ -181,28 +181,28 @@ async def _answer(drafter: Worker, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("num_draft_ranks", [1, 2])
-def test_stand_ins_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
+def test_fallbacks_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
     num_draft_ranks: int, tmp_path: Path
 ) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=num_draft_ranks)
-        assert not group.may_stand_in
+        assert not group.can_fall_back
         await group.start_epoch(timeout_s=10.0)
-        assert not group.may_stand_in
+        assert not group.can_fall_back
         victim = "drafting actor" if num_draft_ranks == 1 else "draft rank 1"
         await group.lose(victim)
 
-        assert group.may_stand_in
+        assert group.can_fall_back
         await group.start_degraded_epoch(timeout_s=10.0)
         assert group.is_degraded
-        assert group.drafter.slot.name == "stand-in in verify rank 0"
+        assert group.drafter.slot.name == "fallback in verify rank 0"
         request = _request("plain", max_tokens=7)
         assert await _answer(group.drafter, request) == _expected(request)
 
         await group.replace_drafters(timeout_s=10.0)
         assert group.handle(victim).asked.count("prepare") == 1
         assert "join" not in group.handle(victim).asked
-        assert not group.may_stand_in
+        assert not group.can_fall_back
         assert group.is_degraded, "until the next epoch is formed"
         await group.end_epoch()
         await group.start_epoch(timeout_s=10.0)
@@ -216,7 +216,7 @@ def test_stand_ins_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
     asyncio.run(run())
 
 
-def test_a_verify_rank_that_dies_meanwhile_takes_its_stand_in_along(tmp_path: Path) -> None:
+def test_a_verify_rank_that_dies_meanwhile_takes_its_fallback_along(tmp_path: Path) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1)
         await group.start_epoch(timeout_s=10.0)
@@ -225,7 +225,7 @@ def test_a_verify_rank_that_dies_meanwhile_takes_its_stand_in_along(tmp_path: Pa
         await group.lose("verify rank 0")
         with pytest.raises(PeerLost, match="verify rank 0"):
             _ = group.drafter
-        assert not group.may_stand_in, "a verify rank without weights has no head start"
+        assert not group.can_fall_back, "a verify rank without weights has no head start"
         await group.start_epoch(timeout_s=10.0)
         assert [worker.slot.name for worker in group.workers] == [
             "drafting actor",
@@ -244,7 +244,7 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
     monkeypatch.setattr(worker_group, "_GRACE_S", 60.0)
 
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         await group.start_epoch(timeout_s=10.0)
         trouble = asyncio.ensure_future(group.trouble())
         await asyncio.sleep(0.01)
@@ -259,9 +259,9 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize("fallback", [False, True])
 def test_who_freezes_while_an_epoch_forms_is_named_and_replaced(
-    stand_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
         (worker_group, "_BUSY_S"),
@@ -271,13 +271,13 @@ def test_who_freezes_while_an_epoch_forms_is_named_and_replaced(
         monkeypatch.setattr(module, name, 0.1)
 
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=stand_in, timeout_s=0.1)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=fallback, timeout_s=0.1)
         await group.start_epoch(timeout_s=10.0)
         await group.lose("drafting actor")
         frozen = group.handle("verify rank 1")
         frozen.thawed.clear()
-        forming = group.start_degraded_epoch if group.may_stand_in else group.start_epoch
-        assert group.may_stand_in is stand_in
+        forming = group.start_degraded_epoch if group.can_fall_back else group.start_epoch
+        assert group.can_fall_back is fallback
         with pytest.raises(PeerLost, match=r"verify rank 1.*no answer within"):
             await asyncio.wait_for(forming(timeout_s=60.0), 5.0)
         await group.end_epoch()
@@ -318,24 +318,24 @@ def test_a_new_worker_that_never_has_its_weights_is_killed_for_another(
         why = "no answer within" if is_frozen else r"not loaded after 0\.5 s"
         with pytest.raises(PeerLost, match=why):
             await group.replace_drafters(timeout_s=5.0 if is_frozen else 0.5)
-        assert group.may_stand_in
+        assert group.can_fall_back
         await group.replace_drafters(timeout_s=5.0)
-        assert not group.may_stand_in
+        assert not group.can_fall_back
         await group.stop()
 
     asyncio.run(run())
 
 
-def test_without_stand_ins_a_dead_drafting_actor_is_waited_for(tmp_path: Path) -> None:
+def test_without_fallbacks_a_dead_drafting_actor_is_waited_for(tmp_path: Path) -> None:
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         await group.start_epoch(timeout_s=10.0)
         await group.lose("drafting actor")
-        assert not group.may_stand_in
+        assert not group.can_fall_back
         handle = group.handle("verify rank 0")
-        assert not {"stand_in", "prepare"} & set(handle.asked)
-        with pytest.raises(EngineError, match=r"no stand-in: set engine\.parallel\.stand_in"):
-            await handle.actor.stand_in("stats")
+        assert not {"fallback", "prepare"} & set(handle.asked)
+        with pytest.raises(EngineError, match=r"no fallback: set engine\.parallel\.fallback"):
+            await handle.actor.fallback("stats")
         await group.stop()
 
     asyncio.run(run())
@@ -372,7 +372,7 @@ def test_a_new_worker_that_is_still_coming_when_the_degraded_epoch_breaks_is_not
     asyncio.run(run())
 
 
-def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: Path) -> None:
+def test_a_stream_fails_back_without_a_strike_and_with_every_token(tmp_path: Path) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1)
         await group.start_epoch(timeout_s=10.0)
@@ -403,7 +403,7 @@ def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: P
         streams.resume()
         await some()
         await group.replace_drafters(timeout_s=10.0)
-        streams.paused(EngineError("changing over"))
+        streams.paused(EngineError("failing back"))
         await streams.come_out(drafter=group.drafter)
         await group.halt()
         await group.end_epoch()
@@ -418,12 +418,12 @@ def test_a_stream_changes_over_without_a_strike_and_with_every_token(tmp_path: P
     asyncio.run(run())
 
 
-def test_a_handle_calls_the_stand_in_through_its_host_wherever_it_is_sent() -> None:
-    handle = pickle.loads(pickle.dumps(StandInHandle(_Echo("host"))))
-    assert handle.stats.remote() == ("host", "stand_in", ("stats",))
-    assert handle.move_out.remote(None, 7) == ("host", "stand_in", ("move_out", None, 7))
+def test_a_handle_calls_the_fallback_through_its_host_wherever_it_is_sent() -> None:
+    handle = pickle.loads(pickle.dumps(FallbackHandle(_Echo("host"))))
+    assert handle.stats.remote() == ("host", "fallback", ("stats",))
+    assert handle.move_out.remote(None, 7) == ("host", "fallback", ("move_out", None, 7))
     told = handle.submit.options(num_returns="streaming").remote("a request")
-    assert told == ("host", "stand_in_submit", ("a request",))
+    assert told == ("host", "fallback_submit", ("a request",))
 
 
 class _Echo:
@@ -434,12 +434,12 @@ class _Echo:
         self.method = method
 
     @property
-    def stand_in(self) -> "_Echo":
-        return _Echo(self.name, "stand_in")
+    def fallback(self) -> "_Echo":
+        return _Echo(self.name, "fallback")
 
     @property
-    def stand_in_submit(self) -> "_Echo":
-        return _Echo(self.name, "stand_in_submit")
+    def fallback_submit(self) -> "_Echo":
+        return _Echo(self.name, "fallback_submit")
 
     def options(self, **options: object) -> "_Echo":
         return self
@@ -454,8 +454,8 @@ def test_the_degraded_page_is_prometheus_text() -> None:
     assert samples == {"eesd_degraded": 1.0, "eesd_degraded_seconds_total": 1.25}
 
 
-def test_a_stand_in_wants_a_verify_rank_for_each_draft_rank() -> None:
+def test_a_fallback_wants_a_verify_rank_for_each_draft_rank() -> None:
     with pytest.raises(ValidationError, match="raise verify_tensor_parallel_size to 2"):
-        ParallelConfig(stand_in=True, draft_tensor_parallel_size=2)
-    assert ParallelConfig(stand_in=True).stand_in
-    assert not ParallelConfig().stand_in
+        ParallelConfig(fallback=True, draft_tensor_parallel_size=2)
+    assert ParallelConfig(fallback=True).fallback
+    assert not ParallelConfig().fallback

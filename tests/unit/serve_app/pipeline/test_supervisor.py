@@ -84,7 +84,7 @@ def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails
     monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
 
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         supervisor = _Supervisor(group, tmp_path)
         await supervisor.check()
         stream = asyncio.ensure_future(_tokens(supervisor, _request("moves", max_tokens=10_000)))
@@ -109,7 +109,7 @@ def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
     monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
 
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         supervisor = _Supervisor(group, tmp_path, load_timeout_s=0.5)
         await supervisor.check()
         stream = asyncio.ensure_future(_tokens(supervisor, _request("lost", max_tokens=10_000)))
@@ -130,7 +130,7 @@ def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
 
         async def breaks(*, timeout_s: float) -> None:
             raise KeyError("nobody thought of this")
@@ -193,7 +193,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
     tmp_path: Path,
 ) -> None:
     async def run() -> list[object]:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         group.workers.spec = replace(group.workers.spec, stages=PoisonedStages())
         supervisor = _Supervisor(group, tmp_path, max_interruptions=1)
         await supervisor.check()
@@ -217,7 +217,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
     assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
 
 
-def test_streams_that_a_drafting_actor_kept_go_on_with_the_stand_in_that_leads_in_its_place(
+def test_streams_that_a_drafting_actor_kept_go_on_with_the_fallback_that_leads_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verify rank is lost, and a draft rank while the epoch is formed."""
@@ -314,7 +314,7 @@ def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_no
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, stand_in=False)
+        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
         as_configured = group.workers.spec
         slots = {slot.name: slot for slot in group.workers.slots}
         group.workers.spec = replace(as_configured, stages=_FirstOneBroken())
@@ -365,19 +365,19 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
 
 class _HasNoRoom(ToyLeader):
     def connect(self, epoch: Epoch) -> None:
-        if epoch.stands_in:
+        if epoch.is_degraded:
             raise OSError("cannot allocate memory")
 
 
-class _NoRoomToStandIn(ToyStages):
+class _NoRoomForFallback(ToyStages):
     def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
         return _HasNoRoom(config)
 
 
-def test_a_stand_in_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
+def test_a_fallback_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1)
-        group.workers.spec = replace(group.workers.spec, stages=_NoRoomToStandIn())
+        group.workers.spec = replace(group.workers.spec, stages=_NoRoomForFallback())
         supervisor = _Supervisor(group, tmp_path)
         await asyncio.wait_for(supervisor.check(), 10.0)
         host = group.handle("verify rank 0")
