@@ -9,7 +9,7 @@
     |   +-- QueueFull
     +-- EngineError          us, or the machines under us
         +-- PeerLost         a rank, actor or link that stopped answering; names the peer
-        +-- Poisonous        a request that breaks every engine it is in: not tried again
+        +-- PoisonRequest        a request that breaks every engine it is in: not tried again
         +-- Moved            a stream that goes on in another pipeline: submit it again there
         +-- WireError        a message that does not say what this epoch expects
 
@@ -116,7 +116,7 @@ class PeerLost(EngineError):
 class Moved(EngineError):
     """The stream ends here and is to go on elsewhere, from its tokens so far: no interruption.
 
-    `to` names the pipeline that waits for it; None: any but `by`. Strikes are those it had there:
+    `to` names the pipeline that waits for it; None: any but `by`. Crashes are those it had there:
     see `types.Request`.
     """
 
@@ -126,28 +126,28 @@ class Moved(EngineError):
         by: str,
         to: str | None,
         reason: str,
-        strikes: int = 0,
-        telling_strikes: int = 0,
+        crashes: int = 0,
+        attributable_crashes: int = 0,
     ) -> None:
         super().__init__(f"{by} hands its stream over to {to or 'another pipeline'}: {reason}")
         self.by = by
         self.to = to
         self.reason = reason
-        self.strikes = strikes
-        self.telling_strikes = telling_strikes
+        self.crashes = crashes
+        self.attributable_crashes = attributable_crashes
 
 
-class Poisonous(EngineError):
+class PoisonRequest(EngineError):
     """The engine broke again and again with this request in it, the last time with no other."""
 
-    def __init__(self, *, request_id: str, strikes: int, reason: str) -> None:
+    def __init__(self, *, request_id: str, crashes: int, reason: str) -> None:
         super().__init__(
-            f"request {request_id} is refused: the engine broke {strikes} times under it since its "
+            f"request {request_id} is refused: the engine broke {crashes} times under it since its "
             f"last token, the last time with no other request in it ({reason}). Other requests go "
             "on; do not send this one again before the cause is known"
         )
         self.request_id = request_id
-        self.strikes = strikes
+        self.crashes = crashes
         self.reason = reason
 
 

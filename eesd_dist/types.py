@@ -99,9 +99,9 @@ class Request:
     """The class whose pooled prior warms this request's belief."""
     traceparent: str | None = None
     """W3C trace context of the HTTP request this belongs to."""
-    strikes: int = 0
+    crashes: int = 0
     """How often an engine broke under it since its last token, wherever that was."""
-    telling_strikes: int = 0
+    attributable_crashes: int = 0
     """Of these, the ones that a request can have brought about."""
     submission: int = 0
     """Which of its stays in an engine this is, later ones being higher. Its emissions say it too:

@@ -383,7 +383,7 @@ class Scheduler:
             if joined == cohort and budget <= 0:
                 return
             live = next((v for v in self._waiting if v.request_id not in self._running), None)
-            if live is None or not self._enter(live, cohort=joined):
+            if live is None or not self._start(live, cohort=joined):
                 return
             self._waiting.remove(live)
             if joined == cohort:
@@ -398,7 +398,7 @@ class Scheduler:
 
     # Pages.
 
-    def _enter(self, live: LiveRequest, *, cohort: int) -> bool:
+    def _start(self, live: LiveRequest, *, cohort: int) -> bool:
         """Gives a waiting request the pages of all its known tokens, if one more would be left."""
         live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
         num_cached = len(live.pages) * self._pages.page_size

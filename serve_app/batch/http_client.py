@@ -20,7 +20,7 @@ _FAULT_OF_THE_REQUEST = frozenset(
     {
         HTTPStatus.BAD_REQUEST,
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.UNPROCESSABLE_ENTITY,  # a poisonous one
+        HTTPStatus.UNPROCESSABLE_ENTITY,  # a poison request
     }
 )
 _ADVICE: Mapping[int, str] = {

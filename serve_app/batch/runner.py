@@ -25,7 +25,7 @@ from eesd_dist.errors import (
     ConfigError,
     EesdError,
     EngineError,
-    Poisonous,
+    PoisonRequest,
     RequestError,
 )
 from eesd_dist.text import TextCodec
@@ -208,7 +208,7 @@ class _Run:
                 waited_s += pause_s
                 if waited_s > _MAX_CAPACITY_WAIT_S:
                     raise
-            except Poisonous:
+            except PoisonRequest:
                 raise
             except EngineError as error:
                 num_attempts += 1
@@ -230,7 +230,7 @@ class _Run:
         said = http_error_of(error)
         self._output.append(_record(row, status=said.status, body=said.body, error=said))
         self.num_failed += 1
-        if not isinstance(error, EngineError) or isinstance(error, Poisonous):
+        if not isinstance(error, EngineError) or isinstance(error, PoisonRequest):
             return
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:

@@ -40,7 +40,7 @@ _REST_S = 2.0
 """So long the others still have once one has answered to a health check."""
 _LISTEN_S = 2.0
 """How often it is asked, about a stream that is silent, whether its pipeline is still there."""
-_LET_GO_S = 10.0
+_CANCEL_S = 10.0
 """So long is a pipeline told to let go of a stream that is read elsewhere."""
 _MAX_MOVES = 3
 """So often a stream is handed on without a token in between; then it waits like a broken one."""
@@ -191,7 +191,7 @@ class ServiceClient:
             if isinstance(error, PROCESS_LOST) and pipeline is not None:
                 self._steering.lost(pipeline)
             if isinstance(error, ray.exceptions.ActorUnavailableError):
-                self._let_go(request.request_id, attempt, at=target)
+                self._cancel_attempt(request.request_id, attempt, at=target)
             yield _ours(error)
         except EesdError as error:
             if isinstance(error, PeerLost) and pipeline is not None:
@@ -205,15 +205,15 @@ class ServiceClient:
             if not is_over:
                 responses.cancel()
 
-    def _let_go(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
+    def _cancel_attempt(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
         """Ray cancels no call that has failed, and behind a link that failed it may go on."""
         if at is not None:
             self._errands.add(task := asyncio.ensure_future(self._told(request_id, attempt, at)))
             task.add_done_callback(self._errands.discard)
 
     async def _told(self, request_id: RequestId, attempt: int, address: str) -> None:
-        sender, call = self._steering.sender, self._pipelines.let_go_of.remote
-        deadline_s = time.monotonic() + _LET_GO_S
+        sender, call = self._steering.sender, self._pipelines.cancel.remote
+        deadline_s = time.monotonic() + _CANCEL_S
         while time.monotonic() < deadline_s:
             try:
                 async with asyncio.timeout(_STATE_S):

@@ -17,7 +17,7 @@ from eesd_dist.errors import (
     CapacityError,
     EesdError,
     EngineError,
-    Poisonous,
+    PoisonRequest,
     PromptTooLong,
     QueueFull,
     RequestError,
@@ -65,7 +65,7 @@ TABLE: tuple[Row, ...] = (
     Row(error=ValidationError, status=400, type=_INVALID),
     Row(error=QueueFull, status=429, type="rate_limit_error", code="queue_full"),
     Row(error=CapacityError, status=429, type="rate_limit_error", code="no_capacity"),
-    Row(error=Poisonous, status=422, type=_INVALID, code="poisonous"),
+    Row(error=PoisonRequest, status=422, type=_INVALID, code="poison_request"),
     Row(error=NotReady, status=503, type="server_error", code="not_ready"),
     Row(error=EngineError, status=503, type="server_error", code="engine_error"),
 )

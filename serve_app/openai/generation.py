@@ -90,7 +90,7 @@ async def generate(
                 return
         raise EngineError("the engine ended a stream without saying why")
     finally:
-        await _let_go(engine, choice, emissions, abort=not ended_itself)
+        await _release(engine, choice, emissions, abort=not ended_itself)
 
 
 async def merged(
@@ -151,7 +151,7 @@ def _check(emission: Emission) -> None:
         raise EngineError("the service ended this request before it was finished")
 
 
-async def _let_go(
+async def _release(
     engine: EngineClient, choice: Choice, emissions: AsyncIterator[Emission], *, abort: bool
 ) -> None:
     try:

@@ -207,12 +207,12 @@ class Pipeline:
         # At the end of a call Ray stops this whole process for as long as the caller is frozen.
         await self._streams.heard_again(sender)
 
-    async def let_go_of(
+    async def cancel(
         self, request_id: RequestId, attempt: int, sender: str, target: str | None = None
     ) -> str:
         """Ends a stream that its sender cannot read any more, up to this attempt; who answers."""
         del target
-        self._streams.let_go_of(request_id, attempt=attempt, sender=sender)
+        self._streams.cancel(request_id, attempt=attempt, sender=sender)
         return self._address
 
     async def whoami(self, target: str | None = None) -> str:
@@ -372,7 +372,7 @@ class Pipeline:
             promotion=self._supervisor.promotion,
         )
         try:
-            self._streams.let_go(await beat(self._router, report))
+            self._streams.cancel_silent(await beat(self._router, report))
         except PeerLost:
             self._router = await found_again(self._router, self._config)
         except EngineError as error:  # a silent router is not a pipeline's concern

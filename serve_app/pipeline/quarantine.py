@@ -1,6 +1,6 @@
 """Which request may be what breaks the engine, and how that is found out.
 
-A stream has a strike for every time the engine broke under it since its last token. Streams with
+A stream has a crash for every time the engine broke under it since its last token. Streams with
 too many are let in one at a time, each alone until its first item: whoever breaks an engine that it
 had to itself is refused, and the others are cleared. It decides who may be in the engine; it knows
 neither engines nor clocks, and waits for nothing.
@@ -13,18 +13,18 @@ from eesd_dist.types import RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What is made of one interruption."""
+class Interruption:
+    """One interruption of the engine, and what follows for its requests."""
 
-    struck: tuple[RequestId, ...]
-    """Who was in the engine."""
+    running: tuple[RequestId, ...]
+    """Requests that were running when the engine failed."""
     refused: RequestId | None
     """Who broke it alone, not for the first time."""
-    all_come_out: bool
+    evicts_all: bool
     """Nobody may go on in the engine as if nothing had been: it is to be had alone."""
 
 
-class Suspicion:
+class Quarantine:
     """The streams of one pipeline, in the engine or waiting outside.
 
     With `suspect_after` 2, a request that breaks every engine is refused after two of them when it
@@ -35,12 +35,12 @@ class Suspicion:
         """`refuse_after`: so many breaks refuse a request even if no break told of requests."""
         self._suspect_after = suspect_after
         self._refuse_after = refuse_after
-        self._strikes: dict[RequestId, int] = {}
-        self._telling: dict[RequestId, int] = {}
+        self._crashes: dict[RequestId, int] = {}
+        self._attributable: dict[RequestId, int] = {}
         """Of these, the ones that a request can have brought about."""
         self._inside: dict[RequestId, None] = {}
         """In the order of entering; a set would forget it."""
-        self._broken_off: set[RequestId] = set()
+        self._dropped: set[RequestId] = set()
         """Inside by the books, though the engine has dropped them: it has broken, and nobody has
         said so yet."""
         self._untested: set[RequestId] = set()
@@ -49,7 +49,7 @@ class Suspicion:
 
     @property
     def is_calm(self) -> bool:
-        """Nobody is under suspicion."""
+        """Returns whether no request is under suspicion."""
         return self._on_test is None and not self._untested
 
     @property
@@ -60,36 +60,36 @@ class Suspicion:
     def num_suspects(self) -> int:
         return len(self._untested) + (self._on_test is not None)
 
-    def strikes(self, request_id: RequestId) -> int:
-        return self._strikes[request_id]
+    def crashes(self, request_id: RequestId) -> int:
+        return self._crashes[request_id]
 
-    def telling(self, request_id: RequestId) -> int:
-        return self._telling[request_id]
+    def attributable(self, request_id: RequestId) -> int:
+        return self._attributable[request_id]
 
     def is_suspect(self, request_id: RequestId) -> bool:
-        return self._strikes[request_id] >= self._suspect_after
+        return self._crashes[request_id] >= self._suspect_after
 
-    def came(self, request_id: RequestId, *, strikes: int = 0, telling: int = 0) -> None:
-        """A stream, from elsewhere with the strikes it has there. It is outside."""
-        self._strikes[request_id] = strikes
-        self._telling[request_id] = telling
+    def add(self, request_id: RequestId, *, crashes: int = 0, attributable: int = 0) -> None:
+        """A stream, from elsewhere with the crashes it has there. It is outside."""
+        self._crashes[request_id] = crashes
+        self._attributable[request_id] = attributable
 
-    def left(self, request_id: RequestId) -> None:
+    def remove(self, request_id: RequestId) -> None:
         """The stream has ended, wherever it was."""
-        self.came_out(request_id)
-        self._strikes.pop(request_id, None)
-        self._telling.pop(request_id, None)
+        self.release(request_id)
+        self._crashes.pop(request_id, None)
+        self._attributable.pop(request_id, None)
         self._untested.discard(request_id)
 
-    def may_enter(self, request_id: RequestId) -> bool:
+    def may_admit(self, request_id: RequestId) -> bool:
         if request_id in self._inside:  # of an engine that has broken under it
             return False
         if self.is_calm:
             return True
         return not self._inside and request_id in self._untested
 
-    def enter(self, request_id: RequestId) -> None:
-        assert self.may_enter(request_id)
+    def admit(self, request_id: RequestId) -> None:
+        assert self.may_admit(request_id)
         if request_id in self._untested:
             self._untested.remove(request_id)
             self._on_test = request_id
@@ -98,64 +98,66 @@ class Suspicion:
     def delivered(self, request_id: RequestId) -> bool:
         """A token came: nothing is held against the stream. True: it is to come out, for the next
         one to be alone."""
-        if request_id not in self._strikes:
+        if request_id not in self._crashes:
             return False
-        self._strikes[request_id] = 0
-        self._telling[request_id] = 0
+        self._crashes[request_id] = 0
+        self._attributable[request_id] = 0
         if self._on_test == request_id:
             self._on_test = None
         return bool(self._untested)
 
-    def came_out(self, request_id: RequestId) -> None:
+    def release(self, request_id: RequestId) -> None:
         """It is no longer in the engine, and the engine has not broken."""
         self._inside.pop(request_id, None)
-        self._broken_off.discard(request_id)
+        self._dropped.discard(request_id)
         if self._on_test == request_id:
             self._on_test = None
 
-    def all_came_out(self) -> None:
+    def release_all(self) -> None:
         """The engine has let go of everyone."""
         for request_id in tuple(self._inside):
-            self.came_out(request_id)
+            self.release(request_id)
 
-    def broken_off(self, request_id: RequestId) -> None:
+    def mark_dropped(self, request_id: RequestId) -> None:
         """The engine dropped the stream; whether it has broken will be heard."""
         if request_id in self._inside:
-            self._broken_off.add(request_id)
+            self._dropped.add(request_id)
 
-    def is_broken_off(self, request_id: RequestId) -> bool:
-        return request_id in self._broken_off
+    def was_dropped(self, request_id: RequestId) -> bool:
+        return request_id in self._dropped
 
-    def stumbled(self, request_id: RequestId) -> int:
-        """The engine dropped this stream alone and did not break. Returns its strikes."""
-        self.came_out(request_id)
-        self._strikes[request_id] += 1
-        return self._strikes[request_id]
+    def drop_alone(self, request_id: RequestId) -> int:
+        """The engine dropped this stream alone and did not break. Returns its crashes."""
+        self.release(request_id)
+        self._crashes[request_id] += 1
+        return self._crashes[request_id]
 
-    def broke(self, *, keeps_streams: bool, is_telling: bool = True) -> Verdict:
+    def broke(self, *, keeps_streams: bool, is_attributable: bool = True) -> Interruption:
         """The engine broke. `keeps_streams`: it will go on with those that it had, if it may.
-        `is_telling`: a request can have done it, as by a death or a bug."""
-        struck = tuple(self._inside)
-        for request_id in struck:
-            self._strikes[request_id] += 1
-            self._telling[request_id] += is_telling
-        suspects = [request_id for request_id in struck if self.is_suspect(request_id)]
-        is_alone = len(struck) == 1
-        refused = struck[0] if is_alone and self._is_to_refuse(struck[0], is_telling) else None
+        `is_attributable`: a request can have done it, as by a death or a bug."""
+        running = tuple(self._inside)
+        for request_id in running:
+            self._crashes[request_id] += 1
+            self._attributable[request_id] += is_attributable
+        suspects = [request_id for request_id in running if self.is_suspect(request_id)]
+        is_alone = len(running) == 1
+        refused = (
+            running[0] if is_alone and self._is_to_refuse(running[0], is_attributable) else None
+        )
         self._on_test = None
         self._untested.update(s for s in suspects if s != refused)
-        all_come_out = not keeps_streams or bool(suspects) or not self.is_calm
-        for request_id in struck if all_come_out else tuple(self._broken_off):
+        evicts_all = not keeps_streams or bool(suspects) or not self.is_calm
+        for request_id in running if evicts_all else tuple(self._dropped):
             del self._inside[request_id]
-        self._broken_off.clear()
-        return Verdict(struck=struck, refused=refused, all_come_out=all_come_out)
+        self._dropped.clear()
+        return Interruption(running=running, refused=refused, evicts_all=evicts_all)
 
-    def _is_to_refuse(self, request_id: RequestId, is_telling: bool) -> bool:
+    def _is_to_refuse(self, request_id: RequestId, is_attributable: bool) -> bool:
         """Who was alone in the engine that broke. A request that only ever freezes engines is
         refused too, though later."""
-        if is_telling and self._telling[request_id] >= self._suspect_after:
+        if is_attributable and self._attributable[request_id] >= self._suspect_after:
             return True
-        return self._strikes[request_id] >= self._refuse_after
+        return self._crashes[request_id] >= self._refuse_after
 
 
 class Patience:

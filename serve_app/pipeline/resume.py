@@ -46,7 +46,7 @@ async def resumed(
     no `max_moves`: the word is passed on. Handed on so often without a token, it waits as if lost,
     which is held against nobody: the clock alone ends it, after `room_wait_s`.
 
-    Strikes are an engine's word about the request and are passed on; nothing here adds to them.
+    Crashes are an engine's word about the request and are passed on; nothing here adds to them.
     """
     num_moves = 0
     num_losses = 0
@@ -80,8 +80,8 @@ async def resumed(
             is_resumed = True
             request = replace(
                 request,
-                strikes=max(request.strikes, error.strikes),
-                telling_strikes=max(request.telling_strikes, error.telling_strikes),
+                crashes=max(request.crashes, error.crashes),
+                attributable_crashes=max(request.attributable_crashes, error.attributable_crashes),
             )
             num_moves += 1
             moved_since_s = moved_since_s or time.monotonic()
@@ -139,4 +139,4 @@ def _with_tokens(request: Request, emissions: tuple[Emission, ...]) -> Request:
     new = tuple(token for emission in emissions for token in emission.tokens)
     if not new:
         return request
-    return replace(request, generated=request.generated + new, strikes=0, telling_strikes=0)
+    return replace(request, generated=request.generated + new, crashes=0, attributable_crashes=0)

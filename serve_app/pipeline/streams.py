@@ -1,4 +1,4 @@
-"""The live streams of one pipeline: the ledger, and the door to its engine.
+"""The live streams of one pipeline: the ledger, and the admission queue of its engine.
 
 A stream goes in when the pipeline is ready and `quarantine` lets it, comes out with its tokens, and
 goes in again, from its tokens so far, when the engine broke under it. The supervisor says when the
@@ -24,13 +24,13 @@ from eesd_dist.errors import (
     EngineError,
     Moved,
     PeerLost,
-    Poisonous,
+    PoisonRequest,
     RequestError,
 )
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.messages import StreamItem
 from serve_app.config import RecoveryConfig
-from serve_app.pipeline.quarantine import Suspicion
+from serve_app.pipeline.quarantine import Quarantine
 from serve_app.pipeline.resume import Again, resumed
 from serve_app.pipeline.workers import Worker
 
@@ -80,7 +80,7 @@ class Streams:
         self._on_delivery = delivered
         self._elsewhere = elsewhere
         self._round_timeout_s = round_timeout_s
-        self._suspicion = Suspicion(
+        self._quarantine = Quarantine(
             suspect_after=recovery.suspect_after,
             refuse_after=recovery.suspect_after + recovery.max_interruptions,
         )
@@ -93,7 +93,7 @@ class Streams:
         self._broken_s = time.monotonic()
         """Since when it is unavailable, while it is not."""
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
-        self._refused: dict[RequestId, Poisonous] = {}
+        self._refused: dict[RequestId, PoisonRequest] = {}
         self._leaving = ""
         """Why streams are to go on in another pipeline; empty: they are to wait."""
         self._given_up: EesdError | None = None
@@ -112,12 +112,12 @@ class Streams:
     @property
     def is_calm(self) -> bool:
         """Nobody is tested, or waits for it."""
-        return self._suspicion.is_calm
+        return self._quarantine.is_calm
 
     @property
     def num_suspects(self) -> int:
         """How many are tested alone before all go on together."""
-        return self._suspicion.num_suspects
+        return self._quarantine.num_suspects
 
     # -- what happens to the pipeline -----------------------------------------------------------
 
@@ -135,41 +135,41 @@ class Streams:
         *,
         drafter: Worker | None,
         keeps_streams: bool = True,
-        is_telling: bool = True,
+        is_attributable: bool = True,
     ) -> int:
         """Its engine broke under those inside, whose number is returned. `drafter` has survived
-        and keeps them, if they may go on together and it is to go on itself. `is_telling`: a
+        and keeps them, if they may go on together and it is to go on itself. `is_attributable`: a
         request can have done it."""
-        verdict = self._suspicion.broke(
-            keeps_streams=keeps_streams and drafter is not None, is_telling=is_telling
+        interruption = self._quarantine.broke(
+            keeps_streams=keeps_streams and drafter is not None, is_attributable=is_attributable
         )
-        if verdict.refused is not None:
-            self._refuse(verdict.refused, trouble)
-        elif self._suspicion.num_suspects:
+        if interruption.refused is not None:
+            self._refuse(interruption.refused, trouble)
+        elif self._quarantine.num_suspects:
             logger.warning(
                 "streams go on one at a time: pipeline=%s suspects=%d",
                 self._pipeline,
-                self._suspicion.num_suspects,
+                self._quarantine.num_suspects,
             )
-        if verdict.all_come_out and drafter is not None:
+        if interruption.evicts_all and drafter is not None:
             await self._recall(drafter, self._lost(trouble))
         self._tell()
-        return len(verdict.struck)
+        return len(interruption.running)
 
     async def leave(self, reason: str, *, drafter: Worker | None) -> None:
         """While it is unavailable, streams go on in another pipeline; suspects wait here."""
         if self._is_ready:
             return
         self._leaving = reason
-        self._suspicion.all_came_out()
+        self._quarantine.release_all()
         if drafter is not None:
             await self._recall(drafter, self._lost(EngineError(reason)))
         self._tell()
 
-    async def come_out(self, *, drafter: Worker | None) -> None:
+    async def evict_all(self, *, drafter: Worker | None) -> None:
         """It is to get another engine in good order, and is paused: everyone waits outside, and
         nothing is held against anyone."""
-        self._suspicion.all_came_out()
+        self._quarantine.release_all()
         if drafter is not None:
             await self._recall(drafter, Again())
         self._tell()
@@ -201,11 +201,13 @@ class Streams:
         await self._displace(request_id, attempt=attempt, sender=sender)
         reader = _Reader(attempt=attempt, sender=sender, task=asyncio.current_task())
         self._live[request_id] = reader
-        self._suspicion.came(request_id, strikes=request.strikes, telling=request.telling_strikes)
+        self._quarantine.add(
+            request_id, crashes=request.crashes, attributable=request.attributable_crashes
+        )
         parts = resumed(
             request,
             source=self._submitted,
-            until_ready=self._at_the_door,
+            until_ready=self._no_wait,
             max_interruptions=None,
             room_wait_s=self._recovery.stream_pause_s,
         )
@@ -225,7 +227,7 @@ class Streams:
         finally:
             self._live.pop(request_id, None)
             self._refused.pop(request_id, None)
-            self._suspicion.left(request_id)
+            self._quarantine.remove(request_id)
             self._tell()
 
     async def _displace(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
@@ -247,7 +249,7 @@ class Streams:
                 reader.task.cancel()
             await _set_within(self._changed, _POLL_S)
 
-    def let_go(self, silent: Set[str]) -> None:
+    def cancel_silent(self, silent: Set[str]) -> None:
         """Ends the streams of senders that are said to be `silent` and were not before. Whatever
         such a sender sends here later shows that it lives, and is served."""
         fallen, self._silent = silent - self._silent, silent
@@ -259,7 +261,7 @@ class Streams:
             count = len(unread)
             logger.warning("unread streams ended: pipeline=%s streams=%d", self._pipeline, count)
 
-    def let_go_of(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
+    def cancel(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
         """Ends a stream whose sender has lost sight of it and reads on elsewhere."""
         reader = self._live.get(request_id)
         if reader is None or reader.sender != sender or reader.attempt > attempt:
@@ -282,25 +284,25 @@ class Streams:
     async def _submitted(self, request: Request) -> AsyncGenerator[StreamItem, None]:
         """One stay in the engine, and the wait at its door."""
         request_id = request.request_id
-        await self._enter(request_id)
+        await self._admit(request_id)
         has_broken = False
         try:
             async with aclosing(self._submission(request)) as items:
                 async for item in items:
                     has_broken = isinstance(item, PeerLost)
-                    comes_out = not isinstance(item, EesdError) and self._delivered(request_id)
+                    is_evicted = not isinstance(item, EesdError) and self._delivered(request_id)
                     yield item
                     if isinstance(item, EesdError) or item[-1].finish_reason is not None:
                         return
-                    if comes_out:
+                    if is_evicted:
                         break
             await self._until_empty()
             yield Again()
         finally:
             if has_broken:
-                self._suspicion.broken_off(request_id)
+                self._quarantine.mark_dropped(request_id)
             else:
-                self._suspicion.came_out(request_id)
+                self._quarantine.release(request_id)
             self._tell()
 
     async def _submission(self, request: Request) -> AsyncGenerator[StreamItem, None]:
@@ -325,35 +327,35 @@ class Streams:
             if not is_over:
                 drafter.handle.cancel.remote(request.request_id, request.submission)
 
-    # -- the door -------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------
 
-    async def _enter(self, request_id: RequestId) -> None:
+    async def _admit(self, request_id: RequestId) -> None:
         """Waits until the stream may go in; raises why it will not."""
         since_s = time.monotonic()
-        while not (self._is_ready and self._suspicion.may_enter(request_id)):
-            self._raise_word_for(request_id)
+        while not (self._is_ready and self._quarantine.may_admit(request_id)):
+            self._raise_refusal(request_id)
             wait_s = self._patience_left_s(request_id, since_s)
             if wait_s > 0:
                 await _set_within(self._changed, wait_s)
             elif self._is_ready:
-                self._stumbled(request_id)
+                self._drop_alone(request_id)
             else:
                 pause_s = self._recovery.stream_pause_s
-                if not self._suspicion.is_suspect(request_id) and await self._elsewhere():
+                if not self._quarantine.is_suspect(request_id) and await self._elsewhere():
                     raise self._moved(request_id, f"it is unavailable after {pause_s:g} s")
                 raise EngineError(
                     f"pipeline {self._pipeline} is not ready again after {pause_s:g} s: "
                     f"{self._trouble}"
                 )
-        self._raise_word_for(request_id)
-        self._suspicion.enter(request_id)
+        self._raise_refusal(request_id)
+        self._quarantine.admit(request_id)
 
-    def _raise_word_for(self, request_id: RequestId) -> None:
+    def _raise_refusal(self, request_id: RequestId) -> None:
         if request_id in self._refused:  # not to go on elsewhere
             raise self._refused[request_id]
         if self._given_up is not None:
             raise self._given_up
-        if self._leaving and not self._suspicion.is_suspect(request_id):
+        if self._leaving and not self._quarantine.is_suspect(request_id):
             raise self._moved(request_id, self._leaving)
 
     def _moved(self, request_id: RequestId, reason: str) -> Moved:
@@ -361,8 +363,8 @@ class Streams:
             by=self._pipeline,
             to=None,
             reason=reason,
-            strikes=self._suspicion.strikes(request_id),
-            telling_strikes=self._suspicion.telling(request_id),
+            crashes=self._quarantine.crashes(request_id),
+            attributable_crashes=self._quarantine.attributable(request_id),
         )
 
     def _patience_left_s(self, request_id: RequestId, since_s: float) -> float:
@@ -370,25 +372,25 @@ class Streams:
         now_s = time.monotonic()
         if not self._is_ready:
             return max(since_s, self._broken_s) + self._recovery.stream_pause_s - now_s
-        if self._suspicion.is_broken_off(request_id):
+        if self._quarantine.was_dropped(request_id):
             return since_s + _NOTICE_S - now_s
         return self._recovery.stream_pause_s  # others are tested, one after the other
 
     def _delivered(self, request_id: RequestId) -> bool:
         """An item came; True: the stream is to make room for the next one on test."""
         self._on_delivery()
-        was_calm = self._suspicion.is_calm
-        comes_out = self._suspicion.delivered(request_id)
+        was_calm = self._quarantine.is_calm
+        is_evicted = self._quarantine.delivered(request_id)
         if not was_calm:
             self._tell()
-        return comes_out
+        return is_evicted
 
-    def _stumbled(self, request_id: RequestId) -> None:
+    def _drop_alone(self, request_id: RequestId) -> None:
         """The engine dropped this stream and did not break."""
-        strikes = self._suspicion.stumbled(request_id)
-        if strikes > self._recovery.max_interruptions:
+        crashes = self._quarantine.drop_alone(request_id)
+        if crashes > self._recovery.max_interruptions:
             raise EngineError(
-                f"request {request_id} is given up: dropped {strikes} times since its last token"
+                f"request {request_id} is given up: dropped {crashes} times since its last token"
             )
 
     async def _until_empty(self) -> None:
@@ -405,15 +407,15 @@ class Streams:
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _at_the_door(self, error: EesdError) -> None:
+    async def _no_wait(self, error: EesdError) -> None:
         """Every wait is at the door itself."""
 
     # -- telling --------------------------------------------------------------------------------
 
     def _refuse(self, request_id: RequestId, trouble: EesdError) -> None:
-        error = Poisonous(
+        error = PoisonRequest(
             request_id=request_id,
-            strikes=self._suspicion.strikes(request_id),
+            crashes=self._quarantine.crashes(request_id),
             reason=str(trouble),
         )
         self._refused[request_id] = error

@@ -303,7 +303,7 @@ class Supervisor:
         if group.can_fall_back:
             if (leader := _drafter_of(group)) is not None:
                 # It kept its streams when a verify rank was lost; it will not lead them now.
-                await self.streams.come_out(drafter=leader)
+                await self.streams.evict_all(drafter=leader)
             try:
                 return await group.start_degraded_epoch(timeout_s=timeout_s / 2)
             except EesdError as error:
@@ -347,11 +347,11 @@ class Supervisor:
         logger.info("failing back: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         self._is_failing_back = True
         self._mark_unavailable(EngineError("it is failing back to the draft stage that is back"))
-        await self.streams.come_out(drafter=_drafter_of(group))
+        await self.streams.evict_all(drafter=_drafter_of(group))
         await group.halt()
         await group.end_epoch()
         # Who was still on the way in when the others came out; from now on nobody gets in.
-        await self.streams.come_out(drafter=_drafter_of(group))
+        await self.streams.evict_all(drafter=_drafter_of(group))
         self._run(self._send_elsewhere(group))
 
     def _mark_unavailable(self, trouble: EesdError) -> None:
@@ -387,7 +387,7 @@ class Supervisor:
             trouble,
             drafter=_drafter_of(group),
             keeps_streams=not (group.is_degraded or group.can_fall_back),
-            is_telling=_may_be_a_request(trouble),
+            is_attributable=_may_be_a_request(trouble),
         )
         if recovery.num_waiting > 0:
             self._patience.failed()

@@ -268,7 +268,7 @@ def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Run
         bad = poisoned.items(_poison("bad", way=way))
         until(lambda: poisoned.state().num_interruptions > before)
     (refusal,) = bad
-    assert type(refusal).__name__ == "Poisonous"
+    assert type(refusal).__name__ == "PoisonRequest"
     assert "request bad is refused: the engine broke 3 times under it" in str(refusal)
     for request, stream in zip(good, streams, strict=True):
         assert tokens_of(stream) == _expected(request)

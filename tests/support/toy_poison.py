@@ -1,6 +1,6 @@
 """Toys that a certain request breaks: by death or by a bug, in the drafting actor or a verify rank.
 
-A poisonous prompt begins with POISON and names the way. Ranks are told by a file, since toys send
+A poison prompt begins with POISON and names the way. Ranks are told by a file, since toys send
 each other nothing. A pipeline of them is ready in a moment and recovers as a real one does.
 """
 
@@ -36,7 +36,7 @@ _NAMES = {token: way for way, token in WAYS.items()}
 
 
 class _Met(Exception):
-    """A poisonous request is in the round."""
+    """A poison request is in the round."""
 
     def __init__(self, way: str) -> None:
         super().__init__(way)

@@ -99,7 +99,7 @@ class Hit:
     """What a fault hit, and when."""
 
     victim: str
-    struck_s: float
+    injected_s: float
     landed_s: float
     pipeline: "PipelineState | None" = None
     """As it was before; None where the fault hits no pipeline."""
@@ -136,11 +136,11 @@ def _in_pipeline(
 
     async def inject(means: Means, planned: PlannedFault) -> Hit:
         state, ledger = await means.targets.pipeline(planned.choice)
-        struck_s = time.monotonic()
+        injected_s = time.monotonic()
         victim = await hit(means, planned, state, ledger)
         return Hit(
             victim=victim,
-            struck_s=struck_s,
+            injected_s=injected_s,
             landed_s=time.monotonic(),
             pipeline=state,
             ledger=ledger,
@@ -175,9 +175,9 @@ async def _kill_replica(
 async def _kill_router(means: Means, planned: PlannedFault) -> Hit:
     at = await means.targets.router()
     victim = f"router (pid {at.pid})"
-    struck_s = time.monotonic()
+    injected_s = time.monotonic()
     await means.processes.send(signal.SIGKILL, to=at, name=victim)
-    return Hit(victim=victim, struck_s=struck_s, landed_s=time.monotonic(), router=at)
+    return Hit(victim=victim, injected_s=injected_s, landed_s=time.monotonic(), router=at)
 
 
 async def _freeze(

@@ -30,7 +30,7 @@ class InjectedFault:
     victim: str
     pipeline: str
     """Empty for the router, which belongs to none."""
-    struck_s: float
+    injected_s: float
     """When it was sent."""
     landed_s: float
     """When it had happened for certain: on another host up to seconds later."""
@@ -99,11 +99,11 @@ class Recovery:
 def recovery_of(fault: InjectedFault, streams: Sequence[Streamed]) -> Recovery | None:
     """Returns None where no stream was open, or every open one had had its last token."""
     pauses = fault_named(fault.kind).pauses_streams
-    struck = [stream for stream in streams if stream.name in fault.streams]
+    affected = [stream for stream in streams if stream.name in fault.streams]
     silences = [
-        silence for stream in struck if (silence := silence_after(fault, stream)) is not None
+        silence for stream in affected if (silence := silence_after(fault, stream)) is not None
     ]
-    if pauses and not silences and any(_broke_off(s, fault) for s in struck):
+    if pauses and not silences and any(_broke_off(s, fault) for s in affected):
         silences = [math.inf]
     if not pauses or not silences:
         return None
@@ -111,7 +111,7 @@ def recovery_of(fault: InjectedFault, streams: Sequence[Streamed]) -> Recovery |
 
 
 def _broke_off(stream: Streamed, fault: InjectedFault) -> bool:
-    return not stream.is_complete and stream.ended_s > fault.struck_s
+    return not stream.is_complete and stream.ended_s > fault.injected_s
 
 
 def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
@@ -122,21 +122,21 @@ def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
     """
     times = (stream.asked_s, *stream.arrivals_s)
     around = [
-        (after - before, after - fault.struck_s)
+        (after - before, after - fault.injected_s)
         for before, after in pairwise(times)
-        if after > fault.struck_s and before <= fault.landed_s + _SETTLE_S
+        if after > fault.injected_s and before <= fault.landed_s + _SETTLE_S
     ]
     return max(around)[1] if around else None
 
 
 def _is_alone(recovery: Recovery, others: Sequence[Recovery]) -> bool:
     """Whether none of its streams waited for the end of another fault at the same time."""
-    start, end = recovery.fault.struck_s, recovery.fault.struck_s + recovery.last_s
+    start, end = recovery.fault.injected_s, recovery.fault.injected_s + recovery.last_s
     return not any(
         other.fault.number != recovery.fault.number
         and other.fault.streams & recovery.fault.streams
-        and other.fault.struck_s < end
-        and start < other.fault.struck_s + other.last_s
+        and other.fault.injected_s < end
+        and start < other.fault.injected_s + other.last_s
         for other in others
     )
 
@@ -220,8 +220,8 @@ def rows_of(
     return [
         {
             "number": fault.number,
-            "at_s": round(fault.struck_s - began_s, 3),
-            "landed_after_s": round(fault.landed_s - fault.struck_s, 3),
+            "at_s": round(fault.injected_s - began_s, 3),
+            "landed_after_s": round(fault.landed_s - fault.injected_s, 3),
             "kind": fault.kind,
             "victim": fault.victim,
             "pipeline": fault.pipeline,

@@ -234,7 +234,7 @@ class FaultInjector:
                 if fault is None:
                     continue
                 self.injected.faults.append(fault)
-                say(f"{fault.struck_s - began_s:7.1f} s  {fault.kind}: {fault.victim}")
+                say(f"{fault.injected_s - began_s:7.1f} s  {fault.kind}: {fault.victim}")
         finally:
             # One that fails leaves the others to mend what is theirs, and the report unharmed.
             ends = await asyncio.gather(*self._afterwards, return_exceptions=True)
@@ -283,7 +283,7 @@ class FaultInjector:
             kind=planned.kind,
             victim=hit.victim,
             pipeline="" if hit.pipeline is None else hit.pipeline.pipeline,
-            struck_s=hit.struck_s,
+            injected_s=hit.injected_s,
             landed_s=hit.landed_s,
             when_ready=planned.when_ready,
             streams=frozenset() if hit.ledger is None else names_in(hit.ledger.live),

@@ -15,7 +15,7 @@ from tests.support.live_server import serving
 REQUEST = Request(
     request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams(max_tokens=4)
 )
-ERROR = '{"error": {"message": "its own words", "code": "poisonous"}}'
+ERROR = '{"error": {"message": "its own words", "code": "poison_request"}}'
 
 
 def _saying(content: str, status: int = 200) -> ASGIApp:

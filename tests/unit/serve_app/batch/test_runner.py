@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.errors import ConfigError, EngineError, Poisonous, QueueFull
+from eesd_dist.errors import ConfigError, EngineError, PoisonRequest, QueueFull
 from serve_app.batch.runner import BatchOptions
 from serve_app.batch.writer import OutputFile
 from tests.support.toy_batch import MODEL, run
@@ -356,16 +356,16 @@ def test_a_dead_engine_ends_the_job_and_not_fifty_thousand_rows(
     assert (report.num_skipped, report.num_completed) == (0, 60)
 
 
-def test_a_poisonous_row_is_sent_once_and_never_again(
+def test_a_poison_row_is_sent_once_and_never_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
     file, output = _write(tmp_path / "in.jsonl", _plain(30)), tmp_path / "out.jsonl"
-    poison = Poisonous(request_id="r", strikes=3, reason="a bug")
+    poison = PoisonRequest(request_id="r", crashes=3, reason="a bug")
     engine = _FailsAtFirst(poison, times=10**9)
     report = run(file, output, engine=engine)
     assert (report.num_failed, len(engine.requests)) == (30, 30)
-    assert {r["error"]["code"] for r in _records(output)} == {"poisonous"}  # type: ignore[index]
+    assert {r["error"]["code"] for r in _records(output)} == {"poison_request"}  # type: ignore[index]
     again = run(file, output)
     assert (again.num_skipped, again.num_failed_before) == (30, 30)
 

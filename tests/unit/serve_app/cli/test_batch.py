@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import ConfigError, EngineError, Poisonous
+from eesd_dist.errors import ConfigError, EngineError, PoisonRequest
 from eesd_dist.text import Tokenizer
 from serve_app.batch.runner import BatchOptions, BatchReport
 from serve_app.batch.start import _identity, run_there
@@ -117,9 +117,9 @@ def test_a_route_that_is_away_ends_the_job_and_costs_no_row(job: Job) -> None:
     assert (report.num_skipped, report.num_completed) == (0, 40)
 
 
-def test_a_row_that_the_service_calls_poisonous_is_sent_once(job: Job) -> None:
+def test_a_row_that_the_service_calls_poison_is_sent_once(job: Job) -> None:
     job.write({"prompt": "x"})
-    job.engine.refusal = Poisonous(request_id="r", strikes=2, reason="a bug")
+    job.engine.refusal = PoisonRequest(request_id="r", crashes=2, reason="a bug")
     assert job.run().num_failed == 1
     assert job.run().num_failed_before == 1
     assert len(job.engine.requests) == 1

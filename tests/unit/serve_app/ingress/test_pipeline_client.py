@@ -50,7 +50,7 @@ class Responses:
         self.is_cancelled = True
 
 
-class LetGo:
+class CancelCalls:
     """Of what a pipeline is told to let go; another one answers at first."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Handle:
         self._answer = answer
         self.calls: list[dict[str, Any]] = []
         self.responses: list[Responses] = []
-        self.let_go = LetGo()
+        self.cancel_calls = CancelCalls()
 
     def options(self, *, stream: bool) -> "Handle":
         assert stream
@@ -77,8 +77,8 @@ class Handle:
         return self
 
     @property
-    def let_go_of(self) -> "LetGo":
-        return self.let_go
+    def cancel(self) -> "CancelCalls":
+        return self.cancel_calls
 
     def remote(self, request: Request, **how: Any) -> Responses:
         self.calls.append(how)
@@ -158,7 +158,7 @@ def test_a_stream_behind_a_link_that_failed_is_let_go_and_sent_again_as_a_newer_
     assert asyncio.run(read()) == [5]
     assert [call["attempt"] for call in handle.calls] == [1, 2]
     assert [r.is_cancelled for r in handle.responses] == [True, False]
-    assert handle.let_go.told == [("r", 1, "this ingress", "a")] * 2, (
+    assert handle.cancel_calls.told == [("r", 1, "this ingress", "a")] * 2, (
         "until the right one has heard"
     )
 

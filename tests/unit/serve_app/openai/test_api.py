@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from eesd_dist.errors import EngineError, Poisonous, QueueFull
+from eesd_dist.errors import EngineError, PoisonRequest, QueueFull
 from eesd_dist.types import FinishReason
 from serve_app.openai import sse
 from serve_app.openai.api import build_api
@@ -527,9 +527,9 @@ def test_a_broken_engine_is_503_and_a_bug_is_500_without_its_details(api: Api) -
 
 
 def test_who_is_refused_for_good_is_not_invited_to_try_again(api: Api) -> None:
-    api.engine.refusal = Poisonous(request_id="r", strikes=2, reason="a bug")
+    api.engine.refusal = PoisonRequest(request_id="r", crashes=2, reason="a bug")
     answer = api.post("/v1/completions", {"prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poisonous")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poison_request")
 
 
 def test_numbers_beyond_their_fields_mean_all_or_are_refused(api: Api) -> None:

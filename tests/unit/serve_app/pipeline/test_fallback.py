@@ -372,7 +372,7 @@ def test_a_new_worker_that_is_still_coming_when_the_degraded_epoch_breaks_is_not
     asyncio.run(run())
 
 
-def test_a_stream_fails_back_without_a_strike_and_with_every_token(tmp_path: Path) -> None:
+def test_a_stream_fails_back_without_a_crash_and_with_every_token(tmp_path: Path) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1)
         await group.start_epoch(timeout_s=10.0)
@@ -404,10 +404,10 @@ def test_a_stream_fails_back_without_a_strike_and_with_every_token(tmp_path: Pat
         await some()
         await group.replace_drafters(timeout_s=10.0)
         streams.paused(EngineError("failing back"))
-        await streams.come_out(drafter=group.drafter)
+        await streams.evict_all(drafter=group.drafter)
         await group.halt()
         await group.end_epoch()
-        assert streams._suspicion.strikes(request.request_id) == 0, "a token came since the death"
+        assert streams._quarantine.crashes(request.request_id) == 0, "a token came since the death"
         await group.start_epoch(timeout_s=10.0)
         streams.resume()
         async for part in parts:

@@ -106,22 +106,22 @@ def test_interruptions_with_progress_between_them_are_not_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "strikes"),
-    [(LOST, [0, 0, 0, 0, 0]), (Moved(by="p", to=None, reason="", strikes=2), [0, 2, 2, 2, 2])],
+    ("error", "crashes"),
+    [(LOST, [0, 0, 0, 0, 0]), (Moved(by="p", to=None, reason="", crashes=2), [0, 2, 2, 2, 2])],
 )
-def test_strikes_are_those_that_an_engine_gave_and_a_token_clears_them(
-    error: EesdError, strikes: list[int]
+def test_crashes_are_those_that_an_engine_gave_and_a_token_clears_them(
+    error: EesdError, crashes: list[int]
 ) -> None:
     seen: list[int] = []
 
     class Watched(Source):
         async def __call__(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-            seen.append(request.strikes)
+            seen.append(request.crashes)
             async for item in super().__call__(request):
                 yield item
 
     emissions = _run(Watched([2, 2, 2, 4], error=error), max_moves=1)
-    assert seen == strikes
+    assert seen == crashes
     assert tuple(token for e in emissions for token in e.tokens) == TEXT
 
 

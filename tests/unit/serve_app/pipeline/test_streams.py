@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, Poisonous, RequestError
+from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, PoisonRequest, RequestError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
@@ -178,7 +178,7 @@ def test_poison_in_a_crowd_is_refused_and_everyone_else_gets_every_token(
             )
             assert answers[:6] == [_expected(request) for request in good]
             for request, error in zip(bad, answers[6:], strict=True):
-                assert isinstance(error, Poisonous)
+                assert isinstance(error, PoisonRequest)
                 assert error.request_id == request.request_id
                 assert "ValueError: this token is in no vocabulary" in str(error)
             assert pipeline.num_broken == 2 + num_poison
@@ -191,7 +191,9 @@ def test_poison_in_a_crowd_is_refused_and_everyone_else_gets_every_token(
 def test_poison_that_is_alone_is_refused_after_two_engines(tmp_path: Path) -> None:
     async def run() -> None:
         async with _pipeline(tmp_path) as pipeline:
-            with pytest.raises(Poisonous, match="bad is refused: the engine broke 2 times under"):
+            with pytest.raises(
+                PoisonRequest, match="bad is refused: the engine broke 2 times under"
+            ):
                 await pipeline.tokens(_poison("bad"))
             assert pipeline.num_broken == 2
             request = _request("after", max_tokens=9)
@@ -235,14 +237,14 @@ def test_streams_go_elsewhere_while_a_process_is_replaced_and_suspects_stay(
         streams = pipeline.streams
         one = asyncio.ensure_future(pipeline.tokens(_request("one", max_tokens=4)))
         two = asyncio.ensure_future(
-            pipeline.tokens(replace(_request("two", max_tokens=4), strikes=2))
+            pipeline.tokens(replace(_request("two", max_tokens=4), crashes=2))
         )
         await asyncio.sleep(0)
         streams.paused(lost)
         await streams.leave("it is re-forming", drafter=None)
         with pytest.raises(Moved, match="re-forming") as moved:
             await one
-        assert (moved.value.by, moved.value.to, moved.value.strikes) == ("p", None, 0)
+        assert (moved.value.by, moved.value.to, moved.value.crashes) == ("p", None, 0)
         assert not two.done()
         keeping = asyncio.ensure_future(pipeline.keep())
         assert len(await two) == 4
@@ -351,7 +353,7 @@ def test_streams_of_a_sender_that_fell_silent_end_in_the_engine_too(tmp_path: Pa
                 read = asyncio.ensure_future(pipeline.tokens(good, sender="alive"))
                 unread = [asyncio.ensure_future(pipeline.tokens(r, sender="dead")) for r in others]
                 await _num_running(pipeline, 4)
-                pipeline.streams.let_go(frozenset({"dead", "dead before"}))
+                pipeline.streams.cancel_silent(frozenset({"dead", "dead before"}))
                 for stream in unread:
                     with pytest.raises(PeerLost, match="its sender was taken for dead"):
                         await asyncio.wait_for(stream, 5.0)
@@ -362,14 +364,14 @@ def test_streams_of_a_sender_that_fell_silent_end_in_the_engine_too(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_streams_of_a_sender_that_fell_silent_end_at_the_door_too(tmp_path: Path) -> None:
+def test_streams_of_a_sender_that_fell_silent_end_in_the_queue_too(tmp_path: Path) -> None:
     async def run() -> None:
         pipeline = Pipeline(tmp_path)  # unavailable
         waiting = asyncio.ensure_future(
             pipeline.tokens(_request("unread", max_tokens=60), sender="dead")
         )
         await asyncio.sleep(0.05)
-        pipeline.streams.let_go(frozenset({"dead"}))
+        pipeline.streams.cancel_silent(frozenset({"dead"}))
         await asyncio.wait({waiting}, timeout=1.0)
         assert isinstance(waiting.exception(), PeerLost)
         assert pipeline.streams.num_live == 0
@@ -402,16 +404,16 @@ def test_a_stream_that_is_read_elsewhere_is_let_go_and_a_later_attempt_is_not(
     async def run() -> None:
         async with _pipeline(tmp_path) as pipeline:
             request = _request("mine", max_tokens=20)
-            let_go = pipeline.streams.let_go_of
+            cancel = pipeline.streams.cancel
             with held(pipeline.config):
                 reading = asyncio.ensure_future(pipeline.tokens(request, sender="me", attempt=2))
                 await _num_running(pipeline, 1)
-                let_go(request.request_id, attempt=1, sender="me")
-                let_go(request.request_id, attempt=2, sender="somebody else")
-                let_go(RequestId("unknown"), attempt=2, sender="me")
+                cancel(request.request_id, attempt=1, sender="me")
+                cancel(request.request_id, attempt=2, sender="somebody else")
+                cancel(RequestId("unknown"), attempt=2, sender="me")
                 await asyncio.sleep(0.05)
                 assert not reading.done()
-                let_go(request.request_id, attempt=2, sender="me")
+                cancel(request.request_id, attempt=2, sender="me")
                 await asyncio.wait({reading}, timeout=5.0)
                 assert reading.cancelled()
                 await _num_running(pipeline, 0)
@@ -459,13 +461,13 @@ def test_a_sender_that_was_taken_for_dead_goes_on_from_its_tokens_and_is_left_al
             with held(pipeline.config):
                 reading = asyncio.ensure_future(read())
                 await _num_running(pipeline, 1)
-                pipeline.streams.let_go(frozenset({"cut off"}))
+                pipeline.streams.cancel_silent(frozenset({"cut off"}))
                 async with asyncio.timeout(20.0):
                     while num_sent < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.005)
                 await _num_running(pipeline, 1)
             while not reading.done():
-                pipeline.streams.let_go(frozenset({"cut off"}))  # with every heartbeat
+                pipeline.streams.cancel_silent(frozenset({"cut off"}))  # with every heartbeat
                 await asyncio.sleep(0.05)
             assert reading.result() == _expected(request)
             assert num_sent == 2
@@ -483,7 +485,7 @@ def test_readers_that_leave_do_not_hold_up_those_who_are_tested_after_them(tmp_p
                 await asyncio.sleep(0.001)
             answers[0].cancel()
             answers[2].cancel()
-            with pytest.raises(Poisonous):
+            with pytest.raises(PoisonRequest):
                 await bad
             assert await answers[1] == _expected(good[1])
             assert await answers[3] == _expected(good[3])

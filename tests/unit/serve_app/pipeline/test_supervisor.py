@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, Poisonous
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, PoisonRequest
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from eesd_dist.workers.messages import Epoch
@@ -29,7 +29,7 @@ __all__ = ["_kills_here"]
 
 
 class _Supervisor(Supervisor):
-    """Real but for its group, and for who is elsewhere."""
+    """Real but for its worker group and its peer pipelines."""
 
     def __init__(self, group: WorkerGroup | Exception, folder: Path, **recovery: object) -> None:
         self.outcome = group
@@ -135,7 +135,7 @@ def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
         async def breaks(*, timeout_s: float) -> None:
             raise KeyError("nobody thought of this")
 
-        monkeypatch.setattr(group, "form", breaks)
+        monkeypatch.setattr(group, "start_epoch", breaks)
         supervisor = _Supervisor(
             KeyError("nobody thought of this") if when == "making" else group, tmp_path
         )
@@ -211,7 +211,7 @@ def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_l
         return said
 
     said = asyncio.run(run())
-    assert sum(isinstance(error, Poisonous) for error in said) == 2
+    assert sum(isinstance(error, PoisonRequest) for error in said) == 2
     lost = [error for error in said if isinstance(error, PeerLost)]
     assert len(lost) == 2
     assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
@@ -229,14 +229,14 @@ def test_streams_that_a_drafting_actor_kept_go_on_with_the_fallback_that_leads_i
         form = group.start_epoch
 
         async def forms_once(*, timeout_s: float) -> None:
-            monkeypatch.setattr(group, "form", form)
+            monkeypatch.setattr(group, "start_epoch", form)
             slots = {slot.name: slot for slot in group.workers.slots}
             if group.workers.is_empty(slots["verify rank 1"]):
                 await group.workers.fill(slots["verify rank 1"], "test")
             group.handle("draft rank 1").killed.set()
             while not group.workers.is_empty(slots["draft rank 1"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(group.workers, "_make_group", _never)
+            monkeypatch.setattr(group.workers, "_spawn", _never)
             raise PeerLost(peer="draft rank 1", operation="test", reason=PROCESS_DIED)
 
         with held(group.engine):
@@ -244,7 +244,7 @@ def test_streams_that_a_drafting_actor_kept_go_on_with_the_fallback_that_leads_i
             stream = asyncio.ensure_future(_tokens(supervisor, request))
             while (await group.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(group, "form", forms_once)
+            monkeypatch.setattr(group, "start_epoch", forms_once)
             group.handle("verify rank 1").killed.set()
             while not supervisor.is_degraded:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -66,7 +66,7 @@ def _fault(
         kind=kind,
         victim="verify rank 0",
         pipeline="p",
-        struck_s=at,
+        injected_s=at,
         landed_s=at if landed is None else landed,
         when_ready=True,
         streams=frozenset(streams),
