@@ -10,7 +10,7 @@
     +-- EngineError          us, or the machines under us
         +-- PeerLost         a rank, actor or link that stopped answering; names the peer
         +-- PoisonRequest        a request that breaks every engine it is in: not tried again
-        +-- Moved            a stream that goes on in another pipeline: submit it again there
+        +-- Migrated            a stream that goes on in another pipeline: submit it again there
         +-- WireError        a message that does not say what this epoch expects
 
 A message says what was found, what was expected and what to do. HTTP codes are given to these in
@@ -113,7 +113,7 @@ class PeerLost(EngineError):
         self.epoch = epoch
 
 
-class Moved(EngineError):
+class Migrated(EngineError):
     """The stream ends here and is to go on elsewhere, from its tokens so far: no interruption.
 
     `to` names the pipeline that waits for it; None: any but `by`. Crashes are those it had there:

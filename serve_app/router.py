@@ -267,7 +267,7 @@ async def pipelines_of(
     return listed
 
 
-async def another_pipeline(
+async def find_peer_pipeline(
     handle: Any, *, app: str, excluded: Collection[PipelineId], timeout_s: float = 1.0
 ) -> PipelineReport | None:
     """A ready pipeline other than these that takes requests; None also when nobody can say."""

@@ -215,7 +215,7 @@ class PipelineChooser:
             pipeline=chosen, address=pipeline.report.address, num_cached_tokens=cached[chosen]
         )
 
-    def taken(self, choice: Choice | None, *, by: PipelineId) -> None:
+    def admitted(self, choice: Choice | None, *, by: PipelineId) -> None:
         """Whoever has the request now need not be who was chosen for it."""
         if choice is not None and choice.pipeline == by:
             return

@@ -185,7 +185,7 @@ class DraftActor:
         end = await running.thread.end()
         if end.error is not None and not isinstance(end.error, PeerLost):
             self._needs_new_engine = True
-            await self.move_out(
+            await self.evict(
                 None, PeerLost(peer=self._name, operation="rounds", reason=str(end.error))
             )
         return end
@@ -359,7 +359,7 @@ class DraftActor:
     async def receive_pages(self, link: PageLink) -> PageTraffic:
         return await asyncio.to_thread(lambda: self._leader.pages.receive(link))
 
-    async def move_out(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
+    async def evict(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
         """Ends these streams (None: all) with word of where they go on, or why they cannot go on
         here; returns how many."""
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]

@@ -26,7 +26,7 @@ def drain(name: Name, service: RunningService) -> None:
     with service.joined() as connected:
         drained = connected.drain(name)
     echo(
-        f"{drained.pipeline} takes no more requests; {drained.num_moved} streams go on elsewhere"
+        f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams go on elsewhere"
         f"{_taken_along(drained.handover)}"
     )
 

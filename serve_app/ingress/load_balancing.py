@@ -16,7 +16,7 @@ from uuid import uuid4
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from ray.exceptions import RayError
 
-from eesd_dist.errors import EesdError, Moved
+from eesd_dist.errors import EesdError, Migrated
 from eesd_dist.routing.choice import Choice, PipelineChooser
 from eesd_dist.routing.directory import PipelineId
 from serve_app.config import ServiceConfig
@@ -54,18 +54,18 @@ class Steering:
             self._looking = asyncio.ensure_future(self._look())
 
     def choose(
-        self, tokens: Sequence[int], *, moved: Moved | None, refused: Collection[str] = ()
+        self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str] = ()
     ) -> Choice | None:
-        """Where a request with these tokens goes, moved there or not, and not to those that have
+        """Where a request with these tokens goes, migrated there or not, and not to those that have
         `refused` it; None: Serve shall choose."""
-        if moved is not None:
+        if migrated is not None:
             self._counts.moves.inc()
-        choice = self._chosen(tokens, moved, refused)
+        choice = self._chosen(tokens, migrated, refused)
         self._counts.count(choice)
         return choice
 
-    def taken(self, choice: Choice | None, *, by: str) -> None:
-        self._chooser.taken(choice, by=PipelineId(by))
+    def admitted(self, choice: Choice | None, *, by: str) -> None:
+        self._chooser.admitted(choice, by=PipelineId(by))
 
     def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
         """A stream is over; `tokens` are all that its pipeline has computed."""
@@ -88,15 +88,15 @@ class Steering:
         return generate_latest(self._counts.registry)
 
     def _chosen(
-        self, tokens: Sequence[int], moved: Moved | None, refused: Collection[str]
+        self, tokens: Sequence[int], migrated: Migrated | None, refused: Collection[str]
     ) -> Choice | None:
-        if moved is None:
+        if migrated is None:
             return self._chooser.choose(tokens, excluded=refused)
-        if moved.to is not None:
-            there = self._chooser.choose(tokens, only=moved.to)
+        if migrated.to is not None:
+            there = self._chooser.choose(tokens, only=migrated.to)
             if there is not None:
                 return there
-        return self._chooser.choose(tokens, excluded={moved.by, *refused})
+        return self._chooser.choose(tokens, excluded={migrated.by, *refused})
 
     async def _look(self) -> None:
         router: Any = None

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, Moved, PeerLost
+from eesd_dist.errors import PROCESS_DIED, CapacityError, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import route_span
 from eesd_dist.telemetry.tracing import Tracing
@@ -26,7 +26,13 @@ from eesd_dist.workers.messages import StreamItem
 from eesd_dist.workers.process import PROCESS_LOST
 from serve_app.config import RecoveryConfig
 from serve_app.ingress.load_balancing import Steering
-from serve_app.pipeline.deployment import Health, MetricsPage, PipelineControl, PipelineState, Taken
+from serve_app.pipeline.deployment import (
+    Admitted,
+    Health,
+    MetricsPage,
+    PipelineControl,
+    PipelineState,
+)
 from serve_app.pipeline.resume import resumed
 
 logger = logging.getLogger(__name__)
@@ -42,7 +48,7 @@ _LISTEN_S = 2.0
 """How often it is asked, about a stream that is silent, whether its pipeline is still there."""
 _CANCEL_S = 10.0
 """So long is a pipeline told to let go of a stream that is read elsewhere."""
-_MAX_MOVES = 3
+_MAX_MIGRATIONS = 3
 """So often a stream is handed on without a token in between; then it waits like a broken one."""
 
 
@@ -50,16 +56,16 @@ _MAX_MOVES = 3
 class _Journey:
     """What a stream has been told about where to go on."""
 
-    moved: Moved | None = None
-    """The last such word, until a pipeline has taken the stream."""
+    migrated: Migrated | None = None
+    """The last such word, until a pipeline has admitted the stream."""
     refused: set[str] = field(default_factory=set)
     """Who has sent it on since its last token."""
     num_attempts: int = 0
 
     def heard(self, item: StreamItem) -> None:
-        self.moved = item if isinstance(item, Moved) else None
-        if self.moved is not None:
-            self.refused.add(self.moved.by)
+        self.migrated = item if isinstance(item, Migrated) else None
+        if self.migrated is not None:
+            self.refused.add(self.migrated.by)
         elif not isinstance(item, EesdError):
             self.refused.clear()
 
@@ -88,7 +94,7 @@ class ServiceClient:
                 until_ready=self._until_ready,
                 max_interruptions=self._recovery.max_interruptions,
                 room_wait_s=self._recovery.stream_pause_s,
-                max_moves=_MAX_MOVES,
+                max_migrations=_MAX_MIGRATIONS,
             )
         ) as parts:
             async for emissions in parts:
@@ -150,7 +156,7 @@ class ServiceClient:
         self, request: Request, *, journey: _Journey
     ) -> AsyncGenerator[StreamItem, None]:
         tokens = [*request.prompt, *request.generated]
-        choice = self._steering.choose(tokens, moved=journey.moved, refused=journey.refused)
+        choice = self._steering.choose(tokens, migrated=journey.migrated, refused=journey.refused)
         target = None if choice is None else choice.address
         pipeline: str | None = None if choice is None else choice.pipeline
         journey.num_attempts += 1
@@ -171,10 +177,10 @@ class ServiceClient:
             with route_span(
                 self._tracer, traceparent=request.traceparent, request_id=request.request_id
             ) as route:
-                taken = await self._taken(responses, pipeline)
-                route.set_attribute(names.PIPELINE, taken.pipeline)
-            self._steering.taken(choice, by=taken.pipeline)
-            pipeline, target = taken.pipeline, taken.address
+                admitted = await self._admitted(responses, pipeline)
+                route.set_attribute(names.PIPELINE, admitted.pipeline)
+            self._steering.admitted(choice, by=admitted.pipeline)
+            pipeline, target = admitted.pipeline, admitted.address
             while True:
                 try:
                     item = await self._next(responses, pipeline)
@@ -230,12 +236,12 @@ class ServiceClient:
             responses, is_gone=lambda: pipeline is not None and self._steering.is_gone(pipeline)
         )
 
-    async def _taken(self, responses: Any, pipeline: str | None) -> Taken:
+    async def _admitted(self, responses: Any, pipeline: str | None) -> Admitted:
         """Waits for the first item: a pipeline has the request in its ledger."""
         pause_s = self._recovery.stream_pause_s
         try:
             async with asyncio.timeout(pause_s):
-                taken: Taken = await self._next(responses, pipeline)
+                admitted: Admitted = await self._next(responses, pipeline)
         except TimeoutError as error:
             raise PeerLost(
                 peer="pipeline", operation="stream", reason=f"no word within {pause_s:g} s"
@@ -244,7 +250,7 @@ class ServiceClient:
             raise PeerLost(
                 peer="pipeline", operation="stream", reason="it ended before it began"
             ) from error
-        return taken
+        return admitted
 
     async def _until_ready(self, lost: EesdError) -> None:
         """Until some pipeline takes requests, or at least goes on with those that it is made to

@@ -47,7 +47,7 @@ from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.streams import lost
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.workers import Worker
-from serve_app.router import another_pipeline, beat, found_again, router_handle
+from serve_app.router import beat, find_peer_pipeline, found_again, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _ANSWER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class Admitted:
     """From here on this pipeline answers for the request."""
 
     pipeline: str
@@ -151,8 +151,8 @@ class Pipeline:
             stages,
             pipeline=self._name,
             router=self._router,
-            elsewhere=self._elsewhere,
-            say=self._say_hello,
+            find_peer_pipeline=self._find_peer_pipeline,
+            publish_status=self._publish_status,
         )
         self._streams = self._supervisor.streams
         self._address: str = serve.get_replica_context().replica_id.unique_id
@@ -165,8 +165,8 @@ class Pipeline:
                 deployment=serve.get_replica_context().deployment,
                 address=self._address,
             ),
-            elsewhere=self._elsewhere,
-            say=self._say_hello,
+            find_peer_pipeline=self._find_peer_pipeline,
+            publish_status=self._publish_status,
             hand_over=HandingOver(
                 app=config.app_name,
                 deployment=serve.get_replica_context().deployment,
@@ -187,8 +187,8 @@ class Pipeline:
         attempt: int = 0,
         must_take: bool = False,
         sender: str = "",
-    ) -> AsyncGenerator[Taken | StreamItem, None]:
-        """`Taken` at once; the tokens to the last; or, as the last item, what ended them.
+    ) -> AsyncGenerator[Admitted | StreamItem, None]:
+        """`Admitted` at once; the tokens to the last; or, as the last item, what ended them.
 
         `target` is for Serve, which has seen to it by now: this replica, if it was there. A higher
         `attempt` of the same sender displaces a lower one; `must_take` keeps a draining pipeline
@@ -196,7 +196,7 @@ class Pipeline:
         """
         del target
         try:
-            yield Taken(pipeline=self._name, address=self._address)
+            yield Admitted(pipeline=self._name, address=self._address)
             stream = self._streams.stream(request, attempt=attempt, sender=sender)
             watched = self._draining.watched(stream, request.request_id, must_take=must_take)
             async with aclosing(watched) as parts:
@@ -228,7 +228,7 @@ class Pipeline:
         del target
         group = await self._supervisor.worker_group()
         leader = group.drafter
-        if group.is_degraded:  # fallbacks have no like elsewhere: streams are computed again there
+        if group.is_degraded:  # fallbacks have no peer rank: streams are computed again there
             ranks = {f"{leader.slot.name} of {self._name}": leader.handle}
             return Contacts(pipeline=self._name, ranks=ranks)
         return Contacts(pipeline=self._name, ranks={m.slot.name: m.handle for m in group.workers})
@@ -286,7 +286,7 @@ class Pipeline:
         Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
         """
         report = await self._supervisor.load_head(folder)
-        await self._say_hello()
+        await self._publish_status()
         logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
         return report
 
@@ -357,10 +357,10 @@ class Pipeline:
         while True:
             if self._supervisor.is_ready and not self._supervisor.is_degraded:
                 await self._speed.ask((await self._supervisor.worker_group()).epoch)
-            await self._say_hello()
+            await self._publish_status()
             await asyncio.sleep(self._config.router.heartbeat_s)
 
-    async def _say_hello(self) -> None:
+    async def _publish_status(self) -> None:
         report = PipelineReport(
             pipeline_id=PipelineId(self._name),
             address=self._address,
@@ -378,8 +378,8 @@ class Pipeline:
         except EngineError as error:  # a silent router is not a pipeline's concern
             logger.debug("heartbeat not heard: error=%s", error)
 
-    async def _elsewhere(self) -> PipelineReport | None:
-        return await another_pipeline(
+    async def _find_peer_pipeline(self) -> PipelineReport | None:
+        return await find_peer_pipeline(
             self._router, app=self._config.app_name, excluded=[PipelineId(self._name)]
         )
 

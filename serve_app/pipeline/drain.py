@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from eesd_dist.errors import ConfigError, EesdError, Moved
+from eesd_dist.errors import ConfigError, EesdError, Migrated
 from eesd_dist.routing.directory import PipelineReport
 from eesd_dist.types import RequestId
 from serve_app.pipeline.kv_migration import HandoverReport
@@ -34,10 +34,10 @@ _ANSWER_TIMEOUT_S = 3.0
 _BY_HAND = "drained by hand"
 _BY_SERVE = "Serve takes it down"
 
-Elsewhere = Callable[[], Awaitable[PipelineReport | None]]
+FindPeerPipeline = Callable[[], Awaitable[PipelineReport | None]]
 """Another pipeline that takes requests, when there is one."""
 HandOver = Callable[[PipelineReport, Collection[RequestId]], Awaitable[HandoverReport]]
-"""Brings live requests there with all they have, and ends their streams with `Moved`."""
+"""Brings live requests there with all they have, and ends their streams with `Migrated`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Drained:
     """What an operator's word has brought about."""
 
     pipeline: str
-    num_moved: int
+    num_migrated: int
     """Live streams that were told to go on elsewhere."""
     handover: HandoverReport | None = None
     """What they took along; None where nobody was there, or the other one could not be asked."""
@@ -60,21 +60,22 @@ class Draining:
         pipeline: str,
         address: str,
         who_answers: Callable[[], Awaitable[str | None]],
-        elsewhere: Elsewhere,
-        say: Callable[[], Awaitable[None]],
+        find_peer_pipeline: FindPeerPipeline,
+        publish_status: Callable[[], Awaitable[None]],
         hand_over: HandOver | None = None,
         period_s: float = 1.0,
         doubt_s: float = 0.2,
         keep_s: float = 10.0,
     ) -> None:
         """`who_answers` to a call to `address`: it does, while Serve counts on it; None when that
-        cannot be told. `say` tells the router; `hand_over` is tried before streams are told to go.
+        cannot be told. `publish_status` tells the router; `hand_over` is tried before streams
+        are told to go.
         """
         self._pipeline = pipeline
         self._address = address
         self._who_answers = who_answers
-        self._elsewhere = elsewhere
-        self._say = say
+        self._find_peer_pipeline = find_peer_pipeline
+        self._publish_status = publish_status
         self._hand_over = hand_over
         self._period_s = period_s
         self._doubt_s = doubt_s
@@ -111,35 +112,35 @@ class Draining:
 
         Raises ConfigError when there is no other pipeline: somebody has to serve.
         """
-        if await self._elsewhere() is None:
+        if await self._find_peer_pipeline() is None:
             raise ConfigError(
                 f"{self._pipeline} goes on: no other pipeline takes requests; start another one "
                 "first (pipelines.min_count), or wait until it is ready"
             )
         async with self._one_by_one:
             self._by_hand = True
-            await self._say()
-            num_moved = await self._move_all()
+            await self._publish_status()
+            num_migrated = await self._migrate_all()
             return Drained(
-                pipeline=self._pipeline, num_moved=num_moved, handover=self._last_handover
+                pipeline=self._pipeline, num_migrated=num_migrated, handover=self._last_handover
             )
 
     async def undrain(self) -> None:
         """Takes requests again, unless Serve wants it to go as well."""
         self._by_hand = False
-        await self._say()
+        await self._publish_status()
 
     async def watched(
         self, parts: AsyncGenerator[T, None], request_id: RequestId, *, must_take: bool = False
     ) -> AsyncGenerator[T, None]:
-        """The same parts; raises Moved when the stream is to go on elsewhere, in mid-wait too.
+        """The same parts; raises Migrated when the stream is to go on elsewhere, in mid-wait too.
 
         With `must_take` not at once: its sender has been everywhere, and another pipeline that is
         known here may be a dead one.
         """
         async with aclosing(parts):
             if self.reason and self._is_other_known and not must_take:
-                raise self._moved()
+                raise self._migrated()
             now_s = asyncio.get_running_loop().time()
             opens_s = now_s + self._keep_s if must_take else now_s
             way_out = _Exit(request_id, opens_s=opens_s)
@@ -158,10 +159,10 @@ class Draining:
         was, self._by_serve = self._by_serve, await self._is_left_out()
         if was != self._by_serve:
             logger.info("draining=%s: pipeline=%s", self._by_serve, self._pipeline)
-            await self._say()
+            await self._publish_status()
         async with self._one_by_one:
             if self.reason:
-                await self._move_all()
+                await self._migrate_all()
 
     async def _is_left_out(self) -> bool:
         """Whether Serve does not send requests here any more; as before when it cannot be told."""
@@ -174,10 +175,10 @@ class Draining:
             return self._by_serve
         return self._was_counted_on and answered != self._address
 
-    async def _move_all(self) -> int:
+    async def _migrate_all(self) -> int:
         """How many streams were told to go."""
         self._last_handover = None
-        other = await self._elsewhere()
+        other = await self._find_peer_pipeline()
         self._is_other_known = other is not None
         exits = self._open_exits()
         if other is None or not exits:
@@ -193,7 +194,7 @@ class Draining:
             except Exception:  # a bug of ours costs the pages, never the streams their way out
                 logger.exception("recomputed elsewhere: pipeline=%s", self._pipeline)
         for way_out in self._open_exits():
-            way_out.take(self._moved(to=to))
+            way_out.take(self._migrated(to=to))
         logger.info("streams told to go: pipeline=%s streams=%d", self._pipeline, len(exits))
         return len(exits)
 
@@ -201,8 +202,8 @@ class Draining:
         now_s = asyncio.get_running_loop().time()
         return tuple(way_out for way_out in self._exits if way_out.opens_s <= now_s)
 
-    def _moved(self, *, to: str | None = None) -> Moved:
-        return Moved(by=self._pipeline, to=to, reason=self.reason)
+    def _migrated(self, *, to: str | None = None) -> Migrated:
+        return Migrated(by=self._pipeline, to=to, reason=self.reason)
 
 
 class _Exit:
@@ -215,11 +216,11 @@ class _Exit:
         """Nobody is to take it before `opens_s`, on the event loop's clock."""
         self.request_id = request_id
         self.opens_s = opens_s
-        self._order: Moved | None = None
+        self._order: Migrated | None = None
         self._wait: asyncio.Timeout | None = None
         """None between two waits."""
 
-    def take(self, order: Moved) -> None:
+    def take(self, order: Migrated) -> None:
         self._order = order
         if self._wait is not None and not self._wait.expired():
             self._wait.reschedule(asyncio.get_running_loop().time())

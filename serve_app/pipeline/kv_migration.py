@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.routing.directory import PipelineReport
 from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
 from eesd_dist.types import RequestId
@@ -101,8 +101,8 @@ async def hand_over(
             trouble = str(error)
     copy_s = time.monotonic() - began_s
     to = target.pipeline if copies else None  # without pages, whoever is the least busy will do
-    moved = Moved(by=source.pipeline, to=to, reason=reason)
-    num_requests = await _ask(source.drafter, "move_out", request_ids, moved, timeout_s=timeout_s)
+    migrated = Migrated(by=source.pipeline, to=to, reason=reason)
+    num_requests = await _ask(source.drafter, "evict", request_ids, migrated, timeout_s=timeout_s)
     num_refused = copies[-1].num_refused if copies else 0
     if not trouble and num_refused:
         trouble = f"no room there for {num_refused} pages"

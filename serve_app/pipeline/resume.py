@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from eesd_dist.errors import CapacityError, EesdError, EngineError, Moved, PeerLost
+from eesd_dist.errors import CapacityError, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.types import Emission, Request
 from eesd_dist.workers.messages import StreamItem
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Source = Callable[[Request], AsyncGenerator[StreamItem, None]]
 
 
-class Again(EesdError):
+class Resubmit(EesdError):
     """A source's word that it has let go of the stream for now: not lost, submit it again."""
 
 
@@ -31,7 +31,7 @@ async def resumed(
     until_ready: Callable[[EesdError], Awaitable[None]],
     max_interruptions: int | None,
     room_wait_s: float,
-    max_moves: int = 0,
+    max_migrations: int = 0,
     breath_s: float = 0.25,
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
     """The request's emissions to the last, over as many submissions as it takes.
@@ -42,23 +42,23 @@ async def resumed(
     error is the request's own and is raised, except that a stream which has begun waits for room
     instead of being refused, `room_wait_s` at most.
 
-    A stream that is handed over goes on at once, `source` knowing where. Whoever cannot follow has
-    no `max_moves`: the word is passed on. Handed on so often without a token, it waits as if lost,
-    which is held against nobody: the clock alone ends it, after `room_wait_s`.
+    A stream that is migrated goes on at once, `source` knowing where. Without `max_migrations` the
+    error is passed on. After so many migrations in a row without a token the stream waits as if
+    lost, without counting as an interruption; only `room_wait_s` ends it.
 
     Crashes are an engine's word about the request and are passed on; nothing here adds to them.
     """
-    num_moves = 0
+    num_migrations = 0
     num_losses = 0
     is_resumed = False
     refused_since_s: float | None = None
-    moved_since_s: float | None = None
+    migrating_since_s: float | None = None
     while True:
         try:
             async with aclosing(_until_error(source, request)) as parts:
                 async for part in parts:
-                    refused_since_s = moved_since_s = None
-                    num_moves = num_losses = 0
+                    refused_since_s = migrating_since_s = None
+                    num_migrations = num_losses = 0
                     emissions = _as_first_seen(part) if is_resumed else part
                     request = _with_tokens(request, emissions)
                     yield emissions
@@ -68,14 +68,14 @@ async def resumed(
                 peer="pipeline", operation="stream", reason="it ended without a last token"
             )
             num_losses += 1
-        except Again:
+        except Resubmit:
             is_resumed = True
             continue
         except PeerLost as error:
             lost = error
             num_losses += 1
-        except Moved as error:
-            if max_moves == 0:
+        except Migrated as error:
+            if max_migrations == 0:
                 raise
             is_resumed = True
             request = replace(
@@ -83,16 +83,16 @@ async def resumed(
                 crashes=max(request.crashes, error.crashes),
                 attributable_crashes=max(request.attributable_crashes, error.attributable_crashes),
             )
-            num_moves += 1
-            moved_since_s = moved_since_s or time.monotonic()
-            if num_moves <= max_moves:
-                logger.info("stream moved: request=%s error=%s", request.request_id, error)
+            num_migrations += 1
+            migrating_since_s = migrating_since_s or time.monotonic()
+            if num_migrations <= max_migrations:
+                logger.info("stream migrated: request=%s error=%s", request.request_id, error)
                 continue
-            if time.monotonic() - moved_since_s > room_wait_s:
+            if time.monotonic() - migrating_since_s > room_wait_s:
                 raise EngineError(
                     f"handed to and fro for {room_wait_s:g} s without a token: {error}"
                 ) from error
-            num_moves = 0
+            num_migrations = 0
             lost = error
         except CapacityError as error:
             if not request.generated and not is_resumed:

@@ -22,7 +22,7 @@ from eesd_dist.errors import (
     CapacityError,
     EesdError,
     EngineError,
-    Moved,
+    Migrated,
     PeerLost,
     PoisonRequest,
     RequestError,
@@ -31,7 +31,7 @@ from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.messages import StreamItem
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline.quarantine import Quarantine
-from serve_app.pipeline.resume import Again, resumed
+from serve_app.pipeline.resume import Resubmit, resumed
 from serve_app.pipeline.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -68,17 +68,17 @@ class Streams:
         drafter: Callable[[], Awaitable[Worker]],
         recovery: RecoveryConfig,
         delivered: Callable[[], None],
-        elsewhere: Callable[[], Awaitable[object | None]] = _nowhere,
+        find_peer_pipeline: Callable[[], Awaitable[object | None]] = _nowhere,
         round_timeout_s: float = 20.0,
     ) -> None:
         """`drafter` raises PeerLost where there is none; `delivered` hears of every item;
-        `elsewhere` is another pipeline that takes streams. A round that takes longer than
+        `find_peer_pipeline` is another pipeline that takes streams. A round that takes longer than
         `round_timeout_s` breaks the engine."""
         self._pipeline = pipeline
         self._drafter = drafter
         self._recovery = recovery
         self._on_delivery = delivered
-        self._elsewhere = elsewhere
+        self._find_peer_pipeline = find_peer_pipeline
         self._round_timeout_s = round_timeout_s
         self._quarantine = Quarantine(
             suspect_after=recovery.suspect_after,
@@ -171,7 +171,7 @@ class Streams:
         nothing is held against anyone."""
         self._quarantine.release_all()
         if drafter is not None:
-            await self._recall(drafter, Again())
+            await self._recall(drafter, Resubmit())
         self._tell()
 
     def resume(self) -> None:
@@ -297,7 +297,7 @@ class Streams:
                     if is_evicted:
                         break
             await self._until_empty()
-            yield Again()
+            yield Resubmit()
         finally:
             if has_broken:
                 self._quarantine.mark_dropped(request_id)
@@ -341,8 +341,8 @@ class Streams:
                 self._drop_alone(request_id)
             else:
                 pause_s = self._recovery.stream_pause_s
-                if not self._quarantine.is_suspect(request_id) and await self._elsewhere():
-                    raise self._moved(request_id, f"it is unavailable after {pause_s:g} s")
+                if not self._quarantine.is_suspect(request_id) and await self._find_peer_pipeline():
+                    raise self._migrated(request_id, f"it is unavailable after {pause_s:g} s")
                 raise EngineError(
                     f"pipeline {self._pipeline} is not ready again after {pause_s:g} s: "
                     f"{self._trouble}"
@@ -356,10 +356,10 @@ class Streams:
         if self._given_up is not None:
             raise self._given_up
         if self._leaving and not self._quarantine.is_suspect(request_id):
-            raise self._moved(request_id, self._leaving)
+            raise self._migrated(request_id, self._leaving)
 
-    def _moved(self, request_id: RequestId, reason: str) -> Moved:
-        return Moved(
+    def _migrated(self, request_id: RequestId, reason: str) -> Migrated:
+        return Migrated(
             by=self._pipeline,
             to=None,
             reason=reason,
@@ -428,7 +428,7 @@ class Streams:
         """The drafting actor lets go of all that it keeps; their streams come back to the door."""
         try:
             async with asyncio.timeout(_EMPTY_S):
-                await drafter.handle.move_out.remote(None, word)
+                await drafter.handle.evict.remote(None, word)
         except (TimeoutError, RayError) as error:  # dead: its streams come back by that
             logger.warning("streams not recalled: pipeline=%s error=%r", self._pipeline, error)
 

@@ -64,16 +64,17 @@ class Supervisor:
         *,
         pipeline: str,
         router: Any,
-        elsewhere: Callable[[], Awaitable[PipelineReport | None]],
-        say: Callable[[], Awaitable[None]],
+        find_peer_pipeline: Callable[[], Awaitable[PipelineReport | None]],
+        publish_status: Callable[[], Awaitable[None]],
     ) -> None:
-        """`elsewhere`: another pipeline that takes requests; `say`: tells the router how it is."""
+        """`find_peer_pipeline` returns another pipeline that takes requests; `publish_status` sends
+        this one's state to the router."""
         self._config = config
         self._stages = stages
         self._pipeline = pipeline
         self._router = router
-        self._elsewhere = elsewhere
-        self._say = say
+        self._find_peer_pipeline = find_peer_pipeline
+        self._publish_status = publish_status
         self._ready = asyncio.Event()
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
         self._since_s = time.monotonic()
@@ -98,7 +99,7 @@ class Supervisor:
             drafter=self._drafter,
             recovery=recovery,
             delivered=self._delivered,
-            elsewhere=elsewhere,
+            find_peer_pipeline=find_peer_pipeline,
             round_timeout_s=config.engine.parallel.timeout_s,
         )
         self._supervising = asyncio.ensure_future(self._supervise())
@@ -352,7 +353,7 @@ class Supervisor:
         await group.end_epoch()
         # Who was still on the way in when the others came out; from now on nobody gets in.
         await self.streams.evict_all(drafter=_drafter_of(group))
-        self._run(self._send_elsewhere(group))
+        self._run(self._migrate_streams(group))
 
     def _mark_unavailable(self, trouble: EesdError) -> None:
         self._ready.clear()
@@ -380,7 +381,7 @@ class Supervisor:
         self._mark_unavailable(trouble)
         recovery = self._recovery = _Recovery(trouble=trouble, noticed_s=self._since_s)
         self._num_interruptions += 1
-        self._run(self._say())
+        self._run(self._publish_status())
         await group.end_epoch()
         recovery.left_s = time.monotonic()
         recovery.num_waiting = await self.streams.broke(
@@ -392,7 +393,7 @@ class Supervisor:
         if recovery.num_waiting > 0:
             self._patience.failed()
         self._raise_if_hopeless()
-        self._run(self._send_elsewhere(group))
+        self._run(self._migrate_streams(group))
 
     def _run(self, errand: Awaitable[None]) -> None:
         task = asyncio.ensure_future(errand)
@@ -404,7 +405,7 @@ class Supervisor:
         if not task.cancelled() and task.exception() is not None:
             logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
 
-    async def _send_elsewhere(self, group: WorkerGroup) -> None:
+    async def _migrate_streams(self, group: WorkerGroup) -> None:
         """Streams need not wait for this pipeline where another is ready: not while a process is
         replaced, which takes its time, nor where forming fails or hangs."""
         since_s = self._since_s
@@ -415,7 +416,7 @@ class Supervisor:
         if group.workers.are_complete or group.can_fall_back:
             await asyncio.sleep(_ASK_EVERY_S)
         while not is_over():
-            there = await self._elsewhere()
+            there = await self._find_peer_pipeline()
             if there is not None and not is_over():
                 reason = f"it is re-forming: {self._trouble}"
                 return await self.streams.leave(reason, drafter=_drafter_of(group))

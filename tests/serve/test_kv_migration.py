@@ -148,23 +148,23 @@ def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_
 ) -> None:
     async def story() -> None:
         async with _sending(config) as sending:
-            streams, (one, two) = await _begun(sending, _requests("moved", 3, topic=0))
+            streams, (one, two) = await _begun(sending, _requests("migrated", 3, topic=0))
             operator = JoinedService(router=None, app_name=NAME)
             drained: Drained = await asyncio.to_thread(operator.drain, one.pipeline)
             report = drained.handover
             assert report is not None
             assert (report.by, report.to, report.how) == (one.pipeline, two.pipeline, "pages")
             assert report.reason == ""
-            assert drained.num_moved == report.num_requests > 0
+            assert drained.num_migrated == report.num_requests > 0
             # Each stream took at least its prompt, and each of the three ranks its part of it.
             assert report.num_pages >= report.num_requests * (PROMPT // PAGE)
             assert report.num_bytes > report.num_pages * 1000
             await sending.gone_on(report.num_requests)
-            moved = await asyncio.gather(*streams)
+            migrated = await asyncio.gather(*streams)
             assert {s.pipeline: s.num_live for s in await sending.states()}[one.pipeline] == 0
             await asyncio.to_thread(operator.undrain, one.pipeline)
             again = _requests("undisturbed", 3, topic=0)
-            assert moved == await asyncio.gather(*[sending.tokens(each) for each in again])
+            assert migrated == await asyncio.gather(*[sending.tokens(each) for each in again])
 
     asyncio.run(story())
 
@@ -199,8 +199,8 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_the_copy_and_no_stream(
             assert report.num_pages == 0
             assert "verify rank 1" in report.reason
             await sending.gone_on(report.num_requests)
-            moved = await asyncio.gather(*streams)
+            migrated = await asyncio.gather(*streams)
             again = _requests("also undisturbed", 3, topic=100)
-            assert moved == await asyncio.gather(*[sending.tokens(each) for each in again])
+            assert migrated == await asyncio.gather(*[sending.tokens(each) for each in again])
 
     asyncio.run(story())

@@ -335,9 +335,9 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
 
     def both_have_served() -> bool:
         request = _request(f"pair-{len(served_by)}-{time.monotonic()}", max_tokens=6)
-        taken, *items = pipelines.options(stream=True).stream.remote(request)
+        admitted, *items = pipelines.options(stream=True).stream.remote(request)
         assert tokens_of(items) == _expected(request)
-        served_by.add(taken.pipeline)
+        served_by.add(admitted.pipeline)
         return len(served_by) == 2
 
     until(both_have_served)

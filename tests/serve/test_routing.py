@@ -16,7 +16,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from eesd_dist.errors import ConfigError, Moved
+from eesd_dist.errors import ConfigError, Migrated
 from eesd_dist.routing.choice import Choice
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
@@ -27,7 +27,7 @@ from serve_app.ingress.load_balancing import Steering
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.operations.connect import JoinedService
 from serve_app.operations.serving import deploy
-from serve_app.pipeline.deployment import PipelineState, Taken
+from serve_app.pipeline.deployment import Admitted, PipelineState
 from tests.support.toy_stages import ToyStages, held, toy_token
 
 NAME = "routed"
@@ -97,8 +97,8 @@ class Watched(Steering):
         assert self._looking is not None
         self._looking.cancel()
 
-    def taken(self, choice: Choice | None, *, by: str) -> None:
-        super().taken(choice, by=by)
+    def admitted(self, choice: Choice | None, *, by: str) -> None:
+        super().admitted(choice, by=by)
         self.takers.append(by)
 
 
@@ -224,7 +224,7 @@ def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
                 one, two = await sending.states()
                 operator = JoinedService(router=None, app_name=NAME)
                 drained = await asyncio.to_thread(operator.drain, one.pipeline)
-                assert drained.num_moved == one.num_live
+                assert drained.num_migrated == one.num_live
                 with pytest.raises(ConfigError, match="no other pipeline takes requests"):
                     await asyncio.to_thread(operator.drain, two.pipeline)
                 await sending.until(lambda states: [s.num_live for s in states] == [0, 8])
@@ -234,7 +234,7 @@ def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
                 assert sending.steering.takers[-1] == two.pipeline
                 # Even sent straight to it, a request is served elsewhere.
                 astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
-                assert [type(item) for item in [i async for i in astray]] == [Taken, Moved]
+                assert [type(item) for item in [i async for i in astray]] == [Admitted, Migrated]
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
             assert sending.counted("eesd_router_moves_total") == one.num_live
             assert (await sending.states())[0].draining == "drained by hand"

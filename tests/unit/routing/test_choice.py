@@ -201,9 +201,9 @@ def test_a_request_that_another_one_took_is_counted_there() -> None:
     world.say("a")
     choice = world.send(prompt(1))
     world.say("b")
-    world.chooser.taken(choice, by=PipelineId("b"))
+    world.chooser.admitted(choice, by=PipelineId("b"))
     assert (world.load("a"), world.load("b")) == (0, 1)
-    world.chooser.taken(world.chooser.choose(prompt(1), only="a"), by=PipelineId("a"))
+    world.chooser.admitted(world.chooser.choose(prompt(1), only="a"), by=PipelineId("a"))
     assert (world.load("a"), world.load("b")) == (1, 1)
 
 

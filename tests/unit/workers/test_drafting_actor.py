@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, Moved, PeerLost
+from eesd_dist.errors import EesdError, Migrated, PeerLost
 from eesd_dist.schedule.lending import PageLoan
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
@@ -166,7 +166,7 @@ def test_tokens_still_on_their_way_when_a_request_is_moved_out_are_not_those_of_
             request = _request("back", max_tokens=6)
             first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
             await asyncio.to_thread(drafter.has_made.wait, 5.0)
-            assert await actor.move_out(None, Moved(by="p", to=None, reason="test")) == 1
+            assert await actor.evict(None, Migrated(by="p", to=None, reason="test")) == 1
             assert await first == []
             again = replace(request, submission=2)
             second = asyncio.ensure_future(_tokens(actor.submit(again)))
@@ -184,7 +184,7 @@ def test_the_last_token_of_an_earlier_submission_ends_no_later_one_for_the_route
             request = _request("back", max_tokens=TOKENS_PER_ROUND)
             first = asyncio.ensure_future(_tokens(actor.submit(_first(request))))
             await asyncio.to_thread(drafter.has_made.wait, 5.0)
-            await actor.move_out(None, Moved(by="p", to=None, reason="test"))
+            await actor.evict(None, Migrated(by="p", to=None, reason="test"))
             await first
             longer = replace(_request("back", max_tokens=100_000), submission=2)
             async with aclosing(actor.submit(longer)) as second:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import ray
 
-from eesd_dist.errors import EesdError, Moved, PeerLost
+from eesd_dist.errors import EesdError, Migrated, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import StreamItem
@@ -19,7 +19,7 @@ from serve_app.config import RecoveryConfig
 from serve_app.ingress import pipeline_client
 from serve_app.ingress.load_balancing import Steering
 from serve_app.ingress.pipeline_client import ServiceClient, answered, next_of
-from serve_app.pipeline.deployment import Taken
+from serve_app.pipeline.deployment import Admitted
 
 REQUEST = Request(request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams())
 LAST = (
@@ -30,20 +30,20 @@ LAST = (
         finish_reason=FinishReason.STOP,
     ),
 )
-Answer = Callable[[dict[str, Any]], AsyncGenerator[Taken | StreamItem, None]]
+Answer = Callable[[dict[str, Any]], AsyncGenerator[Admitted | StreamItem, None]]
 
 
 class Responses:
     """What Serve gives back for a streaming call."""
 
-    def __init__(self, items: AsyncGenerator[Taken | StreamItem, None]) -> None:
+    def __init__(self, items: AsyncGenerator[Admitted | StreamItem, None]) -> None:
         self._items = items
         self.is_cancelled = False
 
-    def __aiter__(self) -> AsyncIterator[Taken | StreamItem]:
+    def __aiter__(self) -> AsyncIterator[Admitted | StreamItem]:
         return self
 
-    async def __anext__(self) -> Taken | StreamItem:
+    async def __anext__(self) -> Admitted | StreamItem:
         return await anext(self._items)
 
     def cancel(self) -> None:
@@ -100,12 +100,12 @@ class Lookout:
         return
 
     def choose(
-        self, tokens: Sequence[int], *, moved: Moved | None, refused: Collection[str]
+        self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str]
     ) -> None:
-        del tokens, moved
+        del tokens, migrated
         self.refused.update(refused)
 
-    def taken(self, choice: object, *, by: str) -> None:
+    def admitted(self, choice: object, *, by: str) -> None:
         return
 
     def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
@@ -129,9 +129,11 @@ async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
 
 
 def test_who_refuses_because_another_is_thought_to_be_there_is_made_to_take_the_stream() -> None:
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="draining", address="a")
-        yield LAST if how["must_take"] else Moved(by="draining", to=None, reason="drained by hand")
+    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
+        yield Admitted(pipeline="draining", address="a")
+        yield (
+            LAST if how["must_take"] else Migrated(by="draining", to=None, reason="drained by hand")
+        )
 
     handle, lookout = Handle(answer), Lookout()
     assert asyncio.run(_tokens(handle, lookout)) == [5]
@@ -142,8 +144,8 @@ def test_who_refuses_because_another_is_thought_to_be_there_is_made_to_take_the_
 def test_a_stream_behind_a_link_that_failed_is_let_go_and_sent_again_as_a_newer_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="p", address="a")
+    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
+        yield Admitted(pipeline="p", address="a")
         if how["attempt"] == 1:
             raise ray.exceptions.ActorUnavailableError("a blip", b"0" * 16)
         yield LAST
@@ -169,8 +171,8 @@ def test_a_silent_stream_goes_on_elsewhere_once_its_pipeline_is_gone(
     monkeypatch.setattr(pipeline_client, "_LISTEN_S", 0.05)
     lookout = Lookout()
 
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Taken | StreamItem, None]:
-        yield Taken(pipeline="p", address="a")
+    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
+        yield Admitted(pipeline="p", address="a")
         if how["attempt"] == 1:
             lookout.gone.add("p")
             await asyncio.Event().wait()

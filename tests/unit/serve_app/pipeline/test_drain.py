@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from eesd_dist.errors import ConfigError, EngineError, Moved
+from eesd_dist.errors import ConfigError, EngineError, Migrated
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId
 from serve_app.pipeline.drain import Draining
@@ -32,8 +32,8 @@ class World:
             pipeline="one",
             address="replica-1",
             who_answers=self._who_answers,
-            elsewhere=self._elsewhere,
-            say=self._say,
+            find_peer_pipeline=self._find_peer_pipeline,
+            publish_status=self._publish_status,
             hand_over=self._hand_over,
             period_s=0.001,
             doubt_s=0.0,
@@ -43,10 +43,10 @@ class World:
     async def _who_answers(self) -> str | None:
         return self.answers
 
-    async def _elsewhere(self) -> PipelineReport | None:
+    async def _find_peer_pipeline(self) -> PipelineReport | None:
         return self.other
 
-    async def _say(self) -> None:
+    async def _publish_status(self) -> None:
         if self.breaks_say is not None:
             raise self.breaks_say
         self.said.append(self.draining.reason)
@@ -115,9 +115,9 @@ def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_r
         await a_while()
         assert not waiting.done()
         world.answers = "replica-2"
-        with pytest.raises(Moved) as moved:
+        with pytest.raises(Migrated) as migrated:
             await waiting
-        assert (moved.value.by, moved.value.to) == ("one", None)
+        assert (migrated.value.by, migrated.value.to) == ("one", None)
         assert stream.is_closed
         assert world.said == ["Serve takes it down"]
         assert world.handed_over[0] == ("two", [R])
@@ -132,8 +132,8 @@ def test_a_stream_between_two_parts_goes_before_the_next_one() -> None:
         stream.parts.put_nowait(1)
         assert await anext(watched) == 1
         stream.parts.put_nowait(2)
-        assert (await world.draining.drain()).num_moved == 1
-        with pytest.raises(Moved):
+        assert (await world.draining.drain()).num_migrated == 1
+        with pytest.raises(Migrated):
             await anext(watched)
         assert stream.is_closed
 
@@ -143,7 +143,7 @@ def test_a_stream_between_two_parts_goes_before_the_next_one() -> None:
 def test_a_request_that_still_comes_goes_at_once_and_stays_after_all_when_undrained() -> None:
     async def story(world: World) -> None:
         await world.draining.drain()
-        with pytest.raises(Moved, match="drained by hand"):
+        with pytest.raises(Migrated, match="drained by hand"):
             await anext(world.draining.watched(Stream()(), R))
         await world.draining.undrain()
         stream = Stream()
@@ -176,7 +176,7 @@ def test_streams_go_as_soon_as_there_is_another_pipeline() -> None:
         await a_while()
         assert not waiting.done()
         world.other = OTHER
-        with pytest.raises(Moved):
+        with pytest.raises(Migrated):
             await waiting
 
     run(story, other=None)
@@ -239,9 +239,9 @@ def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
         drained = await world.draining.drain()
         assert drained.handover is not None
         assert drained.handover.num_pages == num_pages
-        with pytest.raises(Moved) as moved:
+        with pytest.raises(Migrated) as migrated:
             await waiting
-        assert moved.value.to == to
+        assert migrated.value.to == to
 
     run(story)
 
@@ -253,7 +253,7 @@ def test_a_hand_over_that_fails_costs_no_stream_its_way_out(error: Exception) ->
         waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await asyncio.sleep(0)
         await world.draining.drain()
-        with pytest.raises(Moved):
+        with pytest.raises(Migrated):
             await waiting
 
     run(story)
@@ -264,7 +264,7 @@ def test_the_watch_survives_what_it_cannot_say_and_still_lets_streams_go() -> No
         waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         world.breaks_say = RuntimeError("no router")
         world.answers = "replica-2"
-        with pytest.raises(Moved):
+        with pytest.raises(Migrated):
             await waiting
 
     run(story)
@@ -277,7 +277,7 @@ class _NoMethods:
 @pytest.mark.parametrize("how", ["pages", "recompute"])
 def test_a_drafting_actor_that_is_none_is_an_error_of_ours(how: How) -> None:
     ends = [Contacts(pipeline=name, ranks={"verify rank 0": _NoMethods()}) for name in "ab"]
-    with pytest.raises(EngineError, match="verify rank 0 cannot be asked for move_out"):
+    with pytest.raises(EngineError, match="verify rank 0 cannot be asked for evict"):
         asyncio.run(hand_over(*ends, how=how))
 
 
@@ -309,7 +309,7 @@ def test_a_stream_whose_sender_found_nobody_else_is_kept_for_a_while() -> None:
         assert not waiting.done()
         assert world.handed_over == [], "nothing of it moves without its stream"
         since_s = asyncio.get_running_loop().time()
-        with pytest.raises(Moved):
+        with pytest.raises(Migrated):
             await waiting
         assert asyncio.get_running_loop().time() - since_s > 0.1
 

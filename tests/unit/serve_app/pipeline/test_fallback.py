@@ -421,7 +421,7 @@ def test_a_stream_fails_back_without_a_crash_and_with_every_token(tmp_path: Path
 def test_a_handle_calls_the_fallback_through_its_host_wherever_it_is_sent() -> None:
     handle = pickle.loads(pickle.dumps(FallbackHandle(_Echo("host"))))
     assert handle.stats.remote() == ("host", "fallback", ("stats",))
-    assert handle.move_out.remote(None, 7) == ("host", "fallback", ("move_out", None, 7))
+    assert handle.evict.remote(None, 7) == ("host", "fallback", ("evict", None, 7))
     told = handle.submit.options(num_returns="streaming").remote("a request")
     assert told == ("host", "fallback_submit", ("a request",))
 

@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 import pytest
 
-from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, QueueFull, RequestError
+from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, QueueFull, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import StreamItem
-from serve_app.pipeline.resume import Again, resumed
+from serve_app.pipeline.resume import Resubmit, resumed
 
 TEXT = tuple(TokenId(t) for t in range(100, 110))
 LOST = PeerLost(peer="verify rank 1", operation="round 3", reason="its process has died")
@@ -64,7 +64,7 @@ def _run(
     *,
     max_interruptions: int = 4,
     room_wait_s: float = 10.0,
-    max_moves: int = 0,
+    max_migrations: int = 0,
 ) -> list[Emission]:
     async def collect() -> list[Emission]:
         parts = resumed(
@@ -73,7 +73,7 @@ def _run(
             until_ready=_at_once,
             max_interruptions=max_interruptions,
             room_wait_s=room_wait_s,
-            max_moves=max_moves,
+            max_migrations=max_migrations,
             breath_s=0.0,
         )
         return [emission async for part in parts for emission in part]
@@ -107,7 +107,7 @@ def test_interruptions_with_progress_between_them_are_not_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("error", "crashes"),
-    [(LOST, [0, 0, 0, 0, 0]), (Moved(by="p", to=None, reason="", crashes=2), [0, 2, 2, 2, 2])],
+    [(LOST, [0, 0, 0, 0, 0]), (Migrated(by="p", to=None, reason="", crashes=2), [0, 2, 2, 2, 2])],
 )
 def test_crashes_are_those_that_an_engine_gave_and_a_token_clears_them(
     error: EesdError, crashes: list[int]
@@ -120,13 +120,13 @@ def test_crashes_are_those_that_an_engine_gave_and_a_token_clears_them(
             async for item in super().__call__(request):
                 yield item
 
-    emissions = _run(Watched([2, 2, 2, 4], error=error), max_moves=1)
+    emissions = _run(Watched([2, 2, 2, 4], error=error), max_migrations=1)
     assert seen == crashes
     assert tuple(token for e in emissions for token in e.tokens) == TEXT
 
 
 def test_a_source_that_lets_a_stream_go_for_a_while_gets_it_again_and_nothing_is_counted() -> None:
-    source = Source([2] * 50, error=Again())
+    source = Source([2] * 50, error=Resubmit())
     emissions = _run(source, max_interruptions=0)
     assert tuple(token for e in emissions for token in e.tokens) == TEXT
     assert len(source.calls) == 51
@@ -207,31 +207,31 @@ def test_waiting_for_a_ready_pipeline_may_end_the_stream() -> None:
         asyncio.run(read())
 
 
-MOVED = Moved(by="one", to="two", reason="it is drained")
+MIGRATED = Migrated(by="one", to="two", reason="it is drained")
 
 
 @pytest.mark.parametrize("breaks", [[0], [4], [0, 0, 0], [2, 2, 2, 5, 5], [2, 4, 6, 8]])
 def test_a_stream_that_is_handed_over_goes_on_at_once_and_has_suffered_nothing(
     breaks: list[int],
 ) -> None:
-    source = Source(breaks, error=MOVED)
-    emissions = _run(source, max_interruptions=0, max_moves=3)
+    source = Source(breaks, error=MIGRATED)
+    emissions = _run(source, max_interruptions=0, max_migrations=3)
     assert tuple(t for e in emissions for t in e.tokens) == TEXT
     assert source.calls == [0, *breaks]
 
 
 def test_whoever_cannot_follow_a_stream_passes_the_word_on() -> None:
-    with pytest.raises(Moved, match="hands its stream over to two"):
-        _run(Source([4], error=MOVED))
+    with pytest.raises(Migrated, match="hands its stream over to two"):
+        _run(Source([4], error=MIGRATED))
 
 
 def test_a_stream_handed_to_and_fro_is_ended_by_the_clock_and_not_by_the_count() -> None:
-    source = Source([4] * 100, error=MOVED)
-    emissions = _run(source, max_interruptions=1, max_moves=3)
+    source = Source([4] * 100, error=MIGRATED)
+    emissions = _run(source, max_interruptions=1, max_migrations=3)
     assert tuple(t for e in emissions for t in e.tokens) == TEXT
     assert len(source.calls) == 101
     with pytest.raises(EngineError, match=r"to and fro for 0\.05 s .*hands its stream over"):
-        _run(Source([4] * 1_000_000, error=MOVED), max_moves=3, room_wait_s=0.05)
+        _run(Source([4] * 1_000_000, error=MIGRATED), max_migrations=3, room_wait_s=0.05)
 
 
 def test_a_stream_that_has_begun_nowhere_waits_for_room_where_it_was_handed_to() -> None:
@@ -243,7 +243,7 @@ def test_a_stream_that_has_begun_nowhere_waits_for_room_where_it_was_handed_to()
                 async for item in items:
                     yield item
 
-    source = ToAFullOne([0], error=MOVED)
-    emissions = _run(source, max_moves=3)
+    source = ToAFullOne([0], error=MIGRATED)
+    emissions = _run(source, max_migrations=3)
     assert tuple(t for e in emissions for t in e.tokens) == TEXT
     assert len(source.calls) == 5

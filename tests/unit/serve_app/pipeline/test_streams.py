@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, EngineError, Moved, PeerLost, PoisonRequest, RequestError
+from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, PoisonRequest, RequestError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
@@ -70,7 +70,7 @@ class Pipeline:
         self,
         folder: Path,
         *,
-        elsewhere: str | None = None,
+        find_peer_pipeline: str | None = None,
         round_timeout_s: float = 20.0,
         **recovery: object,
     ) -> None:
@@ -96,10 +96,10 @@ class Pipeline:
             drafter=self._drafter,
             recovery=RecoveryConfig.model_validate({"stream_pause_s": 5.0, **recovery}),
             delivered=self._delivered,
-            elsewhere=self._elsewhere,
+            find_peer_pipeline=self._find_peer_pipeline,
             round_timeout_s=round_timeout_s,
         )
-        self._other = elsewhere
+        self._other = find_peer_pipeline
 
     async def keep(self) -> None:
         store = Address(host="nowhere", port=1)
@@ -130,7 +130,7 @@ class Pipeline:
     async def _drafter(self) -> Worker:
         return self.worker
 
-    async def _elsewhere(self) -> str | None:
+    async def _find_peer_pipeline(self) -> str | None:
         return self._other
 
     def _delivered(self) -> None:
@@ -242,9 +242,9 @@ def test_streams_go_elsewhere_while_a_process_is_replaced_and_suspects_stay(
         await asyncio.sleep(0)
         streams.paused(lost)
         await streams.leave("it is re-forming", drafter=None)
-        with pytest.raises(Moved, match="re-forming") as moved:
+        with pytest.raises(Migrated, match="re-forming") as migrated:
             await one
-        assert (moved.value.by, moved.value.to, moved.value.crashes) == ("p", None, 0)
+        assert (migrated.value.by, migrated.value.to, migrated.value.crashes) == ("p", None, 0)
         assert not two.done()
         keeping = asyncio.ensure_future(pipeline.keep())
         assert len(await two) == 4
@@ -266,9 +266,9 @@ def test_a_stream_waits_so_long_for_a_ready_pipeline_and_no_longer(tmp_path: Pat
 
 def test_a_stream_that_has_waited_long_enough_goes_elsewhere_where_it_can(tmp_path: Path) -> None:
     async def run() -> None:
-        pipeline = Pipeline(tmp_path, elsewhere="q", stream_pause_s=0.1)
+        pipeline = Pipeline(tmp_path, find_peer_pipeline="q", stream_pause_s=0.1)
         pipeline.streams.paused(EngineError("no such device"))
-        with pytest.raises(Moved, match=r"unavailable after 0\.1 s"):
+        with pytest.raises(Migrated, match=r"unavailable after 0\.1 s"):
             await pipeline.tokens(_request("late", max_tokens=4))
 
     asyncio.run(run())

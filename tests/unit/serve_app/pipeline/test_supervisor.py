@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Moved, PeerLost, PoisonRequest
+from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost, PoisonRequest
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from eesd_dist.workers.messages import Epoch
@@ -48,11 +48,11 @@ class _Supervisor(Supervisor):
             ToyStages(),
             pipeline="p",
             router=None,
-            elsewhere=self._who_is_elsewhere,
-            say=self._nothing,
+            find_peer_pipeline=self._peer_pipeline,
+            publish_status=self._nothing,
         )
 
-    async def _who_is_elsewhere(self) -> Any:
+    async def _peer_pipeline(self) -> Any:
         return self.there
 
     async def _nothing(self) -> None:
@@ -94,7 +94,7 @@ def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails
         await asyncio.sleep(1.0)
         assert not stream.done(), "failed formations are no reason to end it"
         supervisor.there = "another"
-        with pytest.raises(Moved, match="re-forming"):
+        with pytest.raises(Migrated, match="re-forming"):
             await asyncio.wait_for(stream, 3.0)
         await supervisor.stopped()
         await group.stop()
