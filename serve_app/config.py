@@ -140,7 +140,7 @@ class RecoveryConfig(Section):
     drain_s: PositiveFloat = 20.0
     """How long streams may go on when the service or a pipeline is taken down."""
 
-    handover: Literal["pages", "recompute"] = "pages"
+    kv_migration: Literal["pages", "recompute"] = "pages"
     """What streams take along when they leave a pipeline that is drained: their KV pages, copied
     while they go on, or nothing, to be computed again from their tokens. Pages only go where the
     same model is served the same way; elsewhere, and where copying fails, it is `recompute` too."""

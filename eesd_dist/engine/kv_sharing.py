@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from eesd_dist.engine.headers import KvMoves
-from eesd_dist.schedule.lending import LentPages, PageLanding, PageLoan
+from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageReservation
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import RequestId
 
 
 class KvSharing:
-    """Lends pages of live requests, and takes in those of others."""
+    """Leases pages of live requests, and takes in those of others."""
 
     def __init__(
         self,
@@ -27,36 +27,36 @@ class KvSharing:
         self._lock = lock
         self._epoch = epoch
 
-    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
+    def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
         """Full pages of live requests (None: of all) stay as they are until they are returned.
 
         The requests go on meanwhile: their rounds write behind these pages.
         """
         with self._lock:
-            return self._scheduler.lend(request_ids, untouchable=self._moving_pages())
+            return self._scheduler.lease(request_ids, untouchable=self._moving_pages())
 
-    def take_back(self, number: str) -> bool:
-        """Whether the loan's pages held the same all the while."""
+    def end_lease(self, number: str) -> bool:
+        """Whether the lease's pages held the same all the while."""
         with self._lock:
-            return self._scheduler.lending.take_back(number)
+            return self._scheduler.leases.end_lease(number)
 
-    def reserve(self, lent: Sequence[LentPages]) -> PageLanding:
+    def reserve(self, leased: Sequence[LeasedPages]) -> PageReservation:
         """Pages that no round reads or writes until they are adopted or abandoned."""
         with self._lock:
             return self._scheduler.reserve(
-                lent, untouchable=self._moving_pages(), epoch=self._epoch()
+                leased, untouchable=self._moving_pages(), epoch=self._epoch()
             )
 
     def adopt(self, number: str) -> bool:
         """Their content is there: a request that is added from now on finds it. False: nothing was
         adopted, since the stores have been lost meanwhile."""
         with self._lock:
-            return self._scheduler.lending.adopt(number)
+            return self._scheduler.leases.adopt(number)
 
     def abandon(self, number: str) -> None:
         """Nothing is written into them any more, and nothing of it is to be found."""
         with self._lock:
-            self._scheduler.lending.abandon(number)
+            self._scheduler.leases.abandon(number)
 
     def _moving_pages(self) -> set[int]:
         return self._moves.pages(self._page_size)

@@ -16,7 +16,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import Layout
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
-from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.page_wire import Chunk
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -37,7 +37,7 @@ class PageStore:
 
     @torch.inference_mode()
     def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
-        """A chunk of these pages. Rounds may go on: they write no page that is lent."""
+        """A chunk of these pages. Rounds may go on: they write no page that is leased."""
         wanted = pages[chunk.first_page : chunk.last_page]
         return torch.cat(
             [

@@ -15,8 +15,8 @@ from itertools import takewhile
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import QueueFull, RequestError
 from eesd_dist.schedule.gate import Gate
-from eesd_dist.schedule.lending import Lending, LentPages, PageLanding, PageLoan
 from eesd_dist.schedule.live import LiveRequest, salt_of
+from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageLeases, PageReservation
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs
 
@@ -93,7 +93,7 @@ class Scheduler:
         self._config = config
         self._tree = tree or TreeConfig()
         self._pages = pages
-        self.lending = Lending(pages)
+        self.leases = PageLeases(pages)
         """Pages that another pipeline reads or writes."""
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
@@ -259,31 +259,33 @@ class Scheduler:
         for live in self._waiting:
             live.drafter = self._drafter
 
-    def lend(self, request_ids: Collection[RequestId] | None, *, untouchable: Set[int]) -> PageLoan:
+    def lease(
+        self, request_ids: Collection[RequestId] | None, *, untouchable: Set[int]
+    ) -> PageLease:
         """The full pages of these running requests (None: of all), in front of untouchable ones."""
-        lent = []
+        leased = []
         for live in self._running.values():
             wanted = request_ids is None or live.request_id in request_ids
             if not wanted or live.is_aborted or (live.drafts and live.drafter != self._drafter):
                 continue
             full = live.pages[: live.num_computed // self._pages.page_size]
             pages = tuple(takewhile(lambda page: page not in untouchable, full))
-            lent.append(
-                LentPages(
+            leased.append(
+                LeasedPages(
                     request_id=live.request_id,
                     tokens=tuple(live.tokens[: len(pages) * self._pages.page_size]),
                     pages=pages,
                     drafts=live.drafts,
                 )
             )
-        return self.lending.lend(lent)
+        return self.leases.lease(leased)
 
     def reserve(
-        self, lent: Iterable[LentPages], *, untouchable: Set[int], epoch: int = 0
-    ) -> PageLanding:
+        self, leased: Iterable[LeasedPages], *, untouchable: Set[int], epoch: int = 0
+    ) -> PageReservation:
         """Room for another pipeline's pages: what is left beside those who run or wait here."""
-        return self.lending.reserve(
-            tuple(lent),
+        return self.leases.reserve(
+            tuple(leased),
             salt_of=lambda drafts: salt_of(
                 drafts=drafts and self._max_draft_tokens > 0, drafter=self._drafter
             ),
@@ -314,7 +316,7 @@ class Scheduler:
         for live in self._running.values():
             for page in live.pages:
                 num_owners[page] += 1
-        for page in self.lending.owned():
+        for page in self.leases.owned():
             num_owners[page] += 1
         for page, count in zip(map(PageId, range(len(num_owners))), num_owners, strict=True):
             found = self._pages.num_owners(page)
@@ -483,7 +485,7 @@ class Scheduler:
             self._leave(live)
         self._outstanding.clear()
         self._preempted.clear()
-        self.lending.void()
+        self.leases.void()
         self._pages.forget_cached()
 
     def _in_order(self) -> list[LiveRequest]:

@@ -2,7 +2,7 @@
 
 Both ends know beforehand which pages of how many layers are to come, and cut them into the same
 chunks. A chunk's header, a message of the form that `wire` describes, says which one it is, and
-anything else than the expected one is a WireError before a byte is written: version, hand-over,
+anything else than the expected one is a WireError before a byte is written: version, KV migration,
 layers, pages and size are compared, then the checksum of the bytes. The last message is the
 receiver's: only when it has written everything does the sender hear so. No chunk is larger than
 `MAX_CHUNK_BYTES`, unless a single page of a single layer is.
@@ -19,7 +19,7 @@ from msgspec.msgpack import Decoder
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
-from eesd_dist.schedule.lending import PageTraffic
+from eesd_dist.schedule.page_leases import PageTraffic
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import Count, Record, Unsigned
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
@@ -41,7 +41,7 @@ class Chunk(Record, frozen=True, kw_only=True):
 class _Header(Record, frozen=True, kw_only=True):
     """What a chunk says of itself; and, without one, that all are written."""
 
-    handover: str
+    migration: str
     index: Count
     num_chunks: Count
     chunk: Chunk | None
@@ -169,7 +169,7 @@ def _ask_for(
 
 
 class _Clock:
-    """One deadline over all transfers of a hand-over."""
+    """One deadline over all transfers of a KV migration."""
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
         self._peer = group.members[1 - group.rank]
@@ -186,7 +186,7 @@ class _Clock:
             if left_s <= 0:
                 raise PeerLost(
                     peer=self._peer,
-                    operation="handing over pages",
+                    operation="migrating pages",
                     reason=f"not done within {self._timeout_s:g} s",
                 )
             transfer.finish(timeout_s=left_s)
@@ -202,7 +202,7 @@ class _Clock:
 
 def _header_of(chunks: Sequence[Chunk], index: int, content_B: Tensor, *, number: str) -> _Header:
     return _Header(
-        handover=number,
+        migration=number,
         index=index,
         num_chunks=len(chunks),
         chunk=chunks[index],
@@ -212,7 +212,7 @@ def _header_of(chunks: Sequence[Chunk], index: int, content_B: Tensor, *, number
 
 def _done(chunks: Sequence[Chunk], *, number: str) -> _Header:
     count = len(chunks)
-    return _Header(handover=number, index=count, num_chunks=count, chunk=None, content_crc=0)
+    return _Header(migration=number, index=count, num_chunks=count, chunk=None, content_crc=0)
 
 
 def _encode(header: _Header, group: ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_shard, head_shelf, layout_of
 from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
-from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.command_stream import DistCommandSource
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.seats import EmptySeat, LatestGroup

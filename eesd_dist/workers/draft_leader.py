@@ -31,7 +31,7 @@ from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
 from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
-from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistVerifyChannel
 from eesd_dist.transport.command_stream import DistCommandSink

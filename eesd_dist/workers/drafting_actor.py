@@ -17,7 +17,7 @@ from typing import Any
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError, PeerLost
-from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.types import Request, RequestId, RoundStats
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
@@ -28,10 +28,10 @@ from eesd_dist.workers.messages import (
     DraftStats,
     Epoch,
     HeadReport,
-    Landing,
     LoadReport,
     LoopEnd,
     PageLink,
+    Reservation,
     RouterAdvice,
     RouterNews,
     StreamItem,
@@ -126,7 +126,7 @@ class DraftActor:
         self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
         """Submissions that were cancelled when they were not here: lately."""
         self._leases: set[asyncio.Task[None]] = set()
-        """One for each landing of another pipeline's pages."""
+        """One for each reservation of another pipeline's pages."""
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
         self._router: RouterLink | None = None
@@ -308,42 +308,41 @@ class DraftActor:
         """What another pipeline has to agree in before pages may go to and fro."""
         return await asyncio.to_thread(lambda: self._leader.pages.layout())
 
-    async def lend_pages(
+    async def lease_pages(
         self, request_ids: Collection[RequestId] | None, timeout_s: float
-    ) -> PageLoan:
+    ) -> PageLease:
         """Live requests' full pages (None: of all) stay as they are; their streams go on.
 
-        A caller who is never heard of again loses the loan, not before its landing's own lease.
-        """
-        return await asyncio.shield(self._lend(request_ids, timeout_s=timeout_s))
+        A caller who is never heard of again loses the lease, not before its reservation's own
+        lease."""
+        return await asyncio.shield(self._lease(request_ids, timeout_s=timeout_s))
 
-    async def _lend(
+    async def _lease(
         self, request_ids: Collection[RequestId] | None, *, timeout_s: float
-    ) -> PageLoan:
-        loan = await asyncio.to_thread(lambda: self._leader.sharing.lend(request_ids))
-        self._keep(self._end_loan(loan.number, after_s=4 * timeout_s + _LEASE_MARGIN_S))
-        return loan
+    ) -> PageLease:
+        lease = await asyncio.to_thread(lambda: self._leader.sharing.lease(request_ids))
+        self._keep(self._expire_lease(lease.number, after_s=4 * timeout_s + _LEASE_MARGIN_S))
+        return lease
 
     async def return_pages(self, number: str) -> bool:
         """Whether they held the same all the while. Between two epochs nobody knows: in the
         verify ranks others may be writing, for whom these pages are free."""
-        held = await asyncio.to_thread(lambda: self._leader.sharing.take_back(number))
+        held = await asyncio.to_thread(lambda: self._leader.sharing.end_lease(number))
         return held and self._running is not None
 
-    async def reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
+    async def reserve_pages(self, lease: PageLease, timeout_s: float) -> Reservation:
         """Room for another pipeline's pages; a caller who is never heard of again loses it.
 
-        A rank has `timeout_s` to join its like and as long again to write. When nobody has adopted
-        or abandoned the pages after that, nobody writes into them any more.
-        """
-        return await asyncio.shield(self._reserve(loan, timeout_s=timeout_s))
+        A rank has `timeout_s` to join its peer rank and as long again to write. When nobody has
+        adopted or abandoned the pages after that, nobody writes into them any more."""
+        return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
 
-    async def _reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
-        landing = await asyncio.to_thread(
-            lambda: self._leader.sharing.reserve(loan, timeout_s=timeout_s)
+    async def _reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
+        reservation = await asyncio.to_thread(
+            lambda: self._leader.sharing.reserve(lease, timeout_s=timeout_s)
         )
-        self._keep(self._end_landing(landing.pages.number, timeout_s=timeout_s))
-        return landing
+        self._keep(self._expire_reservation(reservation.pages.number, timeout_s=timeout_s))
+        return reservation
 
     async def adopt_pages(self, number: str) -> bool:
         """Every rank has written its part: whoever comes now finds the pages."""
@@ -373,16 +372,16 @@ class DraftActor:
         self._leases.add(task := asyncio.ensure_future(lease))
         task.add_done_callback(self._leases.discard)
 
-    async def _end_loan(self, number: str, *, after_s: float) -> None:
+    async def _expire_lease(self, number: str, *, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        with suppress(EngineError):  # an engine that is being built has lent nothing
+        with suppress(EngineError):  # an engine that is being built has leased nothing
             await self.return_pages(number)
 
-    async def _end_landing(self, number: str, *, timeout_s: float) -> None:
+    async def _expire_reservation(self, number: str, *, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
         await asyncio.to_thread(lambda: self._leader.sharing.close(number))
         await asyncio.sleep(2 * timeout_s + _LEASE_MARGIN_S)
-        with suppress(EngineError):  # an engine that is being built has no landings
+        with suppress(EngineError):  # an engine that is being built has no reservations
             await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:

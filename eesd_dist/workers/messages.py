@@ -12,7 +12,7 @@ from typing import Literal
 
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.schedule.lending import PageLanding
+from eesd_dist.schedule.page_leases import PageReservation
 from eesd_dist.types import Emission, Outcome, RequestId, SpoolCounts
 
 StageName = Literal["draft", "verify"]
@@ -163,16 +163,16 @@ class TelemetryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class Reservation:
     """Room in a pipeline for another one's pages, and where the two meet."""
 
-    pages: PageLanding
+    pages: PageReservation
     store: Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLink:
-    """One rank's end of a landing: which of its pages go to its like, or come from it."""
+    """One rank's end of a reservation: which of its pages go to its peer rank, or come from it."""
 
     number: str
     epoch: int

@@ -1,14 +1,13 @@
 """One actor's part in handing live requests over to another pipeline, page by page.
 
-The drafting actor lends and reserves; every rank sends to its like, or receives from it, over a
-group of these two alone that lasts for one landing. All of it runs in threads of its own beside
-the rounds, and none of it decides: what fails here is computed again there.
+The drafting actor leases and reserves; every rank sends to its peer rank, or receives from it, over
+a group of these two alone that lasts for one reservation. All of it runs in threads of its own
+beside the rounds, and none of it decides: what fails here is computed again there.
 
-What must never happen is a late write: pages whose landing is over may be some request's by then.
-So a rank writes only while it belongs to the epoch in which the landing was reserved, and
-only until its own deadline; it leaves the epoch, under the same lock, before the drafting
-actor gives any page of it to somebody else.
-"""
+What must never happen is a late write: pages whose reservation is over may be some request's by
+then. So a rank writes only while it belongs to the epoch in which the reservation was reserved, and
+only until its own deadline; it leaves the epoch, under the same lock, before the drafting actor
+gives any page of it to somebody else."""
 
 import logging
 import threading
@@ -20,12 +19,12 @@ from torch import Tensor
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
-from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import Address, Landing, PageLink
+from eesd_dist.workers.messages import Address, PageLink, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +37,24 @@ class PageSharing:
         self._address = address
         self._kv_sharing = kv_sharing
         self._meetings: dict[str, StoreHost] = {}
-        """Where the two ends of each landing's links find each other."""
+        """Where the two ends of each reservation's links find each other."""
 
     def forget(self) -> None:
-        """Closes every landing: they belong to an epoch that is over."""
+        """Closes every reservation: they belong to an epoch that is over."""
         self._meetings.clear()
 
-    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan:
-        return self._kv_sharing().lend(request_ids)
+    def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
+        return self._kv_sharing().lease(request_ids)
 
-    def take_back(self, number: str) -> bool:
-        return self._kv_sharing().take_back(number)
+    def end_lease(self, number: str) -> bool:
+        return self._kv_sharing().end_lease(number)
 
-    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing:
+    def reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
         # First, since there may be no free port.
         meeting = StoreHost(address=self._address, timeout_s=timeout_s)
-        pages = self._kv_sharing().reserve(loan.requests)
+        pages = self._kv_sharing().reserve(lease.requests)
         self._meetings[pages.number] = meeting
-        return Landing(pages=pages, store=Address(host=self._address, port=meeting.port))
+        return Reservation(pages=pages, store=Address(host=self._address, port=meeting.port))
 
     def adopt(self, number: str) -> bool:
         self.close(number)
@@ -87,7 +86,7 @@ class PageMoves:
         self._epoch = 0
 
     def enter(self, epoch: int) -> None:
-        """Nothing is written for landings of epochs before this one, from now on."""
+        """Nothing is written for reservations of epochs before this one, from now on."""
         with self._writing:
             self._epoch = epoch
 
@@ -107,7 +106,7 @@ class PageMoves:
                 timeout_s=link.timeout_s,
             )
         finally:
-            group.abort("the pages were handed over")
+            group.abort("the pages were migrated")
 
     def receive(self, link: PageLink) -> PageTraffic:
         deadline = time.monotonic() + 2 * link.timeout_s  # the joining has as long
@@ -130,7 +129,7 @@ class PageMoves:
             )
             store.settle()
         finally:
-            group.abort("the pages were handed over")
+            group.abort("the pages were migrated")
         logger.info(
             "pages received: rank=%s pages=%d bytes=%d seconds=%.3f",
             link.rank_name, traffic.num_pages, traffic.num_bytes, traffic.seconds,

@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError
-from eesd_dist.schedule.lending import KvLayout, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from eesd_dist.workers.drafting_actor import DraftActor
@@ -137,11 +137,11 @@ class RankActor:
         return has_left and (running is None or await running.stop())
 
     async def kv_layout(self) -> KvLayout:
-        """What this rank's like in another pipeline has to agree in."""
+        """What this rank's peer in another pipeline has to agree in."""
         return await asyncio.to_thread(self._worker.pages.layout)
 
     async def send_pages(self, link: PageLink) -> PageTraffic:
-        """This rank's part of pages that are lent to another pipeline."""
+        """This rank's part of pages that are leased to another pipeline."""
         return await asyncio.to_thread(self._worker.pages.send, link)
 
     async def receive_pages(self, link: PageLink) -> PageTraffic:

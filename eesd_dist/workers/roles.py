@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch, Landing, PageLink
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, Reservation
 
 if TYPE_CHECKING:
     from eesd_dist.telemetry.tracing import Tracing
@@ -29,19 +29,19 @@ class PageTransfer(Protocol):
     def receive(self, link: PageLink) -> PageTraffic: ...
 
 
-class PageLender(Protocol):
+class PageSource(Protocol):
     """The source pipeline's side of a KV migration."""
 
-    def lend(self, request_ids: Collection[RequestId] | None) -> PageLoan: ...
-    def take_back(self, number: str) -> bool:
-        """Returns whether the pages held the same content during the whole loan."""
+    def lease(self, request_ids: Collection[RequestId] | None) -> PageLease: ...
+    def end_lease(self, number: str) -> bool:
+        """Returns whether the pages held the same content during the whole lease."""
         ...
 
 
-class PageBorrower(Protocol):
+class PageTarget(Protocol):
     """The target pipeline's side of a KV migration."""
 
-    def reserve(self, loan: PageLoan, *, timeout_s: float) -> Landing: ...
+    def reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation: ...
     def adopt(self, number: str) -> bool:
         """Returns whether the pages can be found now; False when their reservation was voided."""
         ...
@@ -55,7 +55,7 @@ class PageBorrower(Protocol):
         ...
 
 
-class PageSharing(PageLender, PageBorrower, Protocol):
+class PageSharing(PageSource, PageTarget, Protocol):
     """Both sides. Each call raises EngineError while there is no engine."""
 
 

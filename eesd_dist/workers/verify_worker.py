@@ -8,7 +8,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_verify_stage, layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
-from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.round_spans import RoundSpans
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistRoundSource

@@ -1,7 +1,7 @@
-"""`eesd bench handover`: streams that leave a pipeline, with their KV pages and without.
+"""`eesd bench migration`: streams that leave a pipeline, with their KV pages and without.
 
 Two pipelines of one model on a Ray of their own, without HTTP. What a stream's pause is, and what
-it is compared with, is said by `eesd bench handover --help`.
+it is compared with, is said by `eesd bench migration --help`.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app.bench.options import HandoverOptions
+from serve_app.bench.options import MigrationOptions
 from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
 
 if TYPE_CHECKING:  # these import Ray, which reads the environment then
-    from serve_app.pipeline.kv_migration import Contacts, HandoverReport, How
+    from serve_app.pipeline.kv_migration import Contacts, How, MigrationReport
 
 _PAGE_SIZE = 32
 _TOKENS_BEFORE = 8
-"""Every stream has so many before they are handed over."""
+"""Every stream has so many before they are migrated."""
 _ANSWER_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 300.0
 
@@ -56,10 +56,10 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moved:
-    """One hand-over of all streams, and the same requests undisturbed."""
+class _Migration:
+    """One KV migration of all streams, and the same requests undisturbed."""
 
-    report: "HandoverReport"
+    report: "MigrationReport"
     pauses_s: tuple[float, ...]
     undisturbed_s: tuple[float, ...]
     num_broken: int
@@ -119,8 +119,8 @@ class _Clients:
                 await asyncio.sleep(0.05)
 
 
-async def _move_once(clients: _Clients, requests: Sequence[Request], *, how: "How") -> _Moved:
-    from serve_app.pipeline.kv_migration import hand_over
+async def _move_once(clients: _Clients, requests: Sequence[Request], *, how: "How") -> _Migration:
+    from serve_app.pipeline.kv_migration import migrate
 
     source, target = await clients.contacts()
     await clients.close(target.pipeline)
@@ -128,15 +128,15 @@ async def _move_once(clients: _Clients, requests: Sequence[Request], *, how: "Ho
     async with asyncio.timeout(_START_TIMEOUT_S):
         while any(len(stream.tokens) < _TOKENS_BEFORE for stream in streams):
             if any(task.done() for task in tasks):
-                raise EngineError("a stream ended before it was handed over: give --tokens more")
+                raise EngineError("a stream ended before it was migrated: give --tokens more")
             await asyncio.sleep(0.01)
     await clients.open(target.pipeline)
     began_s = time.monotonic()
-    report = await hand_over(source, target, how=how)
+    report = await migrate(source, target, how=how)
     await asyncio.gather(*tasks)
     undisturbed, tasks = _started(clients, [_renamed(request) for request in requests])
     await asyncio.gather(*tasks)
-    return _Moved(
+    return _Migration(
         report=report,
         pauses_s=tuple(stream.longest_wait_s(since_s=began_s) for stream in streams),
         undisturbed_s=tuple(stream.longest_wait_s(since_s=0.0) for stream in undisturbed),
@@ -155,7 +155,7 @@ def _started(
     return streams, [asyncio.ensure_future(clients.follow(stream)) for stream in streams]
 
 
-def _requests(options: HandoverOptions, *, vocab_size: int, tag: str) -> list[Request]:
+def _requests(options: MigrationOptions, *, vocab_size: int, tag: str) -> list[Request]:
     """Prompts that no page cache has seen; the same seeds give the same ones again."""
     rng = Random(f"{options.seed} {tag}")
     return [
@@ -179,11 +179,11 @@ def _renamed(request: Request) -> Request:
 
 
 async def _measure(
-    config: ServiceConfig, options: HandoverOptions, *, vocab_size: int, say: Say
-) -> "dict[How, list[_Moved]]":
+    config: ServiceConfig, options: MigrationOptions, *, vocab_size: int, say: Say
+) -> "dict[How, list[_Migration]]":
     clients = _Clients(config)
     await clients.ready()
-    found: dict[How, list[_Moved]] = {"pages": [], "recompute": []}
+    found: dict[How, list[_Migration]] = {"pages": [], "recompute": []}
     orders: tuple[tuple[How, How], ...] = (("pages", "recompute"), ("recompute", "pages"))
     for repeat in range(options.repeats):
         for how in orders[repeat % 2]:
@@ -194,36 +194,36 @@ async def _measure(
     return found
 
 
-def _line(tag: str, moved: _Moved) -> str:
-    report = moved.report
+def _line(tag: str, each: _Migration) -> str:
+    report = each.report
     return (
         f"{tag:<14} {report.num_requests:>3} streams {report.num_pages:>5} pages "
         f"{report.num_bytes / 2**20:>7.1f} MiB copied in {report.copy_s:>5.2f} s, pause p50 "
-        f"{_quantile(moved.pauses_s, 0.5):>5.2f} s, p95 {_quantile(moved.pauses_s, 0.95):>5.2f} s"
+        f"{_quantile(each.pauses_s, 0.5):>5.2f} s, p95 {_quantile(each.pauses_s, 0.95):>5.2f} s"
         f"{'; ' + report.reason if report.reason and report.how != 'recomputed' else ''}"
     )
 
 
-def _summary(moves: Sequence[_Moved]) -> dict[str, object]:
-    pauses_s = [pause for moved in moves for pause in moved.pauses_s]
-    undisturbed_s = [wait for moved in moves for wait in moved.undisturbed_s]
-    num_bytes = sum(moved.report.num_bytes for moved in moves)
-    copy_s = sum(moved.report.copy_s for moved in moves)
+def _summary(migrations: Sequence[_Migration]) -> dict[str, object]:
+    pauses_s = [pause for each in migrations for pause in each.pauses_s]
+    undisturbed_s = [wait for each in migrations for wait in each.undisturbed_s]
+    num_bytes = sum(each.report.num_bytes for each in migrations)
+    copy_s = sum(each.report.copy_s for each in migrations)
     return {
-        "hand_overs": len(moves),
+        "migrations": len(migrations),
         "streams": len(pauses_s),
-        "broken": sum(moved.num_broken for moved in moves),
-        "changed": sum(moved.num_changed for moved in moves),
+        "broken": sum(each.num_broken for each in migrations),
+        "changed": sum(each.num_changed for each in migrations),
         "pause_p50_s": _quantile(pauses_s, 0.5),
         "pause_p95_s": _quantile(pauses_s, 0.95),
         "undisturbed_wait_p50_s": _quantile(undisturbed_s, 0.5),
         "undisturbed_wait_p95_s": _quantile(undisturbed_s, 0.95),
-        "pages": sum(moved.report.num_pages for moved in moves),
+        "pages": sum(each.report.num_pages for each in migrations),
         "bytes": num_bytes,
         "copy_s": copy_s,
-        "seconds": sum(moved.report.seconds for moved in moves),
-        "how": sorted({moved.report.how for moved in moves}),
-        "reasons": sorted({moved.report.reason for moved in moves if moved.report.reason}),
+        "seconds": sum(each.report.seconds for each in migrations),
+        "how": sorted({each.report.how for each in migrations}),
+        "reasons": sorted({each.report.reason for each in migrations if each.report.reason}),
     }
 
 
@@ -235,7 +235,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _service(options: HandoverOptions) -> tuple[ServiceConfig, int]:
+def _service(options: MigrationOptions) -> tuple[ServiceConfig, int]:
     """Two pipelines that hold all streams twice over, and the size of their vocabulary."""
     longest = options.prompt_tokens + options.tokens
     num_pages = 2 * options.requests * (-(-longest // _PAGE_SIZE) + 1) + 8
@@ -255,7 +255,7 @@ def _service(options: HandoverOptions) -> tuple[ServiceConfig, int]:
     return config, layout.spec.vocab_size
 
 
-def main(options: HandoverOptions) -> int:
+def main(options: MigrationOptions) -> int:
     say = say_unless(options.json)
     config, vocab_size = _service(options)
     prepare_for_local_ray()
@@ -275,9 +275,9 @@ def main(options: HandoverOptions) -> int:
             found = asyncio.run(_measure(config, options, vocab_size=vocab_size, say=say))
         finally:
             serve.shutdown()
-    summary = {how: _summary(moves) for how, moves in found.items()}
+    summary = {how: _summary(migrations) for how, migrations in found.items()}
     report = {
-        "bench": "handover",
+        "bench": "migration",
         "summary": summary,
         "setting": {
             name: getattr(options, name)

@@ -60,21 +60,20 @@ class ChaosOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoverOptions:
+class MigrationOptions:
     """Pauses of streams that move to another pipeline.
 
-    Streams with long prompts run in one of two pipelines and are handed over to the other, with
-    their pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
-    between two arrivals of tokens from the beginning of the hand-over on, the copying included. An
-    undisturbed run of the same requests has such waits too, and its texts are the right ones. Exit
-    status 1 when a stream was broken or changed.
-    """
+    Streams with long prompts run in one of two pipelines and are migrated to the other, with their
+    pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
+    between two arrivals of tokens from the beginning of the KV migration on, the copying included.
+    An undisturbed run of the same requests has such waits too, and its texts are the right ones.
+    Exit status 1 when a stream was broken or changed."""
 
     model: Model = BUNDLED_MODEL
-    requests: Annotated[int, "streams handed over at once"] = 6
+    requests: Annotated[int, "streams migrated at once"] = 6
     prompt_tokens: Annotated[int, "length of each prompt"] = 800
     tokens: Annotated[int, "length of each answer"] = 300
-    repeats: Annotated[int, "hand-overs of each kind"] = 3
+    repeats: Annotated[int, "KV migrations of each kind"] = 3
     verify_tp: Annotated[int, "verify ranks of each pipeline"] = 1
     seed: Annotated[int, "of the prompts"] = 0
     json: Json = False

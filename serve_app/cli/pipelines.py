@@ -11,7 +11,7 @@ from serve_app.cli.service import RunningService, service_group
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from serve_app.pipeline.kv_migration import HandoverReport
+    from serve_app.pipeline.kv_migration import MigrationReport
 
 Name = Annotated[str, Argument(metavar="NAME", help="as `eesd pipelines` lists it")]
 
@@ -27,7 +27,7 @@ def drain(name: Name, service: RunningService) -> None:
         drained = connected.drain(name)
     echo(
         f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams go on elsewhere"
-        f"{_taken_along(drained.handover)}"
+        f"{_taken_along(drained.migration)}"
     )
 
 
@@ -55,14 +55,14 @@ def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
     yield table
 
 
-def _taken_along(handover: "HandoverReport | None") -> str:
-    if handover is None:
+def _taken_along(migration: "MigrationReport | None") -> str:
+    if migration is None:
         return ""
-    if handover.how == "recomputed":
-        return f", computed again from their tokens: {handover.reason or 'nothing was cached'}"
+    if migration.how == "recomputed":
+        return f", computed again from their tokens: {migration.reason or 'nothing was cached'}"
     return (
-        f", with {handover.num_pages} pages ({handover.num_bytes / 2**20:.1f} MiB, "
-        f"{handover.seconds:.1f} s)"
+        f", with {migration.num_pages} pages ({migration.num_bytes / 2**20:.1f} MiB, "
+        f"{migration.seconds:.1f} s)"
     )
 
 

@@ -58,7 +58,7 @@ class Ingress:
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             workloads_by_temperature=config.router.workloads_by_temperature,
-            api_key=key_of(config, handed_over=self._api_key),
+            api_key=key_of(config, given=self._api_key),
             created_unix_s=int(time.time()),
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
@@ -117,11 +117,11 @@ class Ingress:
         }
 
 
-def key_of(config: ServiceConfig, *, handed_over: SecretStr | None) -> str | None:
+def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
     """What clients must send: the key of who has started the service, or else this node's, whose
     environment is another one in a cluster."""
-    if handed_over is not None:
-        return handed_over.get_secret_value()
+    if given is not None:
+        return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None
 
 

@@ -59,7 +59,7 @@ class Steering:
         """Where a request with these tokens goes, migrated there or not, and not to those that have
         `refused` it; None: Serve shall choose."""
         if migrated is not None:
-            self._counts.moves.inc()
+            self._counts.migrations.inc()
         choice = self._chosen(tokens, migrated, refused)
         self._counts.count(choice)
         return choice
@@ -128,7 +128,9 @@ class _Counts:
         self.unchosen = counter("eesd_router_unchosen", "Of those, left to Serve's own choice.")
         self.hits = counter("eesd_router_prefix_hits", "Of those, sent to where a prefix lay.")
         self.tokens = counter("eesd_router_prefix_tokens", "Prompt tokens expected to lie there.")
-        self.moves = counter("eesd_router_moves", "Streams handed from one pipeline to another.")
+        self.migrations = counter(
+            "eesd_router_migrations", "Streams migrated from one pipeline to another."
+        )
 
     def count(self, choice: Choice | None) -> None:
         self.requests.inc()

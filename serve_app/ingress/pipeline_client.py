@@ -1,7 +1,7 @@
 """The ingress's way to the pipelines: requests go out over Serve, emissions come back.
 
 A stream whose pipeline is lost goes on from its tokens with another one, and so does, at once, a
-stream that its pipeline hands over. Serve's and Ray's exceptions become ours here.
+stream that its pipeline migrates. Serve's and Ray's exceptions become ours here.
 """
 
 import asyncio

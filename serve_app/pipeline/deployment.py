@@ -42,7 +42,7 @@ from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.drain import AskServe, Drained, Draining
 from serve_app.pipeline.fallback import degraded_page
-from serve_app.pipeline.kv_migration import Contacts, HandingOver
+from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.streams import lost
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
@@ -167,11 +167,11 @@ class Pipeline:
             ),
             find_peer_pipeline=self._find_peer_pipeline,
             publish_status=self._publish_status,
-            hand_over=HandingOver(
+            migrate=KvMigration(
                 app=config.app_name,
                 deployment=serve.get_replica_context().deployment,
                 contacts=self.contacts,
-                how=config.recovery.handover,
+                how=config.recovery.kv_migration,
                 timeout_s=config.engine.parallel.timeout_s,
             ),
         )

@@ -24,7 +24,7 @@ from ray.serve.exceptions import RayServeException
 from eesd_dist.errors import ConfigError, EesdError, Migrated
 from eesd_dist.routing.directory import PipelineReport
 from eesd_dist.types import RequestId
-from serve_app.pipeline.kv_migration import HandoverReport
+from serve_app.pipeline.kv_migration import MigrationReport
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _BY_SERVE = "Serve takes it down"
 
 FindPeerPipeline = Callable[[], Awaitable[PipelineReport | None]]
 """Another pipeline that takes requests, when there is one."""
-HandOver = Callable[[PipelineReport, Collection[RequestId]], Awaitable[HandoverReport]]
+Migrate = Callable[[PipelineReport, Collection[RequestId]], Awaitable[MigrationReport]]
 """Brings live requests there with all they have, and ends their streams with `Migrated`."""
 
 
@@ -47,7 +47,7 @@ class Drained:
     pipeline: str
     num_migrated: int
     """Live streams that were told to go on elsewhere."""
-    handover: HandoverReport | None = None
+    migration: MigrationReport | None = None
     """What they took along; None where nobody was there, or the other one could not be asked."""
 
 
@@ -62,13 +62,13 @@ class Draining:
         who_answers: Callable[[], Awaitable[str | None]],
         find_peer_pipeline: FindPeerPipeline,
         publish_status: Callable[[], Awaitable[None]],
-        hand_over: HandOver | None = None,
+        migrate: Migrate | None = None,
         period_s: float = 1.0,
         doubt_s: float = 0.2,
         keep_s: float = 10.0,
     ) -> None:
         """`who_answers` to a call to `address`: it does, while Serve counts on it; None when that
-        cannot be told. `publish_status` tells the router; `hand_over` is tried before streams
+        cannot be told. `publish_status` tells the router; `migrate` is tried before streams
         are told to go.
         """
         self._pipeline = pipeline
@@ -76,7 +76,7 @@ class Draining:
         self._who_answers = who_answers
         self._find_peer_pipeline = find_peer_pipeline
         self._publish_status = publish_status
-        self._hand_over = hand_over
+        self._migrate = migrate
         self._period_s = period_s
         self._doubt_s = doubt_s
         self._keep_s = keep_s
@@ -88,7 +88,7 @@ class Draining:
         """Whether Serve has ever sent a call here: a replica that starts is not in the set yet."""
         self._is_other_known = False
         """Whether there was another pipeline when it was last asked for one."""
-        self._last_handover: HandoverReport | None = None
+        self._last_migration: MigrationReport | None = None
         """None before the first, and after one that failed."""
         self._exits: set[_Exit] = set()
         self._one_by_one = asyncio.Lock()
@@ -122,7 +122,7 @@ class Draining:
             await self._publish_status()
             num_migrated = await self._migrate_all()
             return Drained(
-                pipeline=self._pipeline, num_migrated=num_migrated, handover=self._last_handover
+                pipeline=self._pipeline, num_migrated=num_migrated, migration=self._last_migration
             )
 
     async def undrain(self) -> None:
@@ -177,18 +177,18 @@ class Draining:
 
     async def _migrate_all(self) -> int:
         """How many streams were told to go."""
-        self._last_handover = None
+        self._last_migration = None
         other = await self._find_peer_pipeline()
         self._is_other_known = other is not None
         exits = self._open_exits()
         if other is None or not exits:
             return 0
         to = None  # whoever sent the request sees how busy each of them is
-        if self._hand_over is not None:
+        if self._migrate is not None:
             try:
                 leaving = [way_out.request_id for way_out in exits]
-                self._last_handover = await self._hand_over(other, leaving)
-                to = other.pipeline_id if self._last_handover.how == "pages" else None
+                self._last_migration = await self._migrate(other, leaving)
+                to = other.pipeline_id if self._last_migration.how == "pages" else None
             except EesdError as error:
                 logger.warning("recomputed elsewhere: pipeline=%s error=%s", self._pipeline, error)
             except Exception:  # a bug of ours costs the pages, never the streams their way out

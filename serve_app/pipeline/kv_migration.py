@@ -2,10 +2,9 @@
 
 Pages are copied while the streams go on; only then are the streams told to move, with what little
 was not copied left to compute again. Copying happens rank by rank, from each of the one pipeline's
-actors to its like in the other; this module only tells them when. Whatever goes wrong on the way
-costs the copy and never the streams: they move all the same, and are computed again from their
-tokens. What may be handed over at all, and where to, is decided elsewhere.
-"""
+actors to its peer rank in the other; this module only tells them when. Whatever goes wrong on the
+way costs the copy and never the streams: they move all the same, and are computed again from their
+tokens. What may be migrated at all, and where to, is decided elsewhere."""
 
 import asyncio
 import logging
@@ -20,9 +19,9 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.routing.directory import PipelineReport
-from eesd_dist.schedule.lending import KvLayout, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import Landing, PageLink
+from eesd_dist.workers.messages import PageLink, Reservation
 from eesd_dist.workers.process import PROCESS_LOST
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,8 @@ class Contacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoverReport:
-    """What became of a hand-over."""
+class MigrationReport:
+    """What became of a KV migration."""
 
     by: str
     to: str
@@ -77,7 +76,7 @@ class _Copied:
     num_bytes: int
 
 
-async def hand_over(
+async def migrate(
     source: Contacts,
     target: Contacts,
     *,
@@ -85,7 +84,7 @@ async def hand_over(
     how: How = "pages",
     timeout_s: float = 20.0,
     reason: str = "it is being drained",
-) -> HandoverReport:
+) -> MigrationReport:
     """Moves these live requests (None: all) to the target, with their pages if that can be.
 
     Raises PeerLost only when the source's drafting actor cannot be told, and with it all streams
@@ -93,7 +92,7 @@ async def hand_over(
     """
     began_s = time.monotonic()
     copies: list[_Copied] = []
-    trouble = "" if how == "pages" else "recovery.handover is recompute"
+    trouble = "" if how == "pages" else "recovery.kv_migration is recompute"
     if how == "pages":
         try:
             await _copy_all(source, target, request_ids, copies, timeout_s=timeout_s)
@@ -108,7 +107,7 @@ async def hand_over(
         trouble = f"no room there for {num_refused} pages"
     num_pages = sum(copy.num_pages for copy in copies)
     num_found = max((copy.num_found for copy in copies), default=0)
-    report = HandoverReport(
+    report = MigrationReport(
         by=source.pipeline,
         to=target.pipeline,
         num_requests=num_requests,
@@ -121,7 +120,7 @@ async def hand_over(
         reason=trouble,
     )
     logger.info(
-        "handed over: by=%s to=%s requests=%d how=%s pages=%d bytes=%d seconds=%.3f reason=%s",
+        "migrated: by=%s to=%s requests=%d how=%s pages=%d bytes=%d seconds=%.3f reason=%s",
         report.by, report.to, report.num_requests, report.how, report.num_pages,
         report.num_bytes, report.seconds, report.reason,
     )  # fmt: skip
@@ -175,51 +174,53 @@ async def _copy(
     timeout_s: float,
 ) -> tuple[int, _Copied]:
     """One pass: borrows, writes, and has it registered only if all of it was right to the end."""
-    loan: PageLoan = await _ask(
-        source.drafter, "lend_pages", request_ids, timeout_s, timeout_s=timeout_s
+    lease: PageLease = await _ask(
+        source.drafter, "lease_pages", request_ids, timeout_s, timeout_s=timeout_s
     )
-    landing: Landing | None = None
+    reservation: Reservation | None = None
     try:
-        landing = await _ask(target.drafter, "reserve_pages", loan, timeout_s, timeout_s=timeout_s)
-        traffic = await _travel(source, target, landing, timeout_s=timeout_s)
-        number = landing.pages.number
-        if not await _ask(source.drafter, "return_pages", loan.number, timeout_s=timeout_s):
+        reservation = await _ask(
+            target.drafter, "reserve_pages", lease, timeout_s, timeout_s=timeout_s
+        )
+        traffic = await _travel(source, target, reservation, timeout_s=timeout_s)
+        number = reservation.pages.number
+        if not await _ask(source.drafter, "return_pages", lease.number, timeout_s=timeout_s):
             raise EngineError(f"{source.pipeline} lost its pages while they were copied")
         if not await _ask(target.drafter, "adopt_pages", number, timeout_s=timeout_s):
             raise EngineError(f"{target.pipeline} was interrupted while pages were copied to it")
     except (_Unanswered, asyncio.CancelledError):
         # A rank may still be writing: the room is left to its lease.
-        await _give_up(source, target, loan, None, timeout_s=timeout_s)
+        await _give_up(source, target, lease, None, timeout_s=timeout_s)
         raise
     except EesdError:
-        await _give_up(source, target, loan, landing, timeout_s=timeout_s)
+        await _give_up(source, target, lease, reservation, timeout_s=timeout_s)
         raise
-    return len(loan.requests), _Copied(
-        num_pages=len(landing.pages.moves),
-        num_found=landing.pages.num_found,
-        num_refused=landing.pages.num_refused,
+    return len(lease.requests), _Copied(
+        num_pages=len(reservation.pages.moves),
+        num_found=reservation.pages.num_found,
+        num_refused=reservation.pages.num_refused,
         num_bytes=sum(each.num_bytes for each in traffic),
     )
 
 
 async def _travel(
-    source: Contacts, target: Contacts, landing: Landing, *, timeout_s: float
+    source: Contacts, target: Contacts, reservation: Reservation, *, timeout_s: float
 ) -> list[PageTraffic]:
     """Every rank sends to its peer rank. Returns, or raises, when no rank is at it any more."""
-    if not landing.pages.moves:
+    if not reservation.pages.moves:
         return []
-    lent, here = zip(*landing.pages.moves, strict=True)
+    leased, here = zip(*reservation.pages.moves, strict=True)
     calls: list[Awaitable[PageTraffic]] = []
     for rank_name in source.ranks:
         ends = (f"{rank_name} of {source.pipeline}", f"{rank_name} of {target.pipeline}")
         for contacts, method, pages in (
-            (source, "send_pages", lent),
+            (source, "send_pages", leased),
             (target, "receive_pages", here),
         ):
             link = PageLink(
-                number=landing.pages.number,
-                epoch=landing.pages.epoch,
-                store=landing.store,
+                number=reservation.pages.number,
+                epoch=reservation.pages.epoch,
+                store=reservation.store,
                 rank_name=rank_name,
                 ends=ends,
                 pages=tuple(pages),
@@ -246,18 +247,18 @@ class _Unanswered(PeerLost):
 async def _give_up(
     source: Contacts,
     target: Contacts,
-    loan: PageLoan,
-    landing: Landing | None,
+    lease: PageLease,
+    reservation: Reservation | None,
     *,
     timeout_s: float,
 ) -> None:
-    calls = [_ask(source.drafter, "return_pages", loan.number, timeout_s=timeout_s)]
-    if landing is not None:
-        number = landing.pages.number
+    calls = [_ask(source.drafter, "return_pages", lease.number, timeout_s=timeout_s)]
+    if reservation is not None:
+        number = reservation.pages.number
         calls.append(_ask(target.drafter, "abandon_pages", number, timeout_s=timeout_s))
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, EesdError):
-            logger.info("not told that a hand-over failed: %s", result)
+            logger.info("not told that a KV migration failed: %s", result)
 
 
 async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: float) -> Any:
@@ -285,7 +286,7 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
         raise EngineError(f"{rank_name} cannot be asked for {method}: {error!r}") from error
 
 
-class HandingOver:
+class KvMigration:
     """One pipeline's means to hand its live requests over, as its draining wants it."""
 
     def __init__(
@@ -308,11 +309,11 @@ class HandingOver:
 
     async def __call__(
         self, other: PipelineReport, request_ids: Collection[RequestId]
-    ) -> HandoverReport:
+    ) -> MigrationReport:
         """Raises EngineError when the other pipeline or this one's drafter cannot be asked."""
         mine = await self._contacts()
         theirs = await self._of(other)
-        return await hand_over(
+        return await migrate(
             mine, theirs, request_ids=request_ids, how=self._how, timeout_s=self._timeout_s
         )
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.schedule.lending import PageLanding, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
 from eesd_dist.types import PageId
 from eesd_dist.workers import page_moves
-from eesd_dist.workers.messages import Landing, PageLink
+from eesd_dist.workers.messages import PageLink, Reservation
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 pytestmark = pytest.mark.dist
@@ -45,9 +45,9 @@ class Store:
 class Engine:
     """Makes room, and that is all."""
 
-    def reserve(self, lent: object) -> PageLanding:
-        del lent
-        return PageLanding(
+    def reserve(self, leased: object) -> PageReservation:
+        del leased
+        return PageReservation(
             number="n1",
             epoch=5,
             moves=tuple((PageId(i), PageId(7 - i)) for i in range(NUM_PAGES)),
@@ -74,27 +74,27 @@ def _moves(store: Store) -> PageMoves:
     return moves
 
 
-def _links(landing: Landing, *, timeout_s: float = 20.0) -> tuple[PageLink, PageLink]:
-    lent, here = zip(*landing.pages.moves, strict=True)
+def _links(reservation: Reservation, *, timeout_s: float = 20.0) -> tuple[PageLink, PageLink]:
+    leased, here = zip(*reservation.pages.moves, strict=True)
     source, target = (
         PageLink(
-            number=landing.pages.number,
-            epoch=landing.pages.epoch,
-            store=landing.store,
+            number=reservation.pages.number,
+            epoch=reservation.pages.epoch,
+            store=reservation.store,
             rank_name="verify rank 0",
             ends=("verify rank 0 of left", "verify rank 0 of right"),
             pages=pages,
             timeout_s=timeout_s,
         )
-        for pages in (lent, here)
+        for pages in (leased, here)
     )
     return source, target
 
 
 def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
     sharing = _sharing()
-    landing = sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=20.0)
-    source, target = _links(landing)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=20.0)
+    source, target = _links(reservation)
     results: dict[int, PageTraffic | Exception] = {}
 
     def run(at: int, work: Callable[[], PageTraffic]) -> None:
@@ -144,16 +144,16 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
     assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 
 
-def test_nobody_joins_a_landing_that_is_closed() -> None:
+def test_nobody_joins_a_reservation_that_is_closed() -> None:
     sharing = _sharing()
-    landing = sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
-    sharing.close(landing.pages.number)
-    source, _ = _links(landing, timeout_s=1.0)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
+    sharing.close(reservation.pages.number)
+    source, _ = _links(reservation, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
         _moves(Store(9)).send(source)
 
 
-def test_a_landing_that_finds_no_place_to_meet_takes_no_pages(
+def test_a_reservation_that_finds_no_place_to_meet_takes_no_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(**_: object) -> None:
@@ -162,4 +162,4 @@ def test_a_landing_that_finds_no_place_to_meet_takes_no_pages(
     monkeypatch.setattr(page_moves, "StoreHost", refuse)
     sharing = _sharing(lambda: pytest.fail("pages were reserved"))
     with pytest.raises(OSError, match="no port"):
-        sharing.reserve(PageLoan(number="l1", requests=()), timeout_s=1.0)
+        sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)

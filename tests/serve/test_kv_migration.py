@@ -22,13 +22,13 @@ from serve_app.operations.connect import JoinedService
 from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import PipelineState
 from serve_app.pipeline.drain import Drained
-from serve_app.pipeline.kv_migration import Contacts, HandoverReport, hand_over
+from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
 
 NAME = "handed"
 PAGE = 16
 PROMPT = 300
 MAX_TOKENS = 2000
-"""More than a stream has by the time it is handed over; three of them have room in one pipeline."""
+"""More than a stream has by the time it is migrated; three of them have room in one pipeline."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ class Sending:
 
     def _num_moves(self) -> int:
         found = re.search(
-            rb"^eesd_router_moves_total\S* (\S+)$", self.steering.page(), re.MULTILINE
+            rb"^eesd_router_migrations_total\S* (\S+)$", self.steering.page(), re.MULTILINE
         )
         assert found is not None
         return int(float(found[1]))
@@ -151,7 +151,7 @@ def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_
             streams, (one, two) = await _begun(sending, _requests("migrated", 3, topic=0))
             operator = JoinedService(router=None, app_name=NAME)
             drained: Drained = await asyncio.to_thread(operator.drain, one.pipeline)
-            report = drained.handover
+            report = drained.migration
             assert report is not None
             assert (report.by, report.to, report.how) == (one.pipeline, two.pipeline, "pages")
             assert report.reason == ""
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_the_copy_and_no_stream(
             source, target = contacts[one.pipeline], contacts[two.pipeline]
             ranks = dict(target.ranks)
             ranks["verify rank 1"] = _Doomed(ranks["verify rank 1"], by="receive_pages")
-            report: HandoverReport = await hand_over(
+            report: MigrationReport = await migrate(
                 source, Contacts(pipeline=target.pipeline, ranks=ranks), timeout_s=5.0
             )
             assert report.how == "recomputed"

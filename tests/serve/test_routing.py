@@ -212,7 +212,7 @@ def test_a_crowd_is_spread_over_the_pipelines_before_they_have_said_a_word(
     asyncio.run(story())
 
 
-def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
+def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_told_to(
     config: ServiceConfig,
 ) -> None:
     async def story() -> None:
@@ -236,7 +236,7 @@ def test_a_drained_pipeline_hands_over_and_takes_no_more_until_it_is_told_to(
                 astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
                 assert [type(item) for item in [i async for i in astray]] == [Admitted, Migrated]
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
-            assert sending.counted("eesd_router_moves_total") == one.num_live
+            assert sending.counted("eesd_router_migrations_total") == one.num_live
             assert (await sending.states())[0].draining == "drained by hand"
             await asyncio.to_thread(operator.undrain, one.pipeline)
             await sending.known(2)
@@ -266,7 +266,7 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
                 os.kill(drafter.pid, signal.SIGKILL)
                 await sending.until(lambda states: [s.num_live for s in states] == [0, 6])
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
-            assert sending.counted("eesd_router_moves_total") == one.num_live
+            assert sending.counted("eesd_router_migrations_total") == one.num_live
             await sending.known(2)
             after = {state.pipeline: state for state in await sending.states()}
             assert after[one.pipeline].recovery_s is not None
@@ -365,8 +365,8 @@ def test_redeployed_with_one_replica_less_no_stream_is_broken(
                     lambda states: len(states) == 1 and states[0].pipeline not in old
                 )
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
-            moves.append(sending.counted("eesd_router_moves_total"))
+            migrations.append(sending.counted("eesd_router_migrations_total"))
 
-    moves: list[float] = []
+    migrations: list[float] = []
     asyncio.run(story())
-    assert moves[0] > 0  # streams that were handed over, not only resumed after a death
+    assert migrations[0] > 0  # streams that were migrated, not only resumed after a death

@@ -15,7 +15,7 @@ from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.pipeline import Pipeline
 from eesd_dist.bench.fuzz.plants import make_plant
 from eesd_dist.engine.core import StepResult
-from eesd_dist.schedule.lending import PageLanding, PageLoan
+from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.transport.page_wire import chunks_of
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId, TokenLogprobs
 
@@ -85,8 +85,8 @@ class _Moving:
     """A migration under way."""
 
     wanted: Migration
-    loan: PageLoan
-    landing: PageLanding | None = None
+    lease: PageLease
+    reservation: PageReservation | None = None
     """None until pages are reserved."""
     next_turn: int
 
@@ -193,7 +193,7 @@ class _Player:
             case Loss():
                 return self._pipelines[trouble.engine].lose(trouble)
             case Migration():
-                return self._lend(trouble)
+                return self._lease(trouble)
 
     def _abort(self, trouble: Abort) -> bool:
         stream = self.streams[trouble.entry]
@@ -227,9 +227,9 @@ class _Player:
         self._submit(stream)
         return True
 
-    # Migrations: lend, copy, adopt or abandon, each at a turn of its own.
+    # Migrations: lease, copy, adopt or abandon, each at a turn of its own.
 
-    def _lend(self, wanted: Migration) -> bool:
+    def _lease(self, wanted: Migration) -> bool:
         if len(self._pipelines) < 2 or not self._pages_fit():
             return False
         names = [self.streams[name] for name in wanted.entries]
@@ -237,9 +237,9 @@ class _Player:
         if wanted.entries and not live:
             return False
         engine = self._pipelines[wanted.source].engine
-        loan = engine.kv_sharing.lend([s.request_id for s in live] if wanted.entries else None)
+        lease = engine.kv_sharing.lease([s.request_id for s in live] if wanted.entries else None)
         self._moving.append(
-            _Moving(wanted=wanted, loan=loan, next_turn=self._turn + wanted.copy_after)
+            _Moving(wanted=wanted, lease=lease, next_turn=self._turn + wanted.copy_after)
         )
         return True
 
@@ -252,34 +252,34 @@ class _Player:
 
     def _move_on(self) -> None:
         for moving in [each for each in self._moving if each.next_turn <= self._turn]:
-            if moving.landing is None:
+            if moving.reservation is None:
                 self._copy(moving)
                 moving.next_turn = self._turn + moving.wanted.adopt_after
             else:
                 self._moving.remove(moving)
-                self._adopt(moving, moving.landing)
+                self._adopt(moving, moving.reservation)
 
     def _copy(self, moving: _Moving) -> None:
         source, target = self._ends(moving.wanted)
-        landing = target.engine.kv_sharing.reserve(moving.loan.requests)
-        moving.landing = landing
-        lent: Sequence[int] = [there for there, _ in landing.moves]
-        here: Sequence[int] = [page for _, page in landing.moves]
+        reservation = target.engine.kv_sharing.reserve(moving.lease.requests)
+        moving.reservation = reservation
+        leased: Sequence[int] = [there for there, _ in reservation.moves]
+        here: Sequence[int] = [page for _, page in reservation.moves]
         for theirs, mine in zip(source.stores(), target.stores(), strict=True):
             for chunk in chunks_of(
-                theirs.page_bytes, len(lent), max_bytes=moving.wanted.chunk_bytes
+                theirs.page_bytes, len(leased), max_bytes=moving.wanted.chunk_bytes
             ):
-                mine.write(chunk, here, theirs.read(chunk, lent))
+                mine.write(chunk, here, theirs.read(chunk, leased))
             mine.settle()
-        self.counts["migrated pages"] += len(lent)
+        self.counts["migrated pages"] += len(leased)
 
-    def _adopt(self, moving: _Moving, landing: PageLanding) -> None:
+    def _adopt(self, moving: _Moving, reservation: PageReservation) -> None:
         source, target = self._ends(moving.wanted)
-        has_held = source.engine.kv_sharing.take_back(moving.loan.number)
+        has_held = source.engine.kv_sharing.end_lease(moving.lease.number)
         if has_held and moving.wanted.is_adopted:
-            target.engine.kv_sharing.adopt(landing.number)
+            target.engine.kv_sharing.adopt(reservation.number)
         else:
-            target.engine.kv_sharing.abandon(landing.number)
+            target.engine.kv_sharing.abandon(reservation.number)
         for name in moving.wanted.entries:
             stream = self.streams[name]
             if stream.state is _State.LIVE and stream.engine == moving.wanted.source:

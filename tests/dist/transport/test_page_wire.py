@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
-from eesd_dist.schedule.lending import PageTraffic
+from eesd_dist.schedule.page_leases import PageTraffic
 from eesd_dist.transport.page_wire import HEADER_BYTES, MAX_CHUNK_BYTES, chunks_of, receive_pages
 from eesd_dist.transport.rendezvous import StoreHost
 from eesd_dist.transport.wire import PREFIX_BYTES
@@ -97,11 +97,11 @@ def test_a_damaged_chunk_is_refused_before_anything_is_written(
     assert not any(x.any() for x in layers)
 
 
-def test_pages_of_another_hand_over_are_refused() -> None:
+def test_pages_of_another_migration_are_refused() -> None:
     store = StoreHost()
     with (
         peer_process(page_peers.send, store.port),
-        pytest.raises(WireError, match="found handover 3f1c in a page header, expected another"),
+        pytest.raises(WireError, match="found migration 3f1c in a page header, expected another"),
     ):
         receive_pages(
             join_link(store.port, 1, timeout_s=20.0),

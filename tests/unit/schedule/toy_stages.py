@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from eesd_dist.schedule.lending import KvLayout
+from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.trees import depths_of, path_to

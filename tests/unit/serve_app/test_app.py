@@ -29,10 +29,10 @@ def test_who_starts_the_service_has_the_word_over_a_replicas_own_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CONFIG.api_key_env, raising=False)
-    assert key_of(CONFIG, handed_over=None) is None
-    assert key_of(CONFIG, handed_over=SecretStr("given")) == "given"
+    assert key_of(CONFIG, given=None) is None
+    assert key_of(CONFIG, given=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "of this node")
-    assert key_of(CONFIG, handed_over=None) == "of this node"
-    assert key_of(CONFIG, handed_over=SecretStr("given")) == "given"
+    assert key_of(CONFIG, given=None) == "of this node"
+    assert key_of(CONFIG, given=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "")
-    assert key_of(CONFIG, handed_over=None) is None
+    assert key_of(CONFIG, given=None) is None

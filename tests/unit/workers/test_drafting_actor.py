@@ -1,4 +1,4 @@
-"""What the router hears of requests that end before their last token, how long loans last, and
+"""What the router hears of requests that end before their last token, how long leases last, and
 how an epoch is left before it was joined."""
 
 import asyncio
@@ -11,7 +11,7 @@ import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, Migrated, PeerLost
-from eesd_dist.schedule.lending import PageLoan
+from eesd_dist.schedule.page_leases import PageLease
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers import drafting_actor
@@ -230,62 +230,62 @@ def test_a_submission_that_overtook_the_cancellation_of_the_one_before_stays() -
     asyncio.run(run())
 
 
-def test_whether_a_loan_has_held_is_not_known_between_two_epochs(
+def test_whether_a_lease_has_held_is_not_known_between_two_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
         drafter = ToyDrafter(EngineConfig.model_validate({"model": {"path": "."}}))
-        lender = Lender()
-        lender.may_lend.set()
+        source = LeaseSource()
+        source.may_lease.set()
         async with _joined(drafter) as actor:
-            monkeypatch.setattr(type(actor._leader), "sharing", lender)
-            assert await actor.return_pages((await actor.lend_pages(None, 1.0)).number)
-            loan = await actor.lend_pages(None, 1.0)
+            monkeypatch.setattr(type(actor._leader), "sharing", source)
+            assert await actor.return_pages((await actor.lease_pages(None, 1.0)).number)
+            lease = await actor.lease_pages(None, 1.0)
             await actor.leave()
-            assert not await actor.return_pages(loan.number)
-            assert lender.lent == set()
+            assert not await actor.return_pages(lease.number)
+            assert source.leased == set()
 
     asyncio.run(run())
 
 
-class Lender:
-    """Pages of an actor, as far as lending goes."""
+class LeaseSource:
+    """Pages of an actor, as far as leases go."""
 
     def __init__(self) -> None:
-        self.lent: set[str] = set()
-        self.may_lend = threading.Event()
+        self.leased: set[str] = set()
+        self.may_lease = threading.Event()
 
-    def lend(self, request_ids: object) -> PageLoan:
+    def lease(self, request_ids: object) -> PageLease:
         del request_ids
-        self.may_lend.wait(5.0)
-        self.lent.add("n1")
-        return PageLoan(number="n1", requests=())
+        self.may_lease.wait(5.0)
+        self.leased.add("n1")
+        return PageLease(number="n1", requests=())
 
-    def take_back(self, number: str) -> bool:
-        self.lent.discard(number)
+    def end_lease(self, number: str) -> bool:
+        self.leased.discard(number)
         return True
 
 
-def test_a_loan_comes_to_its_end_when_the_borrower_has_given_up_before_it_was_told(
+def test_a_lease_comes_to_its_end_when_the_target_has_given_up_before_it_was_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafting_actor, "_LEASE_MARGIN_S", 0.2)
 
     async def run() -> None:
-        lender = Lender()
+        source = LeaseSource()
         config = EngineConfig.model_validate({"model": {"path": "."}})
         actor = DraftActor(
             config, name="p", stages=ToyStages(), telemetry=TelemetryOptions(model_name="toy")
         )
-        monkeypatch.setattr(type(actor._leader), "sharing", lender)
-        borrowing = asyncio.ensure_future(actor.lend_pages(None, 0.01))
+        monkeypatch.setattr(type(actor._leader), "sharing", source)
+        leasing = asyncio.ensure_future(actor.lease_pages(None, 0.01))
         await asyncio.sleep(0.05)
-        borrowing.cancel()
-        lender.may_lend.set()
+        leasing.cancel()
+        source.may_lease.set()
         await asyncio.sleep(0.1)
-        assert lender.lent == {"n1"}
+        assert source.leased == {"n1"}
         await asyncio.sleep(0.4)
-        assert lender.lent == set()
+        assert source.leased == set()
 
     asyncio.run(run())
 

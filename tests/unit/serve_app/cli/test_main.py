@@ -21,7 +21,7 @@ GROUPS = {
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
         *("offline", "online", "exact", "noise", "control"),
-        *("router", "rounds", "chaos", "handover"),
+        *("router", "rounds", "chaos", "migration"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }

@@ -10,7 +10,7 @@ from eesd_dist.errors import ConfigError, EngineError, Migrated
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId
 from serve_app.pipeline.drain import Draining
-from serve_app.pipeline.kv_migration import Contacts, HandoverReport, How, hand_over
+from serve_app.pipeline.kv_migration import Contacts, How, MigrationReport, migrate
 from serve_app.pipeline.relative_speed import speed_of
 
 R = RequestId("r")
@@ -24,8 +24,8 @@ class World:
         self.answers: str | None = "replica-1"
         self.other = other
         self.said: list[str] = []
-        self.handed_over: list[tuple[str, Collection[str]]] = []
-        self.breaks_hand_over: Exception | None = None
+        self.migrated: list[tuple[str, Collection[str]]] = []
+        self.breaks_migration: Exception | None = None
         self.breaks_say: Exception | None = None
         self.num_pages = 0
         self.draining = Draining(
@@ -34,7 +34,7 @@ class World:
             who_answers=self._who_answers,
             find_peer_pipeline=self._find_peer_pipeline,
             publish_status=self._publish_status,
-            hand_over=self._hand_over,
+            migrate=self._migrate,
             period_s=0.001,
             doubt_s=0.0,
             keep_s=0.3,
@@ -51,13 +51,13 @@ class World:
             raise self.breaks_say
         self.said.append(self.draining.reason)
 
-    async def _hand_over(
+    async def _migrate(
         self, to: PipelineReport, request_ids: Collection[RequestId]
-    ) -> HandoverReport:
-        if self.breaks_hand_over is not None:
-            raise self.breaks_hand_over
-        self.handed_over.append((to.pipeline_id, request_ids))
-        return HandoverReport(
+    ) -> MigrationReport:
+        if self.breaks_migration is not None:
+            raise self.breaks_migration
+        self.migrated.append((to.pipeline_id, request_ids))
+        return MigrationReport(
             by="one",
             to=to.pipeline_id,
             num_requests=1,
@@ -120,7 +120,7 @@ def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_r
         assert (migrated.value.by, migrated.value.to) == ("one", None)
         assert stream.is_closed
         assert world.said == ["Serve takes it down"]
-        assert world.handed_over[0] == ("two", [R])
+        assert world.migrated[0] == ("two", [R])
 
     run(story)
 
@@ -237,8 +237,8 @@ def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
         waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await asyncio.sleep(0)
         drained = await world.draining.drain()
-        assert drained.handover is not None
-        assert drained.handover.num_pages == num_pages
+        assert drained.migration is not None
+        assert drained.migration.num_pages == num_pages
         with pytest.raises(Migrated) as migrated:
             await waiting
         assert migrated.value.to == to
@@ -247,9 +247,9 @@ def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
 
 
 @pytest.mark.parametrize("error", [EngineError("no way there"), AttributeError("kv_layout")])
-def test_a_hand_over_that_fails_costs_no_stream_its_way_out(error: Exception) -> None:
+def test_a_migration_that_fails_costs_no_stream_its_way_out(error: Exception) -> None:
     async def story(world: World) -> None:
-        world.breaks_hand_over = error
+        world.breaks_migration = error
         waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
         await asyncio.sleep(0)
         await world.draining.drain()
@@ -278,7 +278,7 @@ class _NoMethods:
 def test_a_drafting_actor_that_is_none_is_an_error_of_ours(how: How) -> None:
     ends = [Contacts(pipeline=name, ranks={"verify rank 0": _NoMethods()}) for name in "ab"]
     with pytest.raises(EngineError, match="verify rank 0 cannot be asked for evict"):
-        asyncio.run(hand_over(*ends, how=how))
+        asyncio.run(migrate(*ends, how=how))
 
 
 def test_a_timeout_of_the_streams_own_is_not_taken_for_an_order_to_go() -> None:
@@ -307,7 +307,7 @@ def test_a_stream_whose_sender_found_nobody_else_is_kept_for_a_while() -> None:
         waiting = asyncio.ensure_future(anext(kept))
         await a_while()
         assert not waiting.done()
-        assert world.handed_over == [], "nothing of it moves without its stream"
+        assert world.migrated == [], "nothing of it moves without its stream"
         since_s = asyncio.get_running_loop().time()
         with pytest.raises(Migrated):
             await waiting

@@ -9,10 +9,16 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from eesd_dist.errors import EngineError
-from eesd_dist.schedule.lending import KvLayout, LentPages, PageLanding, PageLoan, PageTraffic
+from eesd_dist.schedule.page_leases import (
+    KvLayout,
+    LeasedPages,
+    PageLease,
+    PageReservation,
+    PageTraffic,
+)
 from eesd_dist.types import PageId, RequestId
-from eesd_dist.workers.messages import Address, Landing, PageLink
-from serve_app.pipeline.kv_migration import Contacts, HandoverReport, hand_over
+from eesd_dist.workers.messages import Address, PageLink, Reservation
+from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
 from tests.unit.schedule.toy_stages import kv_layout
 
 LAYOUT = kv_layout(verify_ranks=1)
@@ -20,13 +26,14 @@ TIMEOUT_S = 0.1
 
 
 class Actor:
-    """Both ends' drafting actor: which loans and landings it has, and what it was asked for."""
+    """Both ends' drafting actor: which leases and reservations it has, and what it was asked
+    for."""
 
     def __init__(self, *, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
-        self.loans: set[str] = set()
-        self.landings: set[str] = set()
-        self.num_moved = 0
+        self.leases: set[str] = set()
+        self.reservations: set[str] = set()
+        self.num_evictions = 0
         self.broken: dict[str, Callable[[], None]] = {}
         self.frozen: set[str] = set()
 
@@ -44,33 +51,35 @@ class Actor:
     def _kv_layout(self) -> KvLayout:
         return self.layout
 
-    def _lend_pages(self, request_ids: Collection[RequestId] | None, timeout_s: float) -> PageLoan:
+    def _lease_pages(
+        self, request_ids: Collection[RequestId] | None, timeout_s: float
+    ) -> PageLease:
         del request_ids, timeout_s
-        self.loans.add("l1")
-        lent = LentPages(
+        self.leases.add("l1")
+        leased = LeasedPages(
             request_id=RequestId("a"), tokens=(), pages=(PageId(1), PageId(2)), drafts=True
         )
-        return PageLoan(number="l1", requests=(lent,))
+        return PageLease(number="l1", requests=(leased,))
 
     def _return_pages(self, number: str) -> bool:
-        has = number in self.loans
-        self.loans.discard(number)
+        has = number in self.leases
+        self.leases.discard(number)
         return has
 
-    def _reserve_pages(self, loan: PageLoan, timeout_s: float) -> Landing:
-        del loan, timeout_s
-        self.landings.add("n1")
-        pages = PageLanding(
+    def _reserve_pages(self, lease: PageLease, timeout_s: float) -> Reservation:
+        del lease, timeout_s
+        self.reservations.add("n1")
+        pages = PageReservation(
             number="n1", epoch=1, moves=((PageId(1), PageId(7)),), num_found=0, num_refused=0
         )
-        return Landing(pages=pages, store=Address(host="nowhere", port=1))
+        return Reservation(pages=pages, store=Address(host="nowhere", port=1))
 
     def _adopt_pages(self, number: str) -> bool:
-        self.landings.discard(number)
+        self.reservations.discard(number)
         return True
 
     def _abandon_pages(self, number: str) -> None:
-        self.landings.discard(number)
+        self.reservations.discard(number)
 
     def _send_pages(self, link: PageLink) -> PageTraffic:
         return PageTraffic(num_pages=len(link.pages), num_bytes=8, seconds=0.0)
@@ -79,7 +88,7 @@ class Actor:
 
     def _move_out(self, request_ids: object, error: object) -> int:
         del request_ids, error
-        self.num_moved += 1
+        self.num_evictions += 1
         return 1
 
 
@@ -97,15 +106,15 @@ def _contacts(name: str, *actors: Actor) -> Contacts:
     return Contacts(pipeline=name, ranks=dict(zip(ranks, actors, strict=False)))
 
 
-def _handed_over(source: Actor, target: Actor) -> HandoverReport:
+def _migrated(source: Actor, target: Actor) -> MigrationReport:
     ends = _contacts("one", source), _contacts("two", target)
-    return asyncio.run(hand_over(*ends, timeout_s=TIMEOUT_S))
+    return asyncio.run(migrate(*ends, timeout_s=TIMEOUT_S))
 
 
 def test_pages_are_given_back_and_adopted() -> None:
     source, target = Actor(), Actor()
-    assert _handed_over(source, target).how == "pages"
-    assert (source.loans, target.landings, source.num_moved) == (set(), set(), 1)
+    assert _migrated(source, target).how == "pages"
+    assert (source.leases, target.reservations, source.num_evictions) == (set(), set(), 1)
 
 
 @pytest.mark.parametrize("at", ["reserve_pages", "send_pages", "return_pages"])
@@ -115,10 +124,10 @@ def test_a_call_that_fails_leaves_no_page_owned(at: str) -> None:
 
     source, target = Actor(), Actor()
     source.broken[at] = target.broken[at] = fail
-    assert _handed_over(source, target).how == "recomputed"
-    assert (source.loans, source.num_moved) == (set(), 1)
+    assert _migrated(source, target).how == "recomputed"
+    assert (source.leases, source.num_evictions) == (set(), 1)
     # Whoever fails to answer a reservation has leased the room that nobody knows of.
-    assert target.landings == ({"n1"} if at == "reserve_pages" else set())
+    assert target.reservations == ({"n1"} if at == "reserve_pages" else set())
 
 
 def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_somebody_may_write() -> None:
@@ -127,26 +136,26 @@ def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_somebody_may_w
 
     source, target = Actor(), Actor()
     target.broken["receive_pages"] = cut
-    assert _handed_over(source, target).how == "recomputed"
-    assert (source.loans, source.num_moved) == (set(), 1)
-    assert target.landings == {"n1"}
+    assert _migrated(source, target).how == "recomputed"
+    assert (source.leases, source.num_evictions) == (set(), 1)
+    assert target.reservations == {"n1"}
 
 
-def test_a_hand_over_that_is_cancelled_gives_back_what_it_borrowed() -> None:
+def test_a_migration_that_is_cancelled_gives_back_what_it_leased() -> None:
     async def story() -> None:
         source, target = Actor(), Actor()
         target.frozen.add("receive_pages")
         ends = _contacts("one", source), _contacts("two", target)
-        moving = asyncio.ensure_future(hand_over(*ends, timeout_s=5.0))
+        moving = asyncio.ensure_future(migrate(*ends, timeout_s=5.0))
         async with asyncio.timeout(5.0):
-            while not target.landings:  # noqa: ASYNC110  # the actors are no tasks
+            while not target.reservations:  # noqa: ASYNC110  # the actors are no tasks
                 await asyncio.sleep(0.01)
-        assert source.loans == {"l1"}
+        assert source.leases == {"l1"}
         moving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await moving
-        assert source.loans == set()
-        assert target.landings == {"n1"}, "a rank may still be writing: its lease ends it"
+        assert source.leases == set()
+        assert target.reservations == {"n1"}, "a rank may still be writing: its lease ends it"
 
     asyncio.run(story())
 
@@ -155,10 +164,10 @@ def test_pages_of_a_verify_rank_that_differs_are_not_taken() -> None:
     source, target = Actor(), Actor()
     like = Actor(layout=dataclasses.replace(LAYOUT, machine="another"))
     report = asyncio.run(
-        hand_over(
+        migrate(
             _contacts("one", source, Actor()), _contacts("two", target, like), timeout_s=TIMEOUT_S
         )
     )
     assert report.how == "recomputed"
     assert report.reason.endswith("verify rank 0: machine is m here and another there")
-    assert source.num_moved == 1
+    assert source.num_evictions == 1

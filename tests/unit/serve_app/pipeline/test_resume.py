@@ -211,7 +211,7 @@ MIGRATED = Migrated(by="one", to="two", reason="it is drained")
 
 
 @pytest.mark.parametrize("breaks", [[0], [4], [0, 0, 0], [2, 2, 2, 5, 5], [2, 4, 6, 8]])
-def test_a_stream_that_is_handed_over_goes_on_at_once_and_has_suffered_nothing(
+def test_a_stream_that_is_migrated_goes_on_at_once_and_has_suffered_nothing(
     breaks: list[int],
 ) -> None:
     source = Source(breaks, error=MIGRATED)

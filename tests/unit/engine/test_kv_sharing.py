@@ -20,7 +20,7 @@ from eesd_dist.engine.build import (
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.model.weights import weights_digest
-from eesd_dist.schedule.lending import KvLayout, PageLanding, PageLoan
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.page_wire import chunks_of
 from eesd_dist.transport.seats import SingleGroup
@@ -87,23 +87,25 @@ def _request(name: str, *, length: int, seed: int = 3, mode: str = "auto") -> Re
     )
 
 
-def _copy(source: Pipeline, target: Pipeline, landing: PageLanding, *, max_bytes: int) -> None:
-    lent: Sequence[int] = [there for there, _ in landing.moves]
-    here: Sequence[int] = [page for _, page in landing.moves]
+def _copy(
+    source: Pipeline, target: Pipeline, reservation: PageReservation, *, max_bytes: int
+) -> None:
+    leased: Sequence[int] = [there for there, _ in reservation.moves]
+    here: Sequence[int] = [page for _, page in reservation.moves]
     for theirs, mine in zip(source.stores, target.stores, strict=True):
-        for chunk in chunks_of(theirs.page_bytes, len(lent), max_bytes=max_bytes):
-            mine.write(chunk, here, theirs.read(chunk, lent))
+        for chunk in chunks_of(theirs.page_bytes, len(leased), max_bytes=max_bytes):
+            mine.write(chunk, here, theirs.read(chunk, leased))
 
 
-def _hand_over(
+def _migrate(
     source: Pipeline, target: Pipeline, names: Sequence[RequestId], *, max_bytes: int = 5000
-) -> tuple[PageLoan, PageLanding]:
-    loan = source.engine.kv_sharing.lend(names)
-    landing = target.engine.kv_sharing.reserve(loan.requests)
-    _copy(source, target, landing, max_bytes=max_bytes)
-    assert source.engine.kv_sharing.take_back(loan.number)
-    assert target.engine.kv_sharing.adopt(landing.number)
-    return loan, landing
+) -> tuple[PageLease, PageReservation]:
+    lease = source.engine.kv_sharing.lease(names)
+    reservation = target.engine.kv_sharing.reserve(lease.requests)
+    _copy(source, target, reservation, max_bytes=max_bytes)
+    assert source.engine.kv_sharing.end_lease(lease.number)
+    assert target.engine.kv_sharing.adopt(reservation.number)
+    return lease, reservation
 
 
 def _move(source: Pipeline, target: Pipeline, request: Request) -> None:
@@ -125,7 +127,7 @@ def test_a_moved_request_has_the_same_text_and_computes_at_most_a_page_again(
     source.add(request)
     while len(source.answers[request.request_id]) < num_tokens:
         source.step()
-    _hand_over(source, target, [request.request_id])
+    _migrate(source, target, [request.request_id])
     _move(source, target, request)
     target.finish()
     assert target.answers == alone.answers
@@ -149,17 +151,17 @@ def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
         for _ in range(5):
             source.step()
             target.step()
-        loan = source.engine.kv_sharing.lend([request.request_id])
+        lease = source.engine.kv_sharing.lease([request.request_id])
         for _ in range(2):  # both go on while nothing has been copied yet
             source.step()
             target.step()
-        landing = target.engine.kv_sharing.reserve(loan.requests)
+        reservation = target.engine.kv_sharing.reserve(lease.requests)
         target.step()
-        _copy(source, target, landing, max_bytes=5000)
+        _copy(source, target, reservation, max_bytes=5000)
         source.step()
-        assert source.engine.kv_sharing.take_back(loan.number)
-        assert target.engine.kv_sharing.adopt(landing.number)
-        assert landing.moves
+        assert source.engine.kv_sharing.end_lease(lease.number)
+        assert target.engine.kv_sharing.adopt(reservation.number)
+        assert reservation.moves
         if request.request_id not in source.finished:
             _move(source, target, request)
     source.finish()
@@ -176,13 +178,13 @@ def test_what_arrives_is_bit_for_bit_what_left_however_it_is_cut(make_config: Ma
     source.add(_request("a", length=70))
     for _ in range(6):
         source.step()
-    loan, landing = _hand_over(source, target, [RequestId("a")], max_bytes=700)
-    assert len(landing.moves) == len(loan.requests[0].pages) >= 8
-    (whole,) = chunks_of(source.stores[0].page_bytes, len(landing.moves))
-    lent, here = zip(*landing.moves, strict=True)
+    lease, reservation = _migrate(source, target, [RequestId("a")], max_bytes=700)
+    assert len(reservation.moves) == len(lease.requests[0].pages) >= 8
+    (whole,) = chunks_of(source.stores[0].page_bytes, len(reservation.moves))
+    leased, here = zip(*reservation.moves, strict=True)
     for theirs, mine in zip(source.stores, target.stores, strict=True):
-        (whole,) = chunks_of(theirs.page_bytes, len(lent))
-        sent_B = theirs.read(whole, lent)
+        (whole,) = chunks_of(theirs.page_bytes, len(leased))
+        sent_B = theirs.read(whole, leased)
         assert sent_B.any()
         assert torch.equal(mine.read(whole, here), sent_B)
 
@@ -200,39 +202,39 @@ def test_rounds_of_others_go_on_while_pages_are_written_beside_them(
     target.add(theirs)
     for _ in range(8):
         source.step()
-    loan = source.engine.kv_sharing.lend(None)
-    landing = target.engine.kv_sharing.reserve(loan.requests)
+    lease = source.engine.kv_sharing.lease(None)
+    reservation = target.engine.kv_sharing.reserve(lease.requests)
 
     def write_again_and_again() -> None:
         for _ in range(5):
-            _copy(source, target, landing, max_bytes=400)
+            _copy(source, target, reservation, max_bytes=400)
 
     writer = threading.Thread(target=write_again_and_again)
     writer.start()
     while writer.is_alive() and target.engine.has_work:
         target.step()
     writer.join()
-    assert source.engine.kv_sharing.take_back(loan.number)
-    assert target.engine.kv_sharing.adopt(landing.number)
+    assert source.engine.kv_sharing.end_lease(lease.number)
+    assert target.engine.kv_sharing.adopt(reservation.number)
     _move(source, target, request)
     target.finish()
     assert target.answers == alone.answers
 
 
-def test_after_lost_stores_nothing_is_handed_over(make_config: MakeConfig) -> None:
+def test_after_lost_stores_nothing_is_migrated(make_config: MakeConfig) -> None:
     config = _config(make_config)
     source, target = Pipeline(config), Pipeline(config)
     source.add(_request("a", length=40))
     for _ in range(4):
         source.step()
-    loan = source.engine.kv_sharing.lend(None)
-    landing = target.engine.kv_sharing.reserve(loan.requests)
+    lease = source.engine.kv_sharing.lease(None)
+    reservation = target.engine.kv_sharing.reserve(lease.requests)
     for pipeline in (source, target):
         channel = MemoryChannel(pipeline.verify.verify)
         pipeline.engine.attach(channel, epoch=1)
-    assert not source.engine.kv_sharing.take_back(loan.number)
-    assert not target.engine.kv_sharing.adopt(landing.number)
-    assert target.engine.kv_sharing.reserve(loan.requests).epoch == 1
+    assert not source.engine.kv_sharing.end_lease(lease.number)
+    assert not target.engine.kv_sharing.adopt(reservation.number)
+    assert target.engine.kv_sharing.reserve(lease.requests).epoch == 1
 
 
 def test_a_folder_that_changed_after_loading_is_not_what_the_pages_were_computed_with(

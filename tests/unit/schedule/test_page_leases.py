@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
-from eesd_dist.schedule.lending import KvLayout, Lending, LentPages, PageLanding
+from eesd_dist.schedule.page_leases import KvLayout, LeasedPages, PageLeases, PageReservation
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, RoundPlan, Scheduler
 from eesd_dist.types import (
@@ -77,9 +77,9 @@ class Pipeline:
             self.step()
         run_until_idle(self.scheduler, self.stages, self.ledger)
 
-    def write_from(self, other: "Pipeline", landing: PageLanding) -> None:
+    def write_from(self, other: "Pipeline", reservation: PageReservation) -> None:
         """The bytes arrive."""
-        for there, here in landing.moves:
+        for there, here in reservation.moves:
             for offset in range(PAGE):
                 for theirs, mine in (
                     (other.stages.keys, self.stages.keys),
@@ -111,15 +111,15 @@ def _resumed(pipeline: Pipeline, request: Request) -> Request:
     )
 
 
-def _hand_over(source: Pipeline, target: Pipeline) -> PageLanding:
-    loan = source.scheduler.lend(None, untouchable=source.moving())
-    landing = target.scheduler.reserve(loan.requests, untouchable=target.moving())
-    target.write_from(source, landing)
-    assert source.scheduler.lending.take_back(loan.number)
-    assert target.scheduler.lending.adopt(landing.number)
+def _migrate(source: Pipeline, target: Pipeline) -> PageReservation:
+    lease = source.scheduler.lease(None, untouchable=source.moving())
+    reservation = target.scheduler.reserve(lease.requests, untouchable=target.moving())
+    target.write_from(source, reservation)
+    assert source.scheduler.leases.end_lease(lease.number)
+    assert target.scheduler.leases.adopt(reservation.number)
     source.scheduler.check()
     target.scheduler.check()
-    return landing
+    return reservation
 
 
 def test_a_request_goes_on_elsewhere_from_its_full_pages() -> None:
@@ -128,13 +128,13 @@ def test_a_request_goes_on_elsewhere_from_its_full_pages() -> None:
     source.scheduler.add(request)
     while len(source.ledger.answers.get(request.request_id, ())) < 4:
         source.step()
-    landing = _hand_over(source, target)
+    reservation = _migrate(source, target)
     moved = _resumed(source, request)
     source.scheduler.abort(request.request_id)
     target.scheduler.add(moved)
     plan = target.scheduler.plan(0)
     assert plan is not None
-    assert plan.items[0].start == len(landing.moves) * PAGE
+    assert plan.items[0].start == len(reservation.moves) * PAGE
     num_known = len(moved.prompt) + len(moved.generated)
     assert plan.items[0].num_known == num_known - plan.items[0].start <= PAGE + 1
     target.ledger.write(target.scheduler.commit(plan, target.stages.run(plan)))
@@ -149,41 +149,41 @@ def test_a_prefix_that_is_here_already_does_not_travel_and_a_shared_one_travels_
         source.scheduler.add(_request(name, length=24, seed=3))
         for _ in range(8):
             source.step()
-    landing = _hand_over(source, target)
-    lent = {page for live in source.scheduler._running.values() for page in live.pages}
-    assert 0 < len(landing.moves) <= len(lent)
-    assert len({there for there, _ in landing.moves}) == len(landing.moves)
-    again = _hand_over(source, target)
+    reservation = _migrate(source, target)
+    leased = {page for live in source.scheduler._running.values() for page in live.pages}
+    assert 0 < len(reservation.moves) <= len(leased)
+    assert len({there for there, _ in reservation.moves}) == len(reservation.moves)
+    again = _migrate(source, target)
     assert again.moves == ()
     assert again.num_found > 0
 
 
-def test_lost_stores_void_loans_and_landings() -> None:
+def test_lost_stores_void_leases_and_reservations() -> None:
     source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
     source.scheduler.add(_request("a", length=17, seed=5))
     for _ in range(8):
         source.step()
-    loan = source.scheduler.lend(None, untouchable=set())
-    landing = target.scheduler.reserve(loan.requests, untouchable=set())
-    assert landing.moves
+    lease = source.scheduler.lease(None, untouchable=set())
+    reservation = target.scheduler.reserve(lease.requests, untouchable=set())
+    assert reservation.moves
     source.lose_stores()
     target.lose_stores()
-    assert not source.scheduler.lending.take_back(loan.number)
-    assert not target.scheduler.lending.adopt(landing.number)
+    assert not source.scheduler.leases.end_lease(lease.number)
+    assert not target.scheduler.leases.adopt(reservation.number)
     source.scheduler.check()
     target.scheduler.check()
     assert target.scheduler.usage().num_cached_pages == 0
 
 
-def test_an_abandoned_landing_leaves_every_page_free() -> None:
+def test_an_abandoned_reservation_leaves_every_page_free() -> None:
     source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
     source.scheduler.add(_request("a", length=17, seed=5))
     for _ in range(8):
         source.step()
-    loan = source.scheduler.lend(None, untouchable=set())
-    landing = target.scheduler.reserve(loan.requests, untouchable=set())
-    assert target.scheduler.usage().num_free_pages == 32 - len(landing.moves)
-    target.scheduler.lending.abandon(landing.number)
+    lease = source.scheduler.lease(None, untouchable=set())
+    reservation = target.scheduler.reserve(lease.requests, untouchable=set())
+    assert target.scheduler.usage().num_free_pages == 32 - len(reservation.moves)
+    target.scheduler.leases.abandon(reservation.number)
     target.scheduler.check()
     usage = target.scheduler.usage()
     assert (usage.num_free_pages, usage.num_cached_pages) == (32, 0)
@@ -191,44 +191,44 @@ def test_an_abandoned_landing_leaves_every_page_free() -> None:
 
 def test_where_room_is_short_a_shorter_prefix_lands_and_running_requests_keep_a_page_each() -> None:
     pages = PageAllocator(num_pages=6, page_size=PAGE, prefix_caching=True)
-    lending = Lending(pages)
-    lent = LentPages(
+    leases = PageLeases(pages)
+    leased = LeasedPages(
         request_id=RequestId("a"),
         tokens=tuple(TokenId(i) for i in range(8 * PAGE)),
         pages=tuple(PageId(page) for page in range(8)),
         drafts=True,
     )
-    landing = lending.reserve(
-        [lent], salt_of=lambda _: "exit 0", num_kept=2, untouchable={PageId(3)}
+    reservation = leases.reserve(
+        [leased], salt_of=lambda _: "exit 0", num_kept=2, untouchable={PageId(3)}
     )
-    assert [there for there, _ in landing.moves] == [0, 1, 2]
-    assert landing.num_refused == 5
+    assert [there for there, _ in reservation.moves] == [0, 1, 2]
+    assert reservation.num_refused == 5
     assert pages.num_free == 3
-    assert lending.adopt(landing.number)
+    assert leases.adopt(reservation.number)
     pages.check()
-    found = pages.match_prefix([*lent.tokens, TokenId(0)], salt="exit 0")
-    assert found == [here for _, here in landing.moves]
+    found = pages.match_prefix([*leased.tokens, TokenId(0)], salt="exit 0")
+    assert found == [here for _, here in reservation.moves]
 
 
-def test_a_landing_leaves_a_busy_target_what_its_own_requests_grow_to() -> None:
+def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> None:
     target = Pipeline(num_pages=32, seed=2)
     for i in range(5):  # one more than may run
         target.scheduler.add(_request(f"r{i}", length=9, seed=i))
     for _ in range(4):
         target.step()
     assert (target.scheduler.num_running, target.scheduler.num_waiting) == (4, 1)
-    lent = LentPages(
+    leased = LeasedPages(
         request_id=RequestId("a"),
         tokens=tuple(TokenId(20 + i % 7) for i in range(60 * PAGE)),
         pages=tuple(PageId(page) for page in range(60)),
         drafts=True,
     )
-    landing = target.scheduler.reserve([lent], untouchable=target.moving())
-    assert landing.moves
-    assert landing.num_refused
+    reservation = target.scheduler.reserve([leased], untouchable=target.moving())
+    assert reservation.moves
+    assert reservation.num_refused
     target.finish()
     assert target.scheduler.usage().num_preemptions == 0
-    target.scheduler.lending.abandon(landing.number)
+    target.scheduler.leases.abandon(reservation.number)
     target.scheduler.check()
 
 
@@ -244,7 +244,7 @@ def test_the_first_difference_between_two_layouts_is_said_in_words() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_interleaving_of_rounds_and_hand_overs_reads_a_wrong_page(data: st.DataObject) -> None:
+def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.DataObject) -> None:
     """The toy stages check each slot they read, in both pipelines; every text comes out whole."""
     tree = TreeConfig(shape="static", max_nodes=4) if data.draw(st.booleans()) else None
     source = Pipeline(num_pages=data.draw(st.integers(12, 40)), seed=1, tree=tree)
@@ -268,22 +268,22 @@ def test_no_interleaving_of_rounds_and_hand_overs_reads_a_wrong_page(data: st.Da
             data.draw(st.sampled_from((source, target))).step()
 
     some_steps(at_most=40)
-    loan = source.scheduler.lend(None, untouchable=source.moving())
+    lease = source.scheduler.lease(None, untouchable=source.moving())
     some_steps()
-    landing = target.scheduler.reserve(loan.requests, untouchable=target.moving())
+    reservation = target.scheduler.reserve(lease.requests, untouchable=target.moving())
     some_steps()
     for victim in (source, target):
         if data.draw(st.integers(0, 5)) == 0:
             victim.lose_stores()
             some_steps()
-    target_lives = landing.number in target.scheduler.lending._landings
-    if target_lives:  # else its ranks have closed the landing: nothing is written any more
-        target.write_from(source, landing)
+    target_lives = reservation.number in target.scheduler.leases._reservations
+    if target_lives:  # else its ranks have closed the reservation: nothing is written any more
+        target.write_from(source, reservation)
     some_steps()
-    if source.scheduler.lending.take_back(loan.number):
-        assert target.scheduler.lending.adopt(landing.number) == target_lives
+    if source.scheduler.leases.end_lease(lease.number):
+        assert target.scheduler.leases.adopt(reservation.number) == target_lives
     else:
-        target.scheduler.lending.abandon(landing.number)
+        target.scheduler.leases.abandon(reservation.number)
     some_steps()
     for request in requests:
         if request.request_id not in source.ledger.reasons:
@@ -298,7 +298,7 @@ def test_no_interleaving_of_rounds_and_hand_overs_reads_a_wrong_page(data: st.Da
     target.scheduler.check()
 
 
-def test_a_page_that_waits_for_an_accepted_branch_is_neither_lent_nor_landed_on() -> None:
+def test_a_page_that_waits_for_an_accepted_branch_is_neither_leased_nor_reserved() -> None:
     """At every moment at which moves are outstanding, at either end."""
     tree = TreeConfig(shape="static", max_nodes=4)
     num_moments = 0
@@ -314,7 +314,7 @@ def test_a_page_that_waits_for_an_accepted_branch_is_neither_lent_nor_landed_on(
             if not source.moving() or request.request_id in source.ledger.reasons:
                 continue
             num_moments += 1
-            _hand_over(source, target)
+            _migrate(source, target)
             target.scheduler.add(_resumed(source, request))
             target.scheduler.add(_request("their copy", length=9 + seed % 9, seed=6))
             target.finish()

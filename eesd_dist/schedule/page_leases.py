@@ -1,11 +1,11 @@
 """Pages that another pipeline reads here, or writes here, while rounds go on.
 
 A live request's full pages never change again: what is left to compute lies behind them. So they
-are lent while the request goes on (copying before stopping, as live migration does: Llumnix, arXiv
-2406.03243). A landing is the other end: pages that are nobody's while foreign bytes arrive in them
-and that become cached pages, findable by their tokens, when all of them have come. A lent page is
-owned until it is returned and a landing's page until it is adopted or abandoned, so that no round
-gets either of them in between.
+are leased while the request goes on (copying before stopping, as live migration does: Llumnix,
+arXiv 2406.03243). A reservation is the other end: pages that are nobody's while foreign bytes
+arrive in them and that become cached pages, findable by their tokens, when all of them have come. A
+leased page is owned until it is returned and a reservation's page until it is adopted or abandoned,
+so that no round gets either of them in between.
 
 Losing the stores voids both: whoever comes back with a voided one is told so, and recomputation is
 always right. Refuses to know how bytes travel and who asks.
@@ -56,7 +56,7 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentPages:
+class LeasedPages:
     """The full pages of one request, from its first token on."""
 
     request_id: RequestId
@@ -68,20 +68,20 @@ class LentPages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageLoan:
+class PageLease:
     number: str
-    requests: tuple[LentPages, ...]
+    requests: tuple[LeasedPages, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageLanding:
-    """Where the pages of a loan are to be written."""
+class PageReservation:
+    """Where the pages of a lease are to be written."""
 
     number: str
     epoch: int
     """The membership it was reserved in; of another one, nobody writes into its pages."""
     moves: tuple[tuple[PageId, PageId], ...]
-    """(lent page, page here), without those whose tokens are findable here already."""
+    """(leased page, page here), without those whose tokens are findable here already."""
     num_found: int
     """Pages that were here already."""
     num_refused: int
@@ -90,7 +90,7 @@ class PageLanding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTraffic:
-    """What one rank sent or received of a landing."""
+    """What one rank sent or received of a reservation."""
 
     num_pages: int
     num_bytes: int
@@ -98,8 +98,8 @@ class PageTraffic:
     """From the first chunk to the last word; the joining of the two ranks is not counted."""
 
 
-class Lending:
-    """The loans and landings of one allocator. Its owner's lock is its own."""
+class PageLeases:
+    """The leases and reservations of one allocator. Its owner's lock is its own."""
 
     def __init__(
         self, pages: PageAllocator, *, new_number: Callable[[], str] = lambda: uuid4().hex
@@ -107,34 +107,34 @@ class Lending:
         """`new_number`: a name that no pipeline has ever used, so that nothing late is mistaken."""
         self._pages = pages
         self._new_number = new_number
-        self._loans: dict[str, list[PageId]] = {}
-        self._landings: dict[str, list[_Table]] = {}
+        self._leases: dict[str, list[PageId]] = {}
+        self._reservations: dict[str, list[_Table]] = {}
 
-    def lend(self, requests: Sequence[LentPages]) -> PageLoan:
-        """One owner more for each page until the loan is returned."""
+    def lease(self, requests: Sequence[LeasedPages]) -> PageLease:
+        """One owner more for each page until the lease is returned."""
         number = self._new_number()
-        lent = [page for request in requests for page in request.pages]
-        self._pages.retain(lent)
-        self._loans[number] = lent
-        return PageLoan(number=number, requests=tuple(requests))
+        leased = [page for request in requests for page in request.pages]
+        self._pages.retain(leased)
+        self._leases[number] = leased
+        return PageLease(number=number, requests=tuple(requests))
 
-    def take_back(self, number: str) -> bool:
+    def end_lease(self, number: str) -> bool:
         """Whether the pages held the same all the while; False when the stores were lost."""
-        lent = self._loans.pop(number, None)
-        if lent is None:
+        leased = self._leases.pop(number, None)
+        if leased is None:
             return False
-        self._pages.release(lent)
+        self._pages.release(leased)
         return True
 
     def reserve(
         self,
-        requests: Sequence[LentPages],
+        requests: Sequence[LeasedPages],
         *,
         salt_of: Callable[[bool], str],
         num_kept: int,
         untouchable: Set[int],
         epoch: int = 0,
-    ) -> PageLanding:
+    ) -> PageReservation:
         """Pages for what is not here yet, as far as there is room: a shorter prefix is one too.
 
         `num_kept` pages stay for those who run here; `untouchable` ones may still be read or
@@ -162,8 +162,8 @@ class Lending:
             arriving.update(zip(missing, fresh, strict=False))
             refused.update(missing[len(fresh) :])
             tables.append(_Table(tokens=request.tokens, pages=[*table, *fresh], salt=salt))
-        self._landings[number] = tables
-        return PageLanding(
+        self._reservations[number] = tables
+        return PageReservation(
             number=number,
             epoch=epoch,
             moves=tuple(arriving.items()),
@@ -173,7 +173,7 @@ class Lending:
 
     def adopt(self, number: str) -> bool:
         """All bytes are here: the pages are findable from now on. False when it was voided."""
-        tables = self._landings.pop(number, None)
+        tables = self._reservations.pop(number, None)
         if tables is None:
             return False
         size = self._pages.page_size
@@ -190,22 +190,22 @@ class Lending:
 
     def abandon(self, number: str) -> None:
         """Nothing of it is registered; whoever calls this knows that nobody writes any more."""
-        for table in self._landings.pop(number, ()):
+        for table in self._reservations.pop(number, ()):
             self._pages.release(table.pages)
 
     def void(self) -> None:
-        """The stores are lost: no loan and no landing is worth anything."""
-        for lent in self._loans.values():
-            self._pages.release(lent)
-        self._loans.clear()
-        for number in list(self._landings):
+        """The stores are lost: no lease and no reservation is worth anything."""
+        for leased in self._leases.values():
+            self._pages.release(leased)
+        self._leases.clear()
+        for number in list(self._reservations):
             self.abandon(number)
 
     def owned(self) -> Iterator[PageId]:
         """Each page as often as it is owned here."""
-        for lent in self._loans.values():
-            yield from lent
-        for tables in self._landings.values():
+        for leased in self._leases.values():
+            yield from leased
+        for tables in self._reservations.values():
             for table in tables:
                 yield from table.pages
 
@@ -227,6 +227,6 @@ class _Table:
     salt: str
 
 
-def _known(lent: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
-    """Pages of a prefix that another request of the same loan begins with too."""
-    return [arriving[page] for page in takewhile(arriving.__contains__, lent)]
+def _known(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
+    """Pages of a prefix that another request of the same lease begins with too."""
+    return [arriving[page] for page in takewhile(arriving.__contains__, leased)]
