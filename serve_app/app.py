@@ -16,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.request_routing import TargetedRouter
+from serve_app.ingress.request_routing import NamedReplicaRouter
 from serve_app.pipeline.deployment import Pipeline
 from serve_app.pipeline.stage_factory import stages_of
 
@@ -48,7 +48,7 @@ def application_of(
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
-        request_router_config=RequestRouterConfig(request_router_class=TargetedRouter),
+        request_router_config=RequestRouterConfig(request_router_class=NamedReplicaRouter),
         **_how_many(config),
     ).bind(config, stages)
     ingress = serve.deployment(

@@ -36,8 +36,8 @@ from eesd_dist.routing.directory import (
     PipelineReport,
     Promotion,
 )
-from eesd_dist.workers.messages import RouterAdvice, RouterNews, Whereabouts
-from eesd_dist.workers.process import prepare_process, whereabouts
+from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
+from eesd_dist.workers.process import prepare_process, process_info
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ class Router:
         """
         return self._directory.promotion(in_place_of)
 
-    async def whereabouts(self) -> Whereabouts:
-        return whereabouts()
+    async def process_info(self) -> ProcessInfo:
+        return process_info()
 
     async def describe(self) -> dict[str, object]:
         """Plain JSON, for an operator's eyes."""

@@ -31,14 +31,14 @@ from eesd_dist.workers.messages import (
     LoadReport,
     LoopEnd,
     PageLink,
+    ProcessInfo,
     Reservation,
     RouterAdvice,
     RouterNews,
     StreamItem,
     TelemetryOptions,
-    Whereabouts,
 )
-from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
+from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
 from eesd_dist.workers.watch import DraftWatch
@@ -138,8 +138,8 @@ class DraftActor:
                 adopt=self._leader.adopt,
             )
 
-    async def whereabouts(self) -> Whereabouts:
-        return whereabouts()
+    async def process_info(self) -> ProcessInfo:
+        return process_info()
 
     async def forever(self) -> None:
         """Never returns: a pending call is how the pipeline learns that this process has died."""

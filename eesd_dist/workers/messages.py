@@ -46,7 +46,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class ProcessInfo:
     """The process behind an actor."""
 
     pid: int

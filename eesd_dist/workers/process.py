@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
-from eesd_dist.workers.messages import TelemetryOptions, Whereabouts
+from eesd_dist.workers.messages import ProcessInfo, TelemetryOptions
 
 
 def prepare_process() -> None:
@@ -39,8 +39,8 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
 
 
-def whereabouts() -> Whereabouts:
-    return Whereabouts(
+def process_info() -> ProcessInfo:
+    return ProcessInfo(
         pid=os.getpid(),
         host=ray.util.get_node_ip_address() or socket.gethostname(),
         node_id=ray.get_runtime_context().get_node_id(),

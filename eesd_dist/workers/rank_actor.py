@@ -26,12 +26,12 @@ from eesd_dist.workers.messages import (
     LoadReport,
     LoopEnd,
     PageLink,
+    ProcessInfo,
     StageName,
     StreamItem,
     TelemetryOptions,
-    Whereabouts,
 )
-from eesd_dist.workers.process import prepare_process, tracing_of, whereabouts
+from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftFollower, RankEpoch, RankWorker, StageFactory
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ class RankActor:
         if stage == "verify" and parallel.fallback and rank < parallel.draft_tensor_parallel_size:
             self._fallback = _fallback(config, name, rank, stages=stages, telemetry=telemetry)
 
-    async def whereabouts(self) -> Whereabouts:
-        return whereabouts()
+    async def process_info(self) -> ProcessInfo:
+        return process_info()
 
     async def forever(self) -> None:
         """Never returns: a pending call is how the pipeline learns that this process has died."""

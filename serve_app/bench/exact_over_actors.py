@@ -49,7 +49,7 @@ class ActorRunner:
         from ray import serve
 
         from eesd_dist.telemetry.tracing import Tracing
-        from serve_app.ingress.load_balancing import Steering
+        from serve_app.ingress.load_balancing import LoadBalancer
         from serve_app.ingress.pipeline_client import ServiceClient
 
         pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
@@ -57,7 +57,7 @@ class ActorRunner:
             pipelines,
             recovery=self._config.recovery,
             tracing=Tracing(),
-            steering=Steering(self._config),
+            load_balancer=LoadBalancer(self._config),
         )
 
         async def one(request: Request) -> Generation:
@@ -96,7 +96,7 @@ def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorR
 
     from serve_app.app import build_app
     from serve_app.operations.serving import deploy
-    from serve_app.session.local_ray import joined_ray
+    from serve_app.session.local_ray import connected_ray
 
     config = ServiceConfig(
         engine=engine,
@@ -105,7 +105,7 @@ def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorR
         placement=PlacementConfig(strategy="SPREAD"),
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with joined_ray(address, shows_logs=False):
+    with connected_ray(address, shows_logs=False):
         serve.start(proxy_location="Disabled")  # where Serve runs already it stays as it is
         try:
             deploy(build_app(config), name=_NAME, route_prefix=None, wait=_patiently)

@@ -72,22 +72,22 @@ class _Clients:
     def __init__(self, config: ServiceConfig) -> None:
         from ray import serve
 
-        from serve_app.ingress.load_balancing import Steering
+        from serve_app.ingress.load_balancing import LoadBalancer
         from serve_app.ingress.pipeline_client import ServiceClient
-        from serve_app.operations.connect import JoinedService
+        from serve_app.operations.connect import ServiceConnection
 
-        self._operator = JoinedService(router=None, app_name=config.app_name)
+        self._operator = ServiceConnection(router=None, app_name=config.app_name)
         self._pipelines: Any = serve.get_deployment_handle("Pipeline", config.app_name)
-        self._steering = Steering(config)
+        self._load_balancer = LoadBalancer(config)
         self._client = ServiceClient(
             self._pipelines,
             recovery=config.recovery,
             tracing=Tracing(),
-            steering=self._steering,
+            load_balancer=self._load_balancer,
         )
 
     async def ready(self) -> None:
-        self._steering.start()
+        self._load_balancer.start()
         await self._until_usable(2)
 
     async def follow(self, stream: _Stream) -> None:
@@ -115,7 +115,7 @@ class _Clients:
 
     async def _until_usable(self, count: int) -> None:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            while self._steering.num_usable != count:  # noqa: ASYNC110  # they are elsewhere
+            while self._load_balancer.num_usable != count:  # noqa: ASYNC110  # they are elsewhere
                 await asyncio.sleep(0.05)
 
 

@@ -30,7 +30,7 @@ def save(file: File, service: RunningService) -> None:
     """Writes the pools of all workload classes to a file."""
     from eesd_dist.routing.beliefs import write_snapshot
 
-    with service.joined() as connected:
+    with service.connected() as connected:
         priors = connected.priors()
     try:
         write_snapshot(file, priors)
@@ -54,7 +54,7 @@ def pin(
 
 def unpin(service: RunningService) -> None:
     """Continues learning."""
-    with service.joined() as connected:
+    with service.connected() as connected:
         connected.unpin()
     echo(f"learning again; {_UNTIL_HEARD}")
 
@@ -88,7 +88,7 @@ def _set_pools(service: RunningService, file: Path | None, *, pins: bool) -> Non
     from eesd_dist.routing.beliefs import read_snapshot
 
     snapshot = None if file is None else read_snapshot(file)
-    with service.joined() as connected:
+    with service.connected() as connected:
         if snapshot is not None:
             echo(f"loaded: {connected.set_priors(snapshot)} classes from {file}")
         if pins:

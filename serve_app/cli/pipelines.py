@@ -23,7 +23,7 @@ def list_pipelines(service: RunningService) -> None:
 
 def drain(name: Name, service: RunningService) -> None:
     """Moves the streams of a pipeline away; it gets no requests."""
-    with service.joined() as connected:
+    with service.connected() as connected:
         drained = connected.drain(name)
     echo(
         f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams go on elsewhere"
@@ -33,7 +33,7 @@ def drain(name: Name, service: RunningService) -> None:
 
 def undrain(name: Name, service: RunningService) -> None:
     """Sends requests to a drained pipeline again."""
-    with service.joined() as connected:
+    with service.connected() as connected:
         connected.undrain(name)
     echo(f"{name} takes requests again")
 

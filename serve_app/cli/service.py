@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imports Ray, which reads the environment when it is importe
     from rich.console import RenderableType
 
     from serve_app.config import RouterConfig
-    from serve_app.operations.connect import JoinedService
+    from serve_app.operations.connect import ServiceConnection
 
 _TIMEOUT_S = 30.0
 _NOT_FOUND = 404
@@ -48,15 +48,15 @@ class RunningService:
         return RouterConfig.model_validate({key: name for key, name in named.items() if name})
 
     @contextmanager
-    def joined(self) -> "Iterator[JoinedService]":
+    def connected(self) -> "Iterator[ServiceConnection]":
         """Joins the Ray that this user's `eesd serve` has started on the port, or the cluster."""
-        from serve_app.session.connection_file import prepare_to_join
+        from serve_app.session.connection_file import prepare_to_connect
 
-        address = prepare_to_join(self.address, port=self.port)
+        address = prepare_to_connect(self.address, port=self.port)
         # Ray reads the environment when it is imported.
-        from serve_app.operations.connect import joined
+        from serve_app.operations.connect import service_connection
 
-        with joined(address, router=self.router_config(), app_name=self.app) as service:
+        with service_connection(address, router=self.router_config(), app_name=self.app) as service:
             yield service
 
     def show(

@@ -64,7 +64,7 @@ class RayExecutor:
             prepare_for_cluster()
         import ray
 
-        from serve_app.session.local_ray import joined_ray, local_ray
+        from serve_app.session.local_ray import connected_ray, local_ray
 
         with ExitStack() as stack:
             if not ray.is_initialized():
@@ -73,7 +73,7 @@ class RayExecutor:
                     stack.enter_context(
                         local_ray(config, shows_logs=False, min_cpus=min_cpus)
                         if self.address is None
-                        else joined_ray(self.address, shows_logs=False)
+                        else connected_ray(self.address, shows_logs=False)
                     )
             yield
 

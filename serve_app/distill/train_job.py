@@ -30,7 +30,7 @@ from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import EesdError, EngineError
 
 _MAX_FAILURES = 3
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _TIMEOUT_S = 300
 """How long a worker waits for another one in the middle of a step."""
 
@@ -113,7 +113,7 @@ def _bar(request: TrainRequest) -> Iterator[None]:
 
     def follow() -> None:
         with tqdm(total=request.max_steps, unit="step", file=sys.stderr, disable=None) as bar:
-            while not done.wait(_LOOK_S):
+            while not done.wait(_POLL_S):
                 bar.update(_last_step(log) - bar.n)
 
     follower = threading.Thread(target=follow, daemon=True)

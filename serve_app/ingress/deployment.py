@@ -21,7 +21,7 @@ from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, tracing_of
 from serve_app.config import ServiceConfig
-from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
@@ -39,14 +39,19 @@ class Ingress:
         self._config = config
         self._api_key = api_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
-        self._steering = Steering(config, ingress=serve.get_replica_context().replica_id.unique_id)
+        self._load_balancer = LoadBalancer(
+            config, ingress=serve.get_replica_context().replica_id.unique_id
+        )
         self._client = ServiceClient(
-            pipelines, recovery=config.recovery, tracing=self._tracing, steering=self._steering
+            pipelines,
+            recovery=config.recovery,
+            tracing=self._tracing,
+            load_balancer=self._load_balancer,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
-        self._steering.start()
+        self._load_balancer.start()
         leave_out_torch()
         app = build_api(
             self._client,
@@ -86,7 +91,7 @@ class Ingress:
 
     async def _metrics(self) -> bytes:
         pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)
-        return merged(pages) + self._steering.page()
+        return merged(pages) + self._load_balancer.page()
 
     async def _rounds(self) -> dict[str, object]:
         """Where the time of the latest rounds went."""

@@ -24,10 +24,10 @@ from serve_app.router import find_router, pipelines_of
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
-class Steering:
+class LoadBalancer:
     """One per ingress."""
 
     def __init__(self, config: ServiceConfig, *, ingress: str = "") -> None:
@@ -44,14 +44,14 @@ class Steering:
         self.sender = uuid4().hex
         """Its name to the router and to pipelines; nobody has it again, `ingress` or not."""
         self._counts = _Counts(ingress)
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
 
     def start(self) -> None:
         """Looks out from now on; needs a running event loop."""
-        if self._looking is None:
-            self._looking = asyncio.ensure_future(self._look())
+        if self._polling is None:
+            self._polling = asyncio.ensure_future(self._poll())
 
     def choose(
         self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str] = ()
@@ -98,7 +98,7 @@ class Steering:
                 return there
         return self._chooser.choose(tokens, excluded={migrated.by, *refused})
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         router: Any = None
         while True:
             try:
@@ -112,7 +112,7 @@ class Steering:
                 if not self._is_silent:
                     logger.warning("pipelines as last heard of: error=%s", error)
                 self._is_silent = True
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class _Counts:

@@ -25,7 +25,7 @@ from eesd_dist.types import Emission, Request, RequestId, RoundStats
 from eesd_dist.workers.messages import StreamItem
 from eesd_dist.workers.process import PROCESS_LOST
 from serve_app.config import RecoveryConfig
-from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.pipeline.deployment import (
     Admitted,
     Health,
@@ -74,19 +74,24 @@ class ServiceClient:
     """An `EngineClient` (serve_app.openai.client) over a handle to the pipelines."""
 
     def __init__(
-        self, pipelines: Any, *, recovery: RecoveryConfig, tracing: Tracing, steering: Steering
+        self,
+        pipelines: Any,
+        *,
+        recovery: RecoveryConfig,
+        tracing: Tracing,
+        load_balancer: LoadBalancer,
     ) -> None:
         self._pipelines = pipelines
-        self._steering = steering
+        self._load_balancer = load_balancer
         self._tracer = tracing.tracer
         self._streams = pipelines.options(stream=True)
         self._recovery = recovery
         self._open: dict[RequestId, Any] = {}
-        self._errands: set[asyncio.Task[None]] = set()
-        """What nobody waits for."""
+        self._background_tasks: set[asyncio.Task[None]] = set()
+        """Background tasks."""
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
-        self._steering.start()
+        self._load_balancer.start()
         async with aclosing(
             resumed(
                 request,
@@ -156,7 +161,9 @@ class ServiceClient:
         self, request: Request, *, journey: _Journey
     ) -> AsyncGenerator[StreamItem, None]:
         tokens = [*request.prompt, *request.generated]
-        choice = self._steering.choose(tokens, migrated=journey.migrated, refused=journey.refused)
+        choice = self._load_balancer.choose(
+            tokens, migrated=journey.migrated, refused=journey.refused
+        )
         target = None if choice is None else choice.address
         pipeline: str | None = None if choice is None else choice.pipeline
         journey.num_attempts += 1
@@ -168,7 +175,7 @@ class ServiceClient:
             request,
             target=target,
             attempt=attempt,
-            sender=self._steering.sender,
+            sender=self._load_balancer.sender,
             must_take=choice is None and bool(journey.refused),
         )
         self._open[request.request_id] = responses
@@ -179,7 +186,7 @@ class ServiceClient:
             ) as route:
                 admitted = await self._admitted(responses, pipeline)
                 route.set_attribute(names.PIPELINE, admitted.pipeline)
-            self._steering.admitted(choice, by=admitted.pipeline)
+            self._load_balancer.admitted(choice, by=admitted.pipeline)
             pipeline, target = admitted.pipeline, admitted.address
             while True:
                 try:
@@ -195,17 +202,17 @@ class ServiceClient:
             # Over a link that fails for a moment, it may go on there: it is cancelled all the same.
             is_over = False
             if isinstance(error, PROCESS_LOST) and pipeline is not None:
-                self._steering.lost(pipeline)
+                self._load_balancer.lost(pipeline)
             if isinstance(error, ray.exceptions.ActorUnavailableError):
                 self._cancel_attempt(request.request_id, attempt, at=target)
             yield _ours(error)
         except EesdError as error:
             if isinstance(error, PeerLost) and pipeline is not None:
-                self._steering.lost(pipeline)
+                self._load_balancer.lost(pipeline)
             yield error
         finally:
             if pipeline is not None:
-                self._steering.ended(pipeline, tokens)
+                self._load_balancer.ended(pipeline, tokens)
             if self._open.get(request.request_id) is responses:
                 del self._open[request.request_id]
             if not is_over:
@@ -214,11 +221,13 @@ class ServiceClient:
     def _cancel_attempt(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
         """Ray cancels no call that has failed, and behind a link that failed it may go on."""
         if at is not None:
-            self._errands.add(task := asyncio.ensure_future(self._told(request_id, attempt, at)))
-            task.add_done_callback(self._errands.discard)
+            self._background_tasks.add(
+                task := asyncio.ensure_future(self._told(request_id, attempt, at))
+            )
+            task.add_done_callback(self._background_tasks.discard)
 
     async def _told(self, request_id: RequestId, attempt: int, address: str) -> None:
-        sender, call = self._steering.sender, self._pipelines.cancel.remote
+        sender, call = self._load_balancer.sender, self._pipelines.cancel.remote
         deadline_s = time.monotonic() + _CANCEL_S
         while time.monotonic() < deadline_s:
             try:
@@ -233,7 +242,8 @@ class ServiceClient:
     async def _next(self, responses: Any, pipeline: str | None) -> Any:
         """The next item. Raises PeerLost when its pipeline is not there any more."""
         return await next_of(
-            responses, is_gone=lambda: pipeline is not None and self._steering.is_gone(pipeline)
+            responses,
+            is_gone=lambda: pipeline is not None and self._load_balancer.is_gone(pipeline),
         )
 
     async def _admitted(self, responses: Any, pipeline: str | None) -> Admitted:
@@ -264,7 +274,7 @@ class ServiceClient:
             raise EngineError(f"no pipeline within {pause_s:g} s to go on with: {lost}") from error
 
     async def _is_any_there(self) -> bool:
-        if self._steering.num_usable:
+        if self._load_balancer.num_usable:
             return True
         try:  # the router may be silent, and one that drains is better than none
             states = await self._of_all("state", timeout_s=_STATE_S)

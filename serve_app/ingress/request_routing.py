@@ -11,7 +11,7 @@ import random
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
-class TargetedRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
+class NamedReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
     """Given to the deployment of pipelines by `serve_app.app`."""
 
     async def choose_replicas(

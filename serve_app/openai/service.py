@@ -112,10 +112,10 @@ class Service:
     def _source(
         self, choice: Choice, prepared: Prepared, traceparent: str | None
     ) -> AsyncGenerator[Delta, None]:
-        joined = replace(choice.request, traceparent=traceparent)
+        traced = replace(choice.request, traceparent=traceparent)
         return generate(
             self._engine,
-            replace(choice, request=joined),
+            replace(choice, request=traced),
             codec=self._codec,
             options=prepared.text,
         )

@@ -19,7 +19,7 @@ from eesd_dist.workers.messages import HeadReport
 from serve_app.config import RouterConfig
 from serve_app.pipeline.drain import Drained
 from serve_app.router import find_router
-from serve_app.session.local_ray import joined_ray
+from serve_app.session.local_ray import connected_ray
 
 _ANSWER_TIMEOUT_S = 15.0
 _LOAD_TIMEOUT_S = 900.0
@@ -27,7 +27,7 @@ _DRAIN_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedService:
+class ServiceConnection:
     """A service within reach."""
 
     router: Any
@@ -128,16 +128,18 @@ class JoinedService:
 
 
 @contextmanager
-def joined(address: str, *, router: RouterConfig, app_name: str) -> Iterator[JoinedService]:
+def service_connection(
+    address: str, *, router: RouterConfig, app_name: str
+) -> Iterator[ServiceConnection]:
     """A Ray that this process has joined already is used as it is, and not left.
 
     Raises ConfigError where there is no such cluster, EngineError where no router is in it.
     """
     with ExitStack() as entered:
         if not ray.is_initialized():
-            entered.enter_context(joined_ray(address, shows_logs=False))
+            entered.enter_context(connected_ray(address, shows_logs=False))
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        yield JoinedService(router=find_router(router), app_name=app_name)
+        yield ServiceConnection(router=find_router(router), app_name=app_name)
 
 
 def _ours(error: Exception) -> EesdError:

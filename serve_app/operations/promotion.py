@@ -14,7 +14,7 @@ from pathlib import Path
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.workers.messages import HeadReport
 from serve_app.config import RouterConfig
-from serve_app.session.connection_file import prepare_to_join
+from serve_app.session.connection_file import prepare_to_connect
 
 _REFUSED = 2
 
@@ -66,12 +66,12 @@ def _load_head(
     router: dict[str, str],
     instead_of: Collection[str],
 ) -> list[HeadReport]:
-    address = prepare_to_join(address, port=port)
+    address = prepare_to_connect(address, port=port)
     # Ray reads the environment when it is imported.
-    from serve_app.operations.connect import joined
+    from serve_app.operations.connect import service_connection
 
     at = RouterConfig.model_validate(router)
-    with joined(address, router=at, app_name=app_name) as service:
+    with service_connection(address, router=at, app_name=app_name) as service:
         return service.load_head(folder, instead_of=instead_of)
 
 

@@ -26,8 +26,8 @@ from cluster.ray_compat import ServeStatus, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
 from serve_app.config import ServiceConfig, TelemetryConfig
-from serve_app.session.connection_file import pass_for
-from serve_app.session.local_ray import joined_ray, local_ray
+from serve_app.session.connection_file import connection_file_for
+from serve_app.session.local_ray import connected_ray, local_ray
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
     where = (
         local_ray(config, shows_logs=shows_logs)
         if address is None
-        else joined_ray(address, shows_logs=shows_logs)
+        else connected_ray(address, shows_logs=shows_logs)
     )
     say(f"starting {config.served_model_name} ...")
     try:
@@ -98,7 +98,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
     where = (
         local_ray(config, shows_logs=False)
         if address is None
-        else joined_ray(address, shows_logs=False)
+        else connected_ray(address, shows_logs=False)
     )
     with where:
         _start_serve(config)
@@ -158,7 +158,7 @@ def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
     with ExitStack() as found:
         if is_ours:
             address = ray.get_runtime_context().gcs_address
-            found.enter_context(pass_for(config.port, address=address))
+            found.enter_context(connection_file_for(config.port, address=address))
         yield
 
 

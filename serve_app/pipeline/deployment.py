@@ -34,10 +34,10 @@ from eesd_dist.workers.messages import (
     DraftStats,
     HeadReport,
     LoadReport,
+    ProcessInfo,
     StreamItem,
-    Whereabouts,
 )
-from eesd_dist.workers.process import prepare_process, whereabouts
+from eesd_dist.workers.process import prepare_process, process_info
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.drain import AskServe, Drained, Draining
@@ -134,7 +134,7 @@ class Ledger:
     """Whose streams would be broken off with this pipeline, and where its replica runs."""
 
     pipeline: str
-    whereabouts: Whereabouts
+    process_info: ProcessInfo
     live: tuple[RequestId, ...]
 
 
@@ -324,7 +324,7 @@ class Pipeline:
         )
 
     async def ledger(self) -> Ledger:
-        return Ledger(pipeline=self._name, whereabouts=whereabouts(), live=self._streams.live)
+        return Ledger(pipeline=self._name, process_info=process_info(), live=self._streams.live)
 
     async def stats(self) -> DraftStats:
         stats: DraftStats = await self._of_drafter("stats")
@@ -425,9 +425,9 @@ class Pipeline:
 def _worker_report(worker: Worker, load: LoadReport | None) -> WorkerReport:
     return WorkerReport(
         name=worker.slot.name,
-        pid=worker.whereabouts.pid,
-        host=worker.whereabouts.host,
-        node_id=worker.whereabouts.node_id,
+        pid=worker.process_info.pid,
+        host=worker.process_info.host,
+        node_id=worker.process_info.node_id,
         loaded_bytes=None if load is None else load.bytes_done,
         load_s=None if load is None else load.seconds,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,

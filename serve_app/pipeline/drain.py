@@ -102,7 +102,7 @@ class Draining:
         """For as long as the pipeline lives."""
         while True:
             try:
-                await self._look()
+                await self._poll()
             except Exception:  # whatever it was: without this watch no stream would ever leave
                 logger.exception("drain watch goes on: pipeline=%s", self._pipeline)
             await asyncio.sleep(self._period_s)
@@ -155,7 +155,7 @@ class Draining:
             finally:
                 self._exits.discard(way_out)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         was, self._by_serve = self._by_serve, await self._is_left_out()
         if was != self._by_serve:
             logger.info("draining=%s: pipeline=%s", self._by_serve, self._pipeline)

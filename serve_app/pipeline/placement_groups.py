@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _WISH_WAIT_S = 5.0
 """How long a place is waited for that is only wished for."""
-_LOOK_S = 1.0
+_POLL_STATUS_S = 1.0
 _TELL_S = 10.0
 
 
@@ -91,7 +91,7 @@ class PlacementGroups:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await asyncio.to_thread(self._look)
+                await asyncio.to_thread(self._poll)
             except Exception:  # what Ray says while its head is away; it is asked again
                 logger.exception("places not looked after: pipeline=%s", self._name)
             if self._missing and loop.time() - told_s > _TELL_S:
@@ -99,9 +99,9 @@ class PlacementGroups:
                 logger.warning(
                     "waiting for a place: pipeline=%s %s", self._name, ". ".join(self._missing)
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_STATUS_S)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         missing = []
         for at, placed in enumerate(self._groups):
             if _is_placed(placed.group):

@@ -91,8 +91,8 @@ class Supervisor:
         """Earlier times together."""
         self._is_failing_back = False
         self._promotion: Promotion | None = None
-        self._errands: set[asyncio.Future[None]] = set()
-        """What nobody waits for."""
+        self._background_tasks: set[asyncio.Future[None]] = set()
+        """Background tasks."""
         self._worker_group: asyncio.Future[WorkerGroup] = asyncio.get_running_loop().create_future()
         self.streams = Streams(
             pipeline=pipeline,
@@ -395,13 +395,13 @@ class Supervisor:
         self._raise_if_hopeless()
         self._run(self._migrate_streams(group))
 
-    def _run(self, errand: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(errand)
-        self._errands.add(task)
+    def _run(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background_tasks.add(task)
         task.add_done_callback(self._ran)
 
     def _ran(self, task: "asyncio.Future[None]") -> None:
-        self._errands.discard(task)
+        self._background_tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
 

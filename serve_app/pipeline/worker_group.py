@@ -308,7 +308,7 @@ class WorkerGroup:
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await worker.ask("whereabouts", "call")
+                    await worker.ask("process_info", "call")
             except TimeoutError:
                 return PeerLost(
                     peer=worker.label,
@@ -399,7 +399,7 @@ class WorkerGroup:
         if worker.slot.rank is not None or self._cost is None:
             return []
         node_id, cost = self._cost
-        return [cost] if node_id == worker.whereabouts.node_id else []
+        return [cost] if node_id == worker.process_info.node_id else []
 
     def _prepare_for_deaths(self) -> None:
         """Beside the first rounds: what would otherwise be done while streams wait."""
@@ -427,7 +427,7 @@ class WorkerGroup:
             logger.warning("costs not learnt: %s error=%s", drafter.label, error)
         else:
             cost = control.cost
-            self._cost = None if cost is None else (drafter.whereabouts.node_id, cost)
+            self._cost = None if cost is None else (drafter.process_info.node_id, cost)
 
     def _culprit(self, ends: dict[Worker, EesdError | None]) -> EesdError:
         """The most telling of what is known: a death, then a bug, then a rank's complaint."""

@@ -25,10 +25,10 @@ from eesd_dist.errors import (
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     LoadReport,
+    ProcessInfo,
     RouterAdvice,
     RouterNews,
     TelemetryOptions,
-    Whereabouts,
 )
 from eesd_dist.workers.process import PROCESS_LOST, thread_environment
 from eesd_dist.workers.rank_actor import RankActor
@@ -75,7 +75,7 @@ class Worker:
 
     slot: RankSlot
     handle: Any
-    whereabouts: Whereabouts
+    process_info: ProcessInfo
     death: asyncio.Future[str]
     """Done when the process behind the actor is gone; why."""
 
@@ -86,7 +86,7 @@ class Worker:
 
     @property
     def label(self) -> str:
-        return f"{self.slot.name} (pid {self.whereabouts.pid} on {self.whereabouts.host})"
+        return f"{self.slot.name} (pid {self.process_info.pid} on {self.process_info.host})"
 
     @property
     def is_dead(self) -> bool:
@@ -98,7 +98,7 @@ class Worker:
         return Worker(
             slot=replace(self.slot, name=name, stage="draft", rank=self.slot.rank or None),
             handle=FallbackHandle(self.handle),
-            whereabouts=self.whereabouts,
+            process_info=self.process_info,
             death=self.death,
             host=self,
         )
@@ -126,7 +126,7 @@ class Worker:
             return False
         try:
             async with asyncio.timeout(_PING_S):
-                await self.ask("whereabouts", "leave")
+                await self.ask("process_info", "leave")
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 return bool(await self.ask("leave", "leave"))
         except (EngineError, TimeoutError) as error:
@@ -241,7 +241,7 @@ class Workers:
     async def _spawn(self, slot: RankSlot, operation: str) -> Worker:
         handle = self._create_actor(slot)
         try:
-            whereabouts = await handle.whereabouts.remote()
+            process_info = await handle.process_info.remote()
         except BaseException as error:
             ray.kill(handle)  # else it keeps the bundle that the next attempt needs
             if isinstance(error, Exception):
@@ -250,7 +250,7 @@ class Workers:
         return Worker(
             slot=slot,
             handle=handle,
-            whereabouts=whereabouts,
+            process_info=process_info,
             death=asyncio.ensure_future(_death_of(handle)),
         )
 

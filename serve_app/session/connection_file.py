@@ -1,7 +1,7 @@
 """How another command of the same user finds a service that `eesd serve` has started.
 
 Its Ray takes in only who has its token. The token and the address lie in a file that only this user
-can read, named by the service's port, for as long as the service runs. A killed one leaves its pass
+can read, named by the service's port, for as long as the service runs. A killed one leaves its file
 behind, so before anybody waits for Ray the address is tried. Nothing here imports Ray, which reads
 the token when it is first asked for it.
 """
@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class ConnectionFile:
     """The way into one local Ray."""
 
     address: str
@@ -32,19 +32,21 @@ class Pass:
 
 
 @contextmanager
-def pass_for(port: int, *, address: str) -> Iterator[None]:
+def connection_file_for(port: int, *, address: str) -> Iterator[None]:
     """Within the block the service on this port can be found by its user's other commands."""
     file = _file(port)
-    _write_private(file, json.dumps(asdict(Pass(address=address, token=os.environ[TOKEN]))))
+    _write_private(
+        file, json.dumps(asdict(ConnectionFile(address=address, token=os.environ[TOKEN])))
+    )
     try:
         yield
     finally:
         file.unlink(missing_ok=True)
-        with suppress(OSError):  # another service's pass may lie there still
+        with suppress(OSError):  # another service's file may lie there still
             file.parent.rmdir()
 
 
-def prepare_to_join(address: str | None, *, port: int) -> str:
+def prepare_to_connect(address: str | None, *, port: int) -> str:
     """Sets the environment for `ray.init` and returns the address to give to it.
 
     Raises ConfigError when no address is named and no service of this user has the port, or none
@@ -113,7 +115,7 @@ def _write_private(file: Path, content: str) -> None:
     draft.replace(file)
 
 
-def _read_private(file: Path) -> Pass:
+def _read_private(file: Path) -> ConnectionFile:
     """Raises FileNotFoundError where there is none, ConfigError for what we did not write."""
     _require_private(file.parent)
     try:
@@ -134,13 +136,13 @@ def _read_private(file: Path) -> Pass:
             content = json.load(opened)
             address, token = content["address"], content["token"]
         except (ValueError, TypeError, KeyError) as error:
-            raise _no_pass(file) from error
+            raise _not_a_connection_file(file) from error
     if not isinstance(address, str) or not isinstance(token, str):
-        raise _no_pass(file)
-    return Pass(address=address, token=token)
+        raise _not_a_connection_file(file)
+    return ConnectionFile(address=address, token=token)
 
 
-def _no_pass(file: Path) -> ConfigError:
+def _not_a_connection_file(file: Path) -> ConfigError:
     return ConfigError(
         f"{file}: expected a service's address and token: remove it, and start the service again"
     )

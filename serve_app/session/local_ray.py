@@ -48,7 +48,7 @@ def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> 
 
 
 @contextmanager
-def joined_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
+def connected_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
     """Within the block this process belongs to a cluster that somebody else runs."""
     if is_silent(address):
         raise ConfigError(

@@ -26,7 +26,7 @@ from eesd_dist.types import Emission, Request, RequestId, SamplingParams, Specul
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.operations.connect import JoinedService, joined
+from serve_app.operations.connect import ServiceConnection, service_connection
 from serve_app.operations.promotion import promote
 from serve_app.operations.serving import deploy
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
@@ -259,7 +259,9 @@ def test_no_spool_no_metric(service: Running) -> None:
 
 
 def _joined(service: Running) -> Any:
-    return joined("here", router=service.config.router, app_name=service.config.app_name)
+    return service_connection(
+        "here", router=service.config.router, app_name=service.config.app_name
+    )
 
 
 def _sha(service: Running) -> str:
@@ -277,7 +279,7 @@ def test_a_head_is_promoted_under_a_running_stream_and_the_text_stays(
 
     items = learning.items(long)
     emissions = [emission for _, item in zip(range(6), items, strict=False) for emission in item]
-    admin: JoinedService
+    admin: ServiceConnection
     with _joined(learning) as admin:
         (report,) = admin.load_head(str(heads["always"]))
     for item in items:

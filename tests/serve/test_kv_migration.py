@@ -16,9 +16,9 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app
 from serve_app.config import ServiceConfig, service_config
-from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
-from serve_app.operations.connect import JoinedService
+from serve_app.operations.connect import ServiceConnection
 from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import PipelineState
 from serve_app.pipeline.drain import Drained
@@ -59,12 +59,12 @@ class Sending:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.handle = serve.get_deployment_handle("Pipeline", config.app_name)
-        self.steering = Steering(config)
+        self.load_balancer = LoadBalancer(config)
         self._client = ServiceClient(
             self.handle,
             recovery=config.recovery,
             tracing=Tracing(),
-            steering=self.steering,
+            load_balancer=self.load_balancer,
         )
         self.num_tokens: dict[RequestId, int] = {}
         self._enough = MAX_TOKENS
@@ -102,7 +102,7 @@ class Sending:
 
     def _num_moves(self) -> int:
         found = re.search(
-            rb"^eesd_router_migrations_total\S* (\S+)$", self.steering.page(), re.MULTILINE
+            rb"^eesd_router_migrations_total\S* (\S+)$", self.load_balancer.page(), re.MULTILINE
         )
         assert found is not None
         return int(float(found[1]))
@@ -117,8 +117,8 @@ async def _until(holds: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
-    sending.steering.start()
-    await _until(lambda: sending.steering.num_usable == 2)
+    sending.load_balancer.start()
+    await _until(lambda: sending.load_balancer.num_usable == 2)
     yield sending
 
 
@@ -149,7 +149,7 @@ def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_
     async def story() -> None:
         async with _sending(config) as sending:
             streams, (one, two) = await _begun(sending, _requests("migrated", 3, topic=0))
-            operator = JoinedService(router=None, app_name=NAME)
+            operator = ServiceConnection(router=None, app_name=NAME)
             drained: Drained = await asyncio.to_thread(operator.drain, one.pipeline)
             report = drained.migration
             assert report is not None

@@ -23,9 +23,9 @@ from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import application_of
 from serve_app.cli.main import main
 from serve_app.config import ServiceConfig, service_config
-from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
-from serve_app.operations.connect import JoinedService
+from serve_app.operations.connect import ServiceConnection
 from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import Admitted, PipelineState
 from tests.support.toy_stages import ToyStages, held, toy_token
@@ -80,7 +80,7 @@ def _expected(request: Request) -> list[int]:
     return [toy_token(request, start + i) for i in range(request.sampling.max_tokens)]
 
 
-class Watched(Steering):
+class Watched(LoadBalancer):
     """Remembers who took each request."""
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -94,8 +94,8 @@ class Watched(Steering):
 
     def ask_no_more(self) -> None:
         """To the router it is as good as dead."""
-        assert self._looking is not None
-        self._looking.cancel()
+        assert self._polling is not None
+        self._polling.cancel()
 
     def admitted(self, choice: Choice | None, *, by: str) -> None:
         super().admitted(choice, by=by)
@@ -107,12 +107,12 @@ class Sending:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.handle = serve.get_deployment_handle("Pipeline", config.app_name)
-        self.steering = Watched(config)
+        self.load_balancer = Watched(config)
         self._client = ServiceClient(
             self.handle,
             recovery=config.recovery,
             tracing=Tracing(),
-            steering=self.steering,
+            load_balancer=self.load_balancer,
         )
 
     async def tokens(self, request: Request) -> list[int]:
@@ -134,17 +134,17 @@ class Sending:
     async def all_idle(self) -> None:
         """Until nothing of the test before is left in what pipelines have said of themselves."""
         async with asyncio.timeout(60.0):
-            while self.steering.num_idle != 2:  # noqa: ASYNC110  # the directory is elsewhere
+            while self.load_balancer.num_idle != 2:  # noqa: ASYNC110  # the directory is elsewhere
                 await asyncio.sleep(0.05)
 
     async def known(self, count: int) -> None:
         """Until the lookout knows so many pipelines that take requests."""
         async with asyncio.timeout(60.0):
-            while self.steering.num_usable != count:  # noqa: ASYNC110  # the directory is elsewhere
+            while self.load_balancer.num_usable != count:  # noqa: ASYNC110  # the directory is elsewhere
                 await asyncio.sleep(0.05)
 
     def counted(self, name: str) -> float:
-        families = text_string_to_metric_families(self.steering.page().decode())
+        families = text_string_to_metric_families(self.load_balancer.page().decode())
         return next(s.value for f in families for s in f.samples if s.name == name)
 
 
@@ -159,7 +159,7 @@ class Apart:
 
     async def tokens(self, requests: Sequence[Request]) -> list[list[int]]:
         sending = Sending(self._config)
-        sending.steering.start()
+        sending.load_balancer.start()
         await sending.known(2)  # and so the router knows of it
         return await asyncio.gather(*[sending.tokens(request) for request in requests])
 
@@ -167,7 +167,7 @@ class Apart:
 @asynccontextmanager
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
-    sending.steering.start()
+    sending.load_balancer.start()
     await sending.all_idle()
     yield sending
 
@@ -183,7 +183,7 @@ def test_a_conversation_stays_with_its_pipeline(config: ServiceConfig) -> None:
                 again = [*first.prompt, *said, 5, 6]
                 second = _request(f"turn-2-{i}", prompt=again, max_tokens=12)
                 assert await sending.tokens(second) == _expected(second)
-                assert sending.steering.takers[-1] == sending.steering.takers[-2]
+                assert sending.load_balancer.takers[-1] == sending.load_balancer.takers[-2]
                 assert sending.counted("eesd_router_prefix_hits_total") == i + 1
             # All of the first turn but what does not fill a page of 4: 52 of 54 tokens.
             assert sending.counted("eesd_router_prefix_tokens_total") == 4 * 52
@@ -205,7 +205,7 @@ def test_a_crowd_is_spread_over_the_pipelines_before_they_have_said_a_word(
             texts = await asyncio.gather(*[sending.tokens(request) for request in crowd])
             assert texts == [_expected(request) for request in crowd]
             # What was just over may still stand in what a pipeline has said.
-            counts = Counter(sending.steering.takers)
+            counts = Counter(sending.load_balancer.takers)
             assert min(counts.values()) >= 5
             assert counts.total() == 12
 
@@ -222,7 +222,7 @@ def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_t
                 streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
                 await sending.until(_both_serve(len(crowd)))
                 one, two = await sending.states()
-                operator = JoinedService(router=None, app_name=NAME)
+                operator = ServiceConnection(router=None, app_name=NAME)
                 drained = await asyncio.to_thread(operator.drain, one.pipeline)
                 assert drained.num_migrated == one.num_live
                 with pytest.raises(ConfigError, match="no other pipeline takes requests"):
@@ -231,7 +231,7 @@ def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_t
                 await sending.known(1)
                 late = _request("late", max_tokens=8)
                 assert await sending.tokens(late) == _expected(late)
-                assert sending.steering.takers[-1] == two.pipeline
+                assert sending.load_balancer.takers[-1] == two.pipeline
                 # Even sent straight to it, a request is served elsewhere.
                 astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
                 assert [type(item) for item in [i async for i in astray]] == [Admitted, Migrated]
@@ -242,7 +242,7 @@ def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_t
             await sending.known(2)
             more = [_request(f"more-{i}", max_tokens=20) for i in range(4)]
             await asyncio.gather(*[sending.tokens(request) for request in more])
-            assert one.pipeline in sending.steering.takers[-4:]
+            assert one.pipeline in sending.load_balancer.takers[-4:]
             with pytest.raises(ConfigError, match="no pipeline 'nobody'"):
                 await asyncio.to_thread(operator.drain, "nobody")
 
@@ -284,7 +284,7 @@ def test_streams_of_a_killed_ingress_end_and_those_of_a_frozen_or_a_mute_one_go_
             killed, frozen = [ray.remote(Apart).options(num_cpus=0).remote(config) for _ in "12"]
             pid, frozen_pid = await killed.pid.remote(), await frozen.pid.remote()
             mute = Sending(config)
-            mute.steering.start()
+            mute.load_balancer.start()
             await mute.known(2)
             crowd = [_request(f"unread-{i}", max_tokens=400) for i in range(6)]
             own, late, lone = [_request(name, max_tokens=40) for name in ("own", "late", "lone")]
@@ -296,8 +296,10 @@ def test_streams_of_a_killed_ingress_end_and_those_of_a_frozen_or_a_mute_one_go_
                     await sending.until(_live(9))
                     os.kill(frozen_pid, signal.SIGSTOP)
                     os.kill(pid, signal.SIGKILL)
-                    mute.steering.ask_no_more()
-                    await sending.until(lambda s: _live(2)(s) and len(mute.steering.takers) >= 2)
+                    mute.load_balancer.ask_no_more()
+                    await sending.until(
+                        lambda s: _live(2)(s) and len(mute.load_balancer.takers) >= 2
+                    )
                     assert await sending.num_running() == 2
                     with pytest.raises(ray.exceptions.RayActorError):
                         await unread

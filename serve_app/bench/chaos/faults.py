@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.loop import LOOP_THREAD
-from eesd_dist.workers.messages import Whereabouts
+from eesd_dist.workers.messages import ProcessInfo
 
 if TYPE_CHECKING:
     from serve_app.pipeline.deployment import Ledger, PipelineState, WorkerReport
@@ -42,7 +42,7 @@ class Targets(Protocol):
         """One of the pipelines that answer, and its requests."""
         ...
 
-    async def router(self) -> Whereabouts: ...
+    async def router(self) -> ProcessInfo: ...
     async def replaced(self, pid: int) -> bool:
         """Waits until no pipeline has this process any more; False when that takes too long."""
         ...
@@ -51,20 +51,20 @@ class Targets(Protocol):
 class Processes(Protocol):
     """The processes of the service, on any node."""
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts, name: str) -> None:
+    async def send(self, number: signal.Signals, *, to: ProcessInfo, name: str) -> None:
         """Raises EngineError when the process is gone."""
         ...
 
-    async def release(self, number: signal.Signals, *, of: Whereabouts) -> None:
+    async def release(self, number: signal.Signals, *, of: ProcessInfo) -> None:
         """Signals a frozen process, again and again while that fails."""
         ...
 
-    async def stop_thread(self, thread: str, *, of: Whereabouts) -> None:
+    async def stop_thread(self, thread: str, *, of: ProcessInfo) -> None:
         """Stops one thread of a process; the others go on."""
         ...
 
-    async def resume_thread(self, *, of: Whereabouts) -> None: ...
-    def disconnect(self, one: Whereabouts, other: Whereabouts) -> int:
+    async def resume_thread(self, *, of: ProcessInfo) -> None: ...
+    def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
         """Shuts every TCP connection between two processes; returns how many there were."""
         ...
 
@@ -104,7 +104,7 @@ class Hit:
     pipeline: "PipelineState | None" = None
     """As it was before; None where the fault hits no pipeline."""
     ledger: "Ledger | None" = None
-    router: Whereabouts | None = None
+    router: ProcessInfo | None = None
     """The router that was hit, if one was."""
 
 
@@ -167,8 +167,8 @@ def _kill(
 async def _kill_replica(
     means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
-    victim = f"replica of {state.pipeline} (pid {ledger.whereabouts.pid})"
-    await means.processes.send(signal.SIGKILL, to=ledger.whereabouts, name=victim)
+    victim = f"replica of {state.pipeline} (pid {ledger.process_info.pid})"
+    await means.processes.send(signal.SIGKILL, to=ledger.process_info, name=victim)
     return victim
 
 
@@ -254,8 +254,8 @@ def _one_of(state: "PipelineState", prefixes: tuple[str, ...], choice: int) -> "
     return workers[choice // 7 % len(workers)]
 
 
-def _process_of(worker: "WorkerReport") -> Whereabouts:
-    return Whereabouts(pid=worker.pid, host=worker.host, node_id=worker.node_id)
+def _process_of(worker: "WorkerReport") -> ProcessInfo:
+    return ProcessInfo(pid=worker.pid, host=worker.host, node_id=worker.node_id)
 
 
 def _label(worker: "WorkerReport") -> str:

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eesd_dist.errors import ConfigError, EngineError
-from eesd_dist.workers.messages import Whereabouts
+from eesd_dist.workers.messages import ProcessInfo
 
 _PROC = Path("/proc")
 _ESTABLISHED = "01"
@@ -41,7 +41,7 @@ Connection = tuple[tuple[str, int], tuple[str, int]]
 class Signals(Protocol):
     """A way to send a signal to a process, wherever it runs."""
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
+    async def send(self, number: signal.Signals, *, to: ProcessInfo) -> bool:
         """False when there is no such process any more."""
         ...
 
@@ -49,7 +49,7 @@ class Signals(Protocol):
 class SignalsOverRay:
     """Directly on this node, through a task on the others."""
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
+    async def send(self, number: signal.Signals, *, to: ProcessInfo) -> bool:
         if to.node_id == ray.get_runtime_context().get_node_id():
             return _send(to.pid, number)
         there = NodeAffinitySchedulingStrategy(to.node_id, soft=False)
@@ -69,7 +69,7 @@ class SignalsByCommand:
 
     template: str
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts) -> bool:
+    async def send(self, number: signal.Signals, *, to: ProcessInfo) -> bool:
         await run_command(self.template, host=to.host, pid=to.pid, signal=number.name[3:])
         return True
 
@@ -128,7 +128,7 @@ class ThreadStops:
     def __init__(self) -> None:
         self._stoppers: dict[int, Any] = {}
 
-    async def stop(self, thread: str, *, of: Whereabouts) -> None:
+    async def stop(self, thread: str, *, of: ProcessInfo) -> None:
         """Raises EngineError when it cannot."""
         there = NodeAffinitySchedulingStrategy(of.node_id, soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": there}
@@ -143,7 +143,7 @@ class ThreadStops:
         if not is_stopped:
             raise EngineError(f"pid {of.pid} on {of.host} has no thread {thread} any more")
 
-    async def resume(self, *, of: Whereabouts) -> None:
+    async def resume(self, *, of: ProcessInfo) -> None:
         ray.kill(self._stoppers.pop(of.pid))
 
 

@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
-from eesd_dist.workers.messages import Whereabouts
+from eesd_dist.workers.messages import ProcessInfo
 from serve_app.bench.chaos.faults import Hit, Means, PlannedFault, fault_named
 from serve_app.bench.chaos.reach import Signals, ThreadStops, run_command, sever
 from serve_app.bench.chaos.report import InjectedFault
@@ -102,12 +102,12 @@ class Service:
         ledgers: list[Ledger] = await self._of_all("ledger")
         return next((ledger for ledger in ledgers if ledger.pipeline == pipeline), None)
 
-    async def router(self) -> Whereabouts:
+    async def router(self) -> ProcessInfo:
         """Raises EngineError when it does not answer."""
         try:
             handle = find_router(self._config.router)
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                found: Whereabouts = await handle.whereabouts.remote()
+                found: ProcessInfo = await handle.process_info.remote()
         except (TimeoutError, RayError) as error:
             raise EngineError(f"the router does not answer: {error!r}") from error
         return found
@@ -143,7 +143,7 @@ class _Targets:
             raise EngineError(f"pipeline {state.pipeline} was not there")
         return state, ledger
 
-    async def router(self) -> Whereabouts:
+    async def router(self) -> ProcessInfo:
         return await self._service.router()
 
     async def replaced(self, pid: int) -> bool:
@@ -161,20 +161,20 @@ class _Processes:
         self._signals = signals
         self._threads = ThreadStops()
 
-    async def stop_thread(self, thread: str, *, of: Whereabouts) -> None:
+    async def stop_thread(self, thread: str, *, of: ProcessInfo) -> None:
         await self._threads.stop(thread, of=of)
 
-    async def resume_thread(self, *, of: Whereabouts) -> None:
+    async def resume_thread(self, *, of: ProcessInfo) -> None:
         await self._threads.resume(of=of)
 
-    async def send(self, number: signal.Signals, *, to: Whereabouts, name: str) -> None:
+    async def send(self, number: signal.Signals, *, to: ProcessInfo, name: str) -> None:
         if not await self._signals.send(number, to=to):
             raise EngineError(f"{name} had gone already")
 
-    async def release(self, number: signal.Signals, *, of: Whereabouts) -> None:
+    async def release(self, number: signal.Signals, *, of: ProcessInfo) -> None:
         await _persistently(lambda: self._signals.send(number, to=of))
 
-    def disconnect(self, one: Whereabouts, other: Whereabouts) -> int:
+    def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
         try:
             return sever(one.pid, other.pid)
         except OSError as error:  # no right to, or one of them has gone
@@ -303,7 +303,7 @@ class FaultInjector:
             (s.pipeline, s.epoch) == (before.pipeline, before.epoch) for s in states
         )
 
-    async def _is_other_router(self, before: Whereabouts) -> bool:
+    async def _is_other_router(self, before: ProcessInfo) -> bool:
         try:
             return (await self._service.router()).pid != before.pid
         except EngineError:

@@ -17,7 +17,7 @@ from eesd_dist.types import Emission, FinishReason, Request, RequestId, Sampling
 from eesd_dist.workers.messages import StreamItem
 from serve_app.config import RecoveryConfig
 from serve_app.ingress import pipeline_client
-from serve_app.ingress.load_balancing import Steering
+from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient, answered, next_of
 from serve_app.pipeline.deployment import Admitted
 
@@ -123,7 +123,7 @@ async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
         handle,
         recovery=RecoveryConfig(stream_pause_s=2.0, max_interruptions=1),
         tracing=Tracing(),
-        steering=cast(Steering, lookout),
+        load_balancer=cast(LoadBalancer, lookout),
     )
     return [token async for e in client.stream(REQUEST) for token in e.tokens]
 

@@ -16,7 +16,7 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers import drafting_actor, rank_actor
 from eesd_dist.workers.drafting_actor import DraftActor
-from eesd_dist.workers.messages import TelemetryOptions, Whereabouts
+from eesd_dist.workers.messages import ProcessInfo, TelemetryOptions
 from eesd_dist.workers.rank_actor import RankActor
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline import worker_group
@@ -162,8 +162,8 @@ def _kills_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module.ray, "kill", lambda handle: handle.killed.set())
     monkeypatch.setattr(worker_group, "_GRACE_S", 0.01)
     for module in (drafting_actor, rank_actor):  # Ray would be started to be asked
-        here = Whereabouts(pid=1, host="here", node_id="n")
-        monkeypatch.setattr(module, "whereabouts", lambda here=here: here)
+        here = ProcessInfo(pid=1, host="here", node_id="n")
+        monkeypatch.setattr(module, "process_info", lambda here=here: here)
 
 
 def _request(name: str, *, max_tokens: int) -> Request:

@@ -16,9 +16,9 @@ from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Address,
     Epoch,
+    ProcessInfo,
     StreamItem,
     TelemetryOptions,
-    Whereabouts,
 )
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline.placement import RankSlot
@@ -88,7 +88,7 @@ class Pipeline:
         self.worker = Worker(
             slot=RankSlot(name="drafting actor", rank=None, resources={}),
             handle=_Handle(self.actor),
-            whereabouts=Whereabouts(pid=1, host="here", node_id="n"),
+            process_info=ProcessInfo(pid=1, host="here", node_id="n"),
             death=asyncio.get_running_loop().create_future(),
         )
         self.streams = Streams(

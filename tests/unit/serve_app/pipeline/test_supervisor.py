@@ -153,7 +153,7 @@ def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
 def test_places_are_looked_after_again_when_looking_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placement_groups, "_LOOK_S", 0.01)
+    monkeypatch.setattr(placement_groups, "_POLL_STATUS_S", 0.01)
     num_looks = 0
 
     def look() -> None:
@@ -163,7 +163,7 @@ def test_places_are_looked_after_again_when_looking_has_failed(
 
     async def run() -> None:
         groups = placement_groups.PlacementGroups([], name="p")
-        monkeypatch.setattr(groups, "_look", look)
+        monkeypatch.setattr(groups, "_poll", look)
         keeping = asyncio.ensure_future(groups.keep())
         await asyncio.sleep(0.2)
         assert not keeping.done()

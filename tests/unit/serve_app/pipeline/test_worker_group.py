@@ -45,8 +45,8 @@ class _Spawns(Workers):
         self._answers = answers
 
     def _create_actor(self, slot: RankSlot) -> Any:
-        whereabouts = SimpleNamespace(remote=self._answers[slot.name])
-        return SimpleNamespace(name=slot.name, whereabouts=whereabouts)
+        process_info = SimpleNamespace(remote=self._answers[slot.name])
+        return SimpleNamespace(name=slot.name, process_info=process_info)
 
 
 def test_when_one_new_worker_fails_those_who_are_still_coming_are_sent_away(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import ConfigError
-from serve_app.session.connection_file import is_silent, pass_for, prepare_to_join
-from serve_app.session.local_ray import joined_ray
+from serve_app.session.connection_file import connection_file_for, is_silent, prepare_to_connect
+from serve_app.session.local_ray import connected_ray
 
 
 @pytest.fixture(autouse=True)
@@ -36,53 +36,56 @@ def dead() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_pass_leads_to_its_service_and_goes_with_it(
+def test_a_connection_file_leads_to_its_service_and_goes_with_it(
     private: Path, alive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pass_for(8000, address=alive):
+    with connection_file_for(8000, address=alive):
         (file,) = private.iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         monkeypatch.setenv("RAY_AUTH_TOKEN", "of another Ray")
-        assert prepare_to_join(None, port=8000) == alive
+        assert prepare_to_connect(None, port=8000) == alive
         assert os.environ["RAY_AUTH_TOKEN"] == "t0ken"
         with pytest.raises(ConfigError, match="port 8001"):
-            prepare_to_join(None, port=8001)
+            prepare_to_connect(None, port=8001)
     assert not private.exists()
 
 
-def test_two_services_have_a_pass_each(private: Path, alive: str) -> None:
+def test_two_services_have_a_connection_file_each(private: Path, alive: str) -> None:
     other = alive.replace("127.0.0.1", "localhost")
-    with pass_for(8000, address=alive):
-        with pass_for(8001, address=other):
-            assert prepare_to_join(None, port=8000) == alive
-            assert prepare_to_join(None, port=8001) == other
-        assert prepare_to_join(None, port=8000) == alive
+    with connection_file_for(8000, address=alive):
+        with connection_file_for(8001, address=other):
+            assert prepare_to_connect(None, port=8000) == alive
+            assert prepare_to_connect(None, port=8001) == other
+        assert prepare_to_connect(None, port=8000) == alive
         assert len(list(private.iterdir())) == 1
 
 
 def test_a_folder_that_others_can_read_gets_no_token(private: Path) -> None:
     private.mkdir(mode=0o755)
     private.chmod(0o755)
-    with pytest.raises(ConfigError, match="only you can read"), pass_for(8000, address="a:1"):
+    with (
+        pytest.raises(ConfigError, match="only you can read"),
+        connection_file_for(8000, address="a:1"),
+    ):
         pytest.fail("a token was written")
     assert list(private.iterdir()) == []
 
 
-def test_a_cluster_that_is_named_needs_no_pass() -> None:
-    assert prepare_to_join("ray.example:6379", port=8000) == "ray.example:6379"
+def test_a_cluster_that_is_named_needs_no_connection_file() -> None:
+    assert prepare_to_connect("ray.example:6379", port=8000) == "ray.example:6379"
 
 
-def test_the_pass_of_a_killed_service_is_named_and_nobody_waits_for_it(
+def test_the_connection_file_of_a_killed_service_is_named_and_nobody_waits_for_it(
     private: Path, dead: str
 ) -> None:
     began_s = time.perf_counter()
-    with pass_for(8000, address=dead), pytest.raises(ConfigError) as refused:
-        prepare_to_join(None, port=8000)
+    with connection_file_for(8000, address=dead), pytest.raises(ConfigError) as refused:
+        prepare_to_connect(None, port=8000)
     assert "the service on port 8000 is gone" in str(refused.value)
     assert str(private / "service-8000.json") in str(refused.value)
     with pytest.raises(ConfigError, match="nothing takes a connection"):
-        joined_ray(dead, shows_logs=False).__enter__()
+        connected_ray(dead, shows_logs=False).__enter__()
     assert time.perf_counter() - began_s < 2.0
 
 
@@ -92,19 +95,21 @@ def test_what_is_no_host_and_port_is_left_to_ray(address: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"address": 1, "token": "t"}', "{\xff"])
-def test_a_file_that_is_no_pass_is_named(private: Path, content: str, alive: str) -> None:
-    with pass_for(8000, address=alive):
+def test_a_file_that_is_no_connection_file_is_named(
+    private: Path, content: str, alive: str
+) -> None:
+    with connection_file_for(8000, address=alive):
         file = private / "service-8000.json"
         file.write_bytes(content.encode("latin-1"))
         with pytest.raises(ConfigError, match=r"service-8000\.json.*remove it"):
-            prepare_to_join(None, port=8000)
+            prepare_to_connect(None, port=8000)
 
 
 @pytest.mark.parametrize("planted", ["readable file", "link", "pipe", "readable folder"])
-def test_a_pass_that_somebody_else_may_have_planted_is_not_followed(
+def test_a_connection_file_that_somebody_else_may_have_planted_is_not_followed(
     private: Path, planted: str, alive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pass_for(8000, address=alive):
+    with connection_file_for(8000, address=alive):
         monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
         file = private / "service-8000.json"
         if planted == "readable file":
@@ -116,14 +121,14 @@ def test_a_pass_that_somebody_else_may_have_planted_is_not_followed(
             make = os.mkfifo if planted == "pipe" else lambda at, mode: at.symlink_to("elsewhere")
             make(file, 0o644)
         with pytest.raises(ConfigError, match="remove it"):
-            prepare_to_join(None, port=8000)
+            prepare_to_connect(None, port=8000)
         assert os.environ["RAY_AUTH_TOKEN"] == "mine"
 
 
-def test_a_pass_of_another_user_is_not_followed(
+def test_a_connection_file_of_another_user_is_not_followed(
     alive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pass_for(8000, address=alive):
+    with connection_file_for(8000, address=alive):
         monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
         with pytest.raises(ConfigError, match="only you can read"):
-            prepare_to_join(None, port=8000)
+            prepare_to_connect(None, port=8000)

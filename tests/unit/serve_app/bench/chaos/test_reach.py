@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import ConfigError, EngineError
-from eesd_dist.workers.messages import Whereabouts
+from eesd_dist.workers.messages import ProcessInfo
 from serve_app.bench.chaos.reach import SignalsByCommand, ThreadStopper, run_command, sever
 
 pytestmark = pytest.mark.skipif(
@@ -76,7 +76,7 @@ def test_a_command_of_the_operators_is_told_host_pid_and_signal(tmp_path: Path) 
     said = tmp_path / "said"
     script = f"open({str(said)!r}, 'w').write(' '.join(__import__('sys').argv[1:]))"
     command = f'{sys.executable} -c "{script}" {{host}} {{pid}} {{signal}}'
-    at = Whereabouts(pid=12, host="10.0.0.7", node_id="n")
+    at = ProcessInfo(pid=12, host="10.0.0.7", node_id="n")
     assert asyncio.run(SignalsByCommand(command).send(signal.SIGKILL, to=at))
     assert said.read_text() == "10.0.0.7 12 KILL"
 
