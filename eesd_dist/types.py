@@ -222,7 +222,7 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpoolCounts:
+class RecorderCounts:
     """What became of the texts that were meant to be kept for training."""
 
     num_written: int

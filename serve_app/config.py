@@ -210,7 +210,7 @@ class RouterConfig(Section):
         return self
 
 
-class SpoolConfig(Section):
+class RecorderConfig(Section):
     """What verification computed anyway, kept on disk for `eesd distill refresh`. Off by default.
 
     A shard holds token ids, hidden states and the target's best tokens of sampled requests: no text
@@ -268,7 +268,7 @@ class ServiceConfig(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     health: HealthConfig = HealthConfig()
     router: RouterConfig = RouterConfig()
-    spool: SpoolConfig = SpoolConfig()
+    recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property

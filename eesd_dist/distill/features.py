@@ -234,7 +234,7 @@ class FeatureStore:
 
     def _alike(self) -> list[list[int]]:
         """Numbers of the sequences that answer the same prompt. Where nothing but a first token
-        was given, as in texts and in what a service spooled, each is a group of its own."""
+        was given, as in texts and in what a service recorded, each is a group of its own."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(self._prompts()):
             # No token is below 0.

@@ -2,7 +2,7 @@
 
 Online distillation (OSD, arXiv 2310.07177): verification computes hidden states and the target's
 distribution for every token that leaves, so the text that users really ask for is training data
-for nothing. The spool is copied aside, its pieces are split by sequence, the head is trained on
+for nothing. The recording is copied aside, its pieces are split by sequence, the head is trained on
 from where it stands, and old and new are compared on the pieces neither saw. With --promote the
 running service takes the new head only if the interval of the gain lies above zero, and if the
 service drafts with HEAD.
@@ -51,10 +51,10 @@ _PER_SHARD = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshRequest:
-    """Which head is to learn from which spool, for how long."""
+    """Which head is to learn from which recording, for how long."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
-    spool: Annotated[Path, "the service's spool.folder"]
+    recording: Annotated[Path, "the service's recorder.folder"]
     head: Annotated[Path, "the head that the service drafts with"]
     out: Annotated[Path, "folder of the new head"]
     minutes: Annotated[float | None, "of training"] = 2.0
@@ -79,7 +79,7 @@ class RefreshRequest:
             digest.update(file.read_bytes())
         return {
             "model": str(self.model),
-            "spool": str(self.spool),
+            "recording": str(self.recording),
             "head": digest.hexdigest(),
             "minutes": self.minutes,
             "max_steps": self.steps,
@@ -141,9 +141,8 @@ def refresh(
 ) -> RefreshReport:
     """Trains, compares and writes `request.out`; what is done already is not done again.
 
-    Raises ConfigError for an empty or too small spool, CheckpointError for a head, target and spool
-    that do not belong together.
-    """
+    Raises ConfigError for an empty or too small recording, CheckpointError for a head, target and
+    recording that do not belong together."""
     spec = ModelSpec.from_folder(request.model)
     config = HeadConfig.read(request.head, target=spec, target_path=request.model)
     asked = request.asked()
@@ -152,8 +151,8 @@ def refresh(
     training = request.training(config, options or TrainOptions())
     with only_one(request.work):
         _claim(request.work / _ASKED_FILE, asked, features=training.features)
-        store = copy_spool(
-            request.spool,
+        store = copy_recording(
+            request.recording,
             training.features,
             target=request.model,
             exit_layer=config.exit_layer,
@@ -162,7 +161,7 @@ def refresh(
         _, held_out = store.split(request.held_out_share, request.seed)
         try:
             _require_enough(request, store, held_out)
-        except ConfigError:  # another day the spool holds more: this copy of it must not stay
+        except ConfigError:  # another day the recording holds more: this copy of it must not stay
             shutil.rmtree(store.folder)
             raise
         say(
@@ -214,10 +213,10 @@ def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport
 
 
 def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
-    """Writes down what is asked; where a copy of a spool exists, it must be of the same one and
+    """Writes down what is asked; where a copy of a recording exists, it must be of the same one and
     split alike."""
     if file.exists() and (features / MANIFEST_FILE).exists():
-        require_same(file, asked, only=("spool", "held_out_share", "seed"))
+        require_same(file, asked, only=("recording", "held_out_share", "seed"))
     else:
         write_json(file, asked)
 
@@ -225,9 +224,9 @@ def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
 def _require_enough(request: RefreshRequest, store: FeatureStore, held_out: Sequence[int]) -> None:
     if len(held_out) < _LEAST_HELD_OUT:
         raise ConfigError(
-            f"{request.spool}: {store.num_sequences} pieces leave {len(held_out)} to compare on, "
-            f"expected at least {_LEAST_HELD_OUT}: let the service answer more requests, or raise "
-            "spool.sample_rate or --held-out-share"
+            f"{request.recording}: {store.num_sequences} pieces leave {len(held_out)} to compare "
+            f"on, expected at least {_LEAST_HELD_OUT}: let the service answer more requests, or "
+            "raise recorder.sample_rate or --held-out-share"
         )
 
 
@@ -283,15 +282,14 @@ def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) 
     put_in_place(ready, request.out)
 
 
-def copy_spool(
-    spool: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
+def copy_recording(
+    recording: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
 ) -> FeatureStore:
-    """Copies the pieces that are now in `spool`, or in folders below it, one for each node that
+    """Copies the pieces that are now in `recording`, or in folders below it, one for each node that
     drafts; a finished copy in `folder` is used as it is.
 
-    Raises ConfigError for an empty spool, CheckpointError for one of another target or with rows
-    after another layer.
-    """
+    Raises ConfigError for an empty recording, CheckpointError for one of another target or with
+    rows after another layer."""
     verifier = identity_of(target)
     if not (folder / MANIFEST_FILE).exists():
         expected = FeatureManifest(
@@ -303,12 +301,12 @@ def copy_spool(
             max_length=0,
             shards=(),
         )
-        _copy_pieces(list(_pieces_of(spool, expected)), spool, folder, expected)
+        _copy_pieces(list(_pieces_of(recording, expected)), recording, folder, expected)
     return FeatureStore.open(folder, expect=verifier)
 
 
-def _pieces_of(spool: Path, expected: FeatureManifest) -> Iterator[FeatureSequence]:
-    for file in sorted(spool.rglob(MANIFEST_FILE)):
+def _pieces_of(recording: Path, expected: FeatureManifest) -> Iterator[FeatureSequence]:
+    for file in sorted(recording.rglob(MANIFEST_FILE)):
         manifest = FeatureManifest.read(file.parent)
         _require_same_rows(file, manifest, expected)
         store = FeatureStore(file.parent, manifest)
@@ -322,13 +320,13 @@ def _pieces_of(spool: Path, expected: FeatureManifest) -> Iterator[FeatureSequen
 
 
 def _copy_pieces(
-    pieces: list[FeatureSequence], spool: Path, folder: Path, manifest: FeatureManifest
+    pieces: list[FeatureSequence], recording: Path, folder: Path, manifest: FeatureManifest
 ) -> None:
     """Services may have kept more or fewer best tokens; a store keeps equally many of all."""
     if not pieces:
         raise ConfigError(
-            f"{spool}: found nothing spooled, expected shards that a service wrote: serve with "
-            "spool.folder set to this folder, let it answer requests, then refresh"
+            f"{recording}: found nothing recorded, expected shards that a service wrote: serve "
+            "with recorder.folder set to this folder, let it answer requests, then refresh"
         )
     top_k = min(piece.top_ids_TK.shape[1] for piece in pieces)
     alike = [

@@ -21,7 +21,7 @@ from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
 from eesd_dist.engine.headers import RoundIds
 from eesd_dist.engine.profile import measure_cost
-from eesd_dist.engine.spool import SpoolSink
+from eesd_dist.engine.recorder import RecorderSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
@@ -245,7 +245,7 @@ def build_draft_engine(
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
     round_ids: RoundIds | None = None,
-    spool: SpoolSink | None = None,
+    recorder: RecorderSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
     on_progress: OnProgress = unwatched,
@@ -291,7 +291,7 @@ def build_draft_engine(
         book=book,
         epoch=epoch,
         round_ids=round_ids,
-        spool=spool,
+        recorder=recorder,
         turns=TakingTurns(cost) if config.scheduler.overlap == "auto" else None,
     )
 
@@ -326,7 +326,7 @@ def build_local_engine(
     *,
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
-    spool: SpoolSink | None = None,
+    recorder: RecorderSink | None = None,
 ) -> EngineCore:
     """Both stages in this process, over a channel in memory.
 
@@ -352,4 +352,6 @@ def build_local_engine(
     ) -> VerifyReply:
         return stage.verify(header, hidden_TD, draft_probs_KV)
 
-    return build_draft_engine(config, MemoryChannel(verify), book=book, cost=cost, spool=spool)
+    return build_draft_engine(
+        config, MemoryChannel(verify), book=book, cost=cost, recorder=recorder
+    )

@@ -19,9 +19,9 @@ from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
 from eesd_dist.engine.kv_sharing import KvSharing
+from eesd_dist.engine.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
-from eesd_dist.engine.spool import SpoolSink, SpoolTap
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
@@ -63,7 +63,7 @@ class EngineCore:
         epoch: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         round_ids: RoundIds | None = None,
-        spool: SpoolSink | None = None,
+        recorder: RecorderSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
         turns: TakingTurns | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class EngineCore:
         self._drafts_ahead = speculation.draft_ahead
         self._turns = turns
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
-        self._recorder = None if spool is None else SpoolTap(spool)
+        self._recorder = None if recorder is None else RecorderTap(recorder)
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
         self._requests = EngineRequests(
             scheduler=scheduler,

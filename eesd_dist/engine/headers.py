@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from eesd_dist.engine.draft import DraftedRound, DraftRun
-from eesd_dist.engine.spool import SpoolTap
+from eesd_dist.engine.recorder import RecorderTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.types import RequestId
@@ -66,7 +66,7 @@ class HeaderWriter:
         page_size: int,
         by_rejection: bool,
         round_ids: RoundIds | None,
-        recorder: SpoolTap | None,
+        recorder: RecorderTap | None,
     ) -> None:
         """`round_ids` is None where nothing is traced."""
         self.epoch = epoch

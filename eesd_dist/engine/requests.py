@@ -12,7 +12,7 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
-from eesd_dist.engine.spool import SpoolTap
+from eesd_dist.engine.recorder import RecorderTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler
@@ -41,7 +41,7 @@ class EngineRequests:
         scheduler: Scheduler,
         policy: DraftPolicy,
         draft: DraftStage,
-        recorder: SpoolTap | None,
+        recorder: RecorderTap | None,
         book: BeliefBook | None,
         speculation: SpeculationConfig,
     ) -> None:

@@ -28,7 +28,7 @@ from eesd_dist.telemetry.names import (
     HOPS,
     STAGES,
 )
-from eesd_dist.types import FinishReason, RoundStats, SpoolCounts
+from eesd_dist.types import FinishReason, RecorderCounts, RoundStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -111,8 +111,9 @@ class ServiceMetrics:
             "Waiting for bytes between ranks; draft_to_verify: there and back.",
             "hop",
         )
-        self._spooled: SpoolCounts | None = None
-        """What was last told of the spool; None where there is none, and then no metric either."""
+        self._recorded: RecorderCounts | None = None
+        """What was last told of the recorder; None where there is none, and then no metric
+        either."""
         self._begin_at_zero()
 
     def observe_load(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
@@ -162,18 +163,18 @@ class ServiceMetrics:
         for seconds in timings.inter_token_s:
             self._inter_token.observe(seconds)
 
-    def observe_spool(self, counts: SpoolCounts) -> None:
+    def observe_recorder(self, counts: RecorderCounts) -> None:
         """Totals since the process began; the first call makes the metrics appear."""
-        before = self._spooled
+        before = self._recorded
         if before is None:
-            before = SpoolCounts(num_written=0, num_dropped=0, num_bytes=0)
-            self._written = self._counter("spool_sequences", "Texts kept for training.")
-            self._dropped = self._counter("spool_dropped", "Texts the spool had no room for.")
-            self._spool_bytes = self._gauge("spool_bytes", "Bytes of the spool's shards.")
-        self._spooled = counts
+            before = RecorderCounts(num_written=0, num_dropped=0, num_bytes=0)
+            self._written = self._counter("recorder_sequences", "Texts kept for training.")
+            self._dropped = self._counter("recorder_dropped", "Texts the recorder had no room for.")
+            self._recorder_bytes = self._gauge("recorder_bytes", "Bytes of the recorder's shards.")
+        self._recorded = counts
         self._written.inc(counts.num_written - before.num_written)
         self._dropped.inc(counts.num_dropped - before.num_dropped)
-        self._spool_bytes.set(counts.num_bytes)
+        self._recorder_bytes.set(counts.num_bytes)
 
     def render(self) -> bytes:
         """The page a Prometheus server scrapes; its type is CONTENT_TYPE."""

@@ -26,8 +26,8 @@ from eesd_dist.engine.build import (
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.draft_ranks import OwnShard
 from eesd_dist.engine.page_store import PageStore, kv_layout
+from eesd_dist.engine.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
-from eesd_dist.engine.spool import SpoolSink
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
 from eesd_dist.model.head_config import HeadConfig, head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
@@ -39,17 +39,17 @@ from eesd_dist.transport.contracts import VerifyChannel
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
 from eesd_dist.transport.through_host import ThroughHost
-from eesd_dist.types import Request, RequestId, SpoolCounts
+from eesd_dist.types import RecorderCounts, Request, RequestId
 from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 
-class Spool(SpoolSink, Protocol):
+class Recorder(RecorderSink, Protocol):
     """Where verified rows are kept, given from outside."""
 
-    def counts(self) -> SpoolCounts: ...
+    def counts(self) -> RecorderCounts: ...
     def flush(self) -> None:
         """Returns when everything taken so far is on disk, or dropped."""
         ...
@@ -102,15 +102,15 @@ class EngineLeader:
         config: EngineConfig,
         tracing: Tracing,
         *,
-        open_spool: Callable[[], Spool] | None = None,
+        open_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        """`open_spool` is called once, by the first engine that may record."""
+        """`open_recorder` is called once, by the first engine that may record."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         """Names the exit head of the next engine; `load_head` changes it."""
         self._spans = tracing.rounds
-        self._open_spool = open_spool
-        self._spool: Spool | None = None
+        self._open_recorder = open_recorder
+        self._recorder: Recorder | None = None
         """None where nothing is recorded, or nothing has been drafted yet."""
         self._book = BeliefBook(discount=config.speculation.discount)
         """For requests that the router has not heard of yet, and for when it is silent."""
@@ -211,15 +211,15 @@ class EngineLeader:
             head=None if head is None else head.report,
             calibration=None if head is None else head.calibration,
             cost=None if cost is None else cost.to_json(),
-            spool=self.spool_counts(),
+            recorder=self.recorder_counts(),
         )
 
-    def spool_counts(self) -> SpoolCounts | None:
-        return None if self._spool is None else self._spool.counts()
+    def recorder_counts(self) -> RecorderCounts | None:
+        return None if self._recorder is None else self._recorder.counts()
 
     def flush(self) -> None:
-        if self._spool is not None:
-            self._spool.flush()
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def _engine(self) -> EngineCore:
         with self._changing:
@@ -255,8 +255,8 @@ class EngineLeader:
     ) -> _Running:
         """`draft` is the stage's group where it has several ranks."""
         # A fallback records nothing: the drafting actor whose folder it is may be on its way.
-        if self._spool is None and self._open_spool is not None and not epoch.is_degraded:
-            self._spool = self._open_spool()
+        if self._recorder is None and self._open_recorder is not None and not epoch.is_degraded:
+            self._recorder = self._open_recorder()
         # The requests of an engine that broke are gone; what they taught their classes is not.
         pools = self._book.priors()
         self._book = BeliefBook(discount=self._config.speculation.discount)
@@ -275,7 +275,7 @@ class EngineLeader:
             epoch=epoch.number,
             book=self._book,
             round_ids=None if self._spans is None else self._spans.ids,
-            spool=self._spool,
+            recorder=self._recorder,
             group=None if followers is None else followers.seat,
             commands=None if followers is None else followers.commands,
             shard=prepared.shard,

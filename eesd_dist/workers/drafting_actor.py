@@ -270,7 +270,7 @@ class DraftActor:
         """Prometheus' text, as of now."""
         running = self._running
         load = running.part.load() if running is not None else None
-        return self._watch.page(load, spool=self._leader.spool_counts())
+        return self._watch.page(load, recorder=self._leader.recorder_counts())
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """The latest rounds, oldest first."""

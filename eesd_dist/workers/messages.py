@@ -13,7 +13,7 @@ from typing import Literal
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import PageReservation
-from eesd_dist.types import Emission, Outcome, RequestId, SpoolCounts
+from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
 StageName = Literal["draft", "verify"]
 
@@ -144,7 +144,7 @@ class ControlReport:
     calibration: Mapping[str, object] | None
     cost: Mapping[str, object] | None
     """Seconds, as measured when the actor's engine was built."""
-    spool: SpoolCounts | None
+    recorder: RecorderCounts | None
     drafted_by_position: tuple[int, ...] = ()
     """Lately: drafts longer than so many tokens."""
     accepted_by_position: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
-from eesd_dist.types import Emission, Outcome, Request, RequestId, RoundStats, SpoolCounts
+from eesd_dist.types import Emission, Outcome, RecorderCounts, Request, RequestId, RoundStats
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, Reservation
 
@@ -130,7 +130,7 @@ class DraftControl(Protocol):
         """May take a moment: a head's files are read once."""
         ...
 
-    def spool_counts(self) -> SpoolCounts | None:
+    def recorder_counts(self) -> RecorderCounts | None:
         """Returns None where nothing is recorded."""
         ...
 

@@ -13,21 +13,21 @@ from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
 
 if TYPE_CHECKING:
     from eesd_dist.telemetry.tracing import Tracing
-    from eesd_dist.workers.draft_leader import Spool
+    from eesd_dist.workers.draft_leader import Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStages:
     """Implements `roles.StageFactory`."""
 
-    open_spool: "Callable[[EngineConfig], Spool] | None" = None
+    open_recorder: "Callable[[EngineConfig], Recorder] | None" = None
     """Opens the recorder of the drafting actor; None records nothing."""
 
     def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader:
         from eesd_dist.workers.draft_leader import EngineLeader
 
-        opened = None if self.open_spool is None else partial(self.open_spool, config)
-        return EngineLeader(config, tracing, open_spool=opened)
+        opened = None if self.open_recorder is None else partial(self.open_recorder, config)
+        return EngineLeader(config, tracing, open_recorder=opened)
 
     def draft_follower(
         self, config: EngineConfig, tracing: "Tracing", *, rank: int

@@ -15,10 +15,10 @@ from eesd_dist.types import (
     PROBE,
     Emission,
     FinishReason,
+    RecorderCounts,
     Request,
     RequestId,
     RoundStats,
-    SpoolCounts,
 )
 from eesd_dist.workers.roles import LoadLike, StepLike
 
@@ -103,15 +103,15 @@ class DraftWatch:
         """It will be resumed, here or elsewhere."""
         self._ended(request_id, None)
 
-    def page(self, load: LoadLike | None, *, spool: SpoolCounts | None = None) -> bytes:
+    def page(self, load: LoadLike | None, *, recorder: RecorderCounts | None = None) -> bytes:
         """What a Prometheus server would scrape here."""
         if load is not None:
             used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
             self._metrics.observe_load(
                 num_running=load.num_running, num_waiting=load.num_waiting, kv_usage=used
             )
-        if spool is not None:
-            self._metrics.observe_spool(spool)
+        if recorder is not None:
+            self._metrics.observe_recorder(recorder)
         return self._metrics.render()
 
     def rounds(self) -> Sequence[RoundStats]:

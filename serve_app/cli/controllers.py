@@ -119,7 +119,7 @@ def _workloads(workloads: Mapping[str, Mapping[str, Any]]) -> "Table":
 
 def _pipeline_lines(pipeline: Mapping[str, Any]) -> Iterator[str]:
     yield f"pipeline    {pipeline['pipeline']}, {pipeline['num_live']} live requests"
-    head, cost, spool = pipeline["head"], pipeline["cost"], pipeline["spool"]
+    head, cost, recorder = pipeline["head"], pipeline["cost"], pipeline["recorder"]
     if head is None:
         yield "head        none: nothing is drafted"
         return
@@ -136,10 +136,10 @@ def _pipeline_lines(pipeline: Mapping[str, Any]) -> Iterator[str]:
     rates = [at["rate"] for at in pipeline["acceptance_by_position"] if at["rate"] is not None]
     lately = " ".join(f"{rate:.0%}" for rate in rates) or "nothing drafted"
     yield f"accepted    at position 1, 2, ... lately {lately}"
-    if spool is not None:
+    if recorder is not None:
         yield (
-            f"spool       {spool['num_written']} texts, {spool['num_dropped']} dropped, "
-            f"{spool['num_bytes'] / 2**20:.1f} MiB"
+            f"recorder    {recorder['num_written']} texts, {recorder['num_dropped']} dropped, "
+            f"{recorder['num_bytes'] / 2**20:.1f} MiB"
         )
 
 

@@ -148,5 +148,5 @@ def _as_json(part: PipelineControl) -> dict[str, object]:
             }
             for position, (drafted, accepted) in enumerate(counts, start=1)
         ],
-        "spool": None if control.spool is None else asdict(control.spool),
+        "recorder": None if control.recorder is None else asdict(control.recorder),
     }

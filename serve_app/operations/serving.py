@@ -303,7 +303,7 @@ def _is_kept_up(name: str) -> bool:
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
-    if config.telemetry != TelemetryConfig() or config.spool.folder is not None:
+    if config.telemetry != TelemetryConfig() or config.recorder.folder is not None:
         _flush(config)
     if is_ours:
         serve.shutdown()
@@ -316,7 +316,7 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
 
 
 def _flush(config: ServiceConfig) -> None:
-    """Spans of the last requests are on their way for half a second, and the spool's last texts
+    """Spans of the last requests are on their way for half a second, and the recorder's last texts
     wait for more; then their processes end."""
     for deployment in ("Ingress", "Pipeline"):
         try:

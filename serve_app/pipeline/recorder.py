@@ -32,10 +32,10 @@ from eesd_dist.distill.features import (
     write_shard,
 )
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.spool import MAX_POSITIONS, VerifiedPiece
+from eesd_dist.engine.recorder import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import PROBE, Request, SpoolCounts
-from serve_app.config import SpoolConfig
+from eesd_dist.types import PROBE, RecorderCounts, Request
+from serve_app.config import RecorderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ _NOT_SAMPLED = frozenset({PROBE})
 
 
 def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
-    """Of an empty spool of this engine's target and split. Reads the checkpoint's small files."""
+    """Of an empty recorder of this engine's target and split. Reads the checkpoint's small
+    files."""
     layout = layout_of(engine)
     return FeatureManifest(
         verifier=identity_of(engine.model.path),
@@ -64,7 +65,7 @@ def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
     )
 
 
-class SpoolFolder:
+class RecorderFolder:
     """One drafting actor's way into a folder; `put` belongs to any thread."""
 
     def __init__(
@@ -87,7 +88,7 @@ class SpoolFolder:
         self._num_written = 0
         self._num_dropped = 0
         self._num_bytes = self._check_folder()
-        threading.Thread(target=self._run, name="spool", daemon=True).start()
+        threading.Thread(target=self._run, name="recorder", daemon=True).start()
 
     @property
     def top_k(self) -> int:
@@ -108,9 +109,9 @@ class SpoolFolder:
             self._waiting_bytes += size
             self._lock.notify_all()
 
-    def counts(self) -> SpoolCounts:
+    def counts(self) -> RecorderCounts:
         with self._lock:
-            return SpoolCounts(
+            return RecorderCounts(
                 num_written=self._num_written,
                 num_dropped=self._num_dropped,
                 num_bytes=self._num_bytes,
@@ -134,7 +135,7 @@ class SpoolFolder:
             except Exception as raised:  # whatever a disk or a device does: serving goes on
                 error = raised
                 logger.warning(
-                    "not spooled: texts=%d folder=%s error=%r", len(pieces), self._folder, raised
+                    "not recorded: texts=%d folder=%s error=%r", len(pieces), self._folder, raised
                 )
             with self._lock:
                 if error is None:
@@ -206,13 +207,13 @@ class SpoolFolder:
                 present = self._present()
         except OSError as error:
             raise ConfigError(
-                f"spool.folder {self._folder}: {error.strerror or error}: name a folder that the "
-                "drafting actors may write to, or leave it out"
+                f"recorder.folder {self._folder}: {error.strerror or error}: name a folder that "
+                "the drafting actors may write to, or leave it out"
             ) from error
         if replace(present, shards=()) != self._empty:
             raise ConfigError(
-                f"spool.folder {self._folder}: holds rows of another target, exit layer or "
-                "spool.top_k: name another folder, or remove this one"
+                f"recorder.folder {self._folder}: holds rows of another target, exit layer or "
+                "recorder.top_k: name another folder, or remove this one"
             )
         return present.num_bytes
 
@@ -240,10 +241,10 @@ class SpoolFolder:
         return num_tokens * (8 + 2 * self._empty.verifier.hidden_size + 6 * self.top_k)
 
 
-def open_spool(config: SpoolConfig, engine: EngineConfig) -> SpoolFolder:
+def open_recorder(config: RecorderConfig, engine: EngineConfig) -> RecorderFolder:
     """Raises ConfigError for a folder that cannot be used, or is another target's."""
     assert config.folder is not None, "without a folder nothing is kept"
-    return SpoolFolder(
+    return RecorderFolder(
         config.folder,
         new_manifest(engine, top_k=config.top_k),
         max_bytes=config.max_bytes,

@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.workers.stage_factory import EngineStages
-from serve_app.config import ServiceConfig, SpoolConfig
+from serve_app.config import RecorderConfig, ServiceConfig
 
 if TYPE_CHECKING:
-    from serve_app.pipeline.recorder import SpoolFolder
+    from serve_app.pipeline.recorder import RecorderFolder
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSpool:
+class OpenRecorder:
     """Opens the recorder in the drafting actor's process; importing it takes torch."""
 
-    spool: SpoolConfig
+    recorder: RecorderConfig
 
-    def __call__(self, engine: EngineConfig) -> "SpoolFolder":
-        from serve_app.pipeline.recorder import open_spool
+    def __call__(self, engine: EngineConfig) -> "RecorderFolder":
+        from serve_app.pipeline.recorder import open_recorder
 
-        return open_spool(self.spool, engine)
+        return open_recorder(self.recorder, engine)
 
 
 def stages_of(config: ServiceConfig) -> EngineStages:
-    if config.spool.folder is None:
+    if config.recorder.folder is None:
         return EngineStages()
-    return EngineStages(open_spool=OpenSpool(config.spool))
+    return EngineStages(open_recorder=OpenRecorder(config.recorder))

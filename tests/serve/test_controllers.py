@@ -1,4 +1,4 @@
-"""What a running service believes, keeps and learns: looked at, pinned, spooled, promoted."""
+"""What a running service believes, keeps and learns: looked at, pinned, recorded, promoted."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def learning(
     ray_port: int, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
-    """A service of its own, with a spool, a checkpoint and a head that is never right."""
+    """A service of its own, with a recorder, a checkpoint and a head that is never right."""
     folder = tmp_path_factory.mktemp("learning")
     config = service_config(
         {
@@ -73,7 +73,7 @@ def learning(
                 "checkpoint": str(folder / "beliefs.json"),
                 "checkpoint_every_s": 0.1,
             },
-            "spool": {"folder": str(folder / "spool"), "top_k": 4},
+            "recorder": {"folder": str(folder / "recording"), "top_k": 4},
         }
     )
     deploy(build_app(config), name="learning", route_prefix="/learning", wait=Event().wait)
@@ -222,7 +222,7 @@ def test_beliefs_outlive_the_router(learning: Running) -> None:
     until(recalled)
 
 
-def test_the_spool_holds_the_tokens_that_left_and_the_rows_they_were_chosen_from(
+def test_the_recorder_holds_the_tokens_that_left_and_the_rows_they_were_chosen_from(
     learning: Running, heads: dict[str, Path]
 ) -> None:
     requests = [
@@ -231,7 +231,7 @@ def test_the_spool_holds_the_tokens_that_left_and_the_rows_they_were_chosen_from
     ]
     served = {r.request_id: _tokens(_emissions(learning, r)) for r in requests}
     learning.pipelines.flush.remote().result(timeout_s=30)
-    folder = learning.config.spool.folder
+    folder = learning.config.recorder.folder
     assert folder is not None
     store = FeatureStore.open(folder, expect=identity_of(heads["target"]))
     kept = [s for s in store.sequences() if s.workload == "kept"]
@@ -250,12 +250,12 @@ def test_the_spool_holds_the_tokens_that_left_and_the_rows_they_were_chosen_from
     content = b"".join(file.read_bytes() for file in folder.glob("shard-*"))
     assert not any(name.encode() in content for name in names)
     page = httpx.get(f"{learning.url}/metrics", timeout=30).text
-    assert "eesd_spool_dropped_total" in page
-    assert _controllers(learning)["pipelines"][0]["spool"]["num_written"] >= 3
+    assert "eesd_recorder_dropped_total" in page
+    assert _controllers(learning)["pipelines"][0]["recorder"]["num_written"] >= 3
 
 
-def test_no_spool_no_metric(service: Running) -> None:
-    assert "eesd_spool" not in httpx.get(f"{service.url}/metrics", timeout=30).text
+def test_no_recorder_no_metric(service: Running) -> None:
+    assert "eesd_recorder" not in httpx.get(f"{service.url}/metrics", timeout=30).text
 
 
 def _joined(service: Running) -> Any:

@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spooling(
+def recording(
     ray_port: int, target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     config = service_config(
@@ -46,7 +46,7 @@ def spooling(
             "app_name": NAME,
             "recovery": {"stream_pause_s": 120.0},
             "router": {"name": f"{NAME}-router"},
-            "spool": {"folder": str(tmp_path_factory.mktemp("kept") / "spool"), "top_k": 8},
+            "recorder": {"folder": str(tmp_path_factory.mktemp("kept") / "recording"), "top_k": 8},
         }
     )
     deploy(build_app(config), name=NAME, route_prefix=f"/{NAME}", wait=Event().wait)
@@ -75,23 +75,23 @@ def served(service: Running, one: Request) -> tuple[list[int], int]:
 
 @pytest.mark.slow
 def test_a_service_drafts_with_what_its_own_requests_have_taught(
-    spooling: Running, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recording: Running, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [request(number) for number in range(60)]
     for one in asked:
-        served(spooling, one)
-    spooling.pipelines.flush.remote().result(timeout_s=30)
+        served(recording, one)
+    recording.pipelines.flush.remote().result(timeout_s=30)
     plain = replace(
         request(900), request_id=RequestId("plain"), speculation=SpeculationParams(mode="off")
     )
-    undisturbed, _ = served(spooling, plain)
-    before, accepted_before = served(spooling, request(900))
+    undisturbed, _ = served(recording, plain)
+    before, accepted_before = served(recording, request(900))
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # this Ray was started without a token
-    config = spooling.config
+    config = recording.config
     words = {
         "--model": target,
-        "--spool": config.spool.folder,
+        "--recording": config.recorder.folder,
         "--head": target / "exit_head",
         "--out": tmp_path / "new",
         "--steps": 150,
@@ -107,7 +107,7 @@ def test_a_service_drafts_with_what_its_own_requests_have_taught(
     assert main([*command, "--promote"]) == 0
 
     after, accepted_after = served(
-        spooling, replace(request(900), request_id=RequestId("once more"))
+        recording, replace(request(900), request_id=RequestId("once more"))
     )
     assert undisturbed == before == after
     assert accepted_after > accepted_before

@@ -21,10 +21,10 @@ from eesd_dist.types import (
     Emission,
     FinishReason,
     Outcome,
+    RecorderCounts,
     Request,
     RequestId,
     RoundStats,
-    SpoolCounts,
     TokenId,
 )
 from eesd_dist.workers.load_watch import LoadWatch
@@ -226,9 +226,9 @@ class ToyLeader:
         raise ConfigError(f"cannot take {folder}: toys draft without a head")
 
     def control(self) -> ControlReport:
-        return ControlReport(head=None, calibration=None, cost=None, spool=None)
+        return ControlReport(head=None, calibration=None, cost=None, recorder=None)
 
-    def spool_counts(self) -> SpoolCounts | None:
+    def recorder_counts(self) -> RecorderCounts | None:
         return None
 
     def flush(self) -> None:

@@ -1,4 +1,5 @@
-"""A head refreshed from a spool: it learns, is compared fairly, and is refused where it must be."""
+"""A head refreshed from a recording: it learns, is compared fairly, and is refused where it must
+be."""
 
 import json
 import random
@@ -45,7 +46,7 @@ def head(target: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def write_spool(
+def write_recording(
     folder: Path, target: Path, *, count: int = 60, exit_layer: int = EXIT_LAYER, top_k: int = 16
 ) -> Path:
     """Pieces as a service leaves them: no prompt, greedy and sampled in turn, several shards."""
@@ -84,10 +85,10 @@ def write_spool(
 
 @pytest.fixture
 def make_request(target: Path, head: Path, tmp_path: Path) -> MakeRequest:
-    def make(spool: Path, **changes: object) -> RefreshRequest:
+    def make(recording: Path, **changes: object) -> RefreshRequest:
         wishes: dict[str, object] = {
             "model": target,
-            "spool": spool,
+            "recording": recording,
             "head": head,
             "out": tmp_path / "new",
             "minutes": None,
@@ -112,8 +113,8 @@ def quiet(text: str) -> None:
 def test_a_refreshed_head_is_accepted_more_often_on_pieces_it_has_not_seen(
     target: Path, head: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target)
-    report = refresh(make_request(spool))
+    recording = write_recording(tmp_path / "recording", target)
+    report = refresh(make_request(recording))
     assert report.num_pieces == 60
     assert report.num_held_out == 12
     assert report.gain.rises
@@ -136,21 +137,21 @@ def test_a_refreshed_head_is_accepted_more_often_on_pieces_it_has_not_seen(
 def test_the_same_command_again_finds_its_work_done(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target)
-    request = make_request(spool, steps=3)
+    recording = write_recording(tmp_path / "recording", target)
+    request = make_request(recording, steps=3)
     first = refresh(request)
     written = (tmp_path / "new" / "model.safetensors").stat().st_mtime_ns
     assert refresh(request) == first
     assert (tmp_path / "new" / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="not what this command would make"):
-        refresh(make_request(spool, steps=4))
+        refresh(make_request(recording, steps=4))
 
 
 def test_a_head_that_learnt_nothing_is_not_called_better(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target)
-    report = refresh(make_request(spool, steps=1, learning_rate=1e-12))
+    recording = write_recording(tmp_path / "recording", target)
+    report = refresh(make_request(recording, steps=1, learning_rate=1e-12))
     assert report.gain.mean == 0.0
     assert not report.gain.rises
     assert "the service keeps its head" in described(report)
@@ -159,41 +160,42 @@ def test_a_head_that_learnt_nothing_is_not_called_better(
 def test_shards_with_more_and_with_fewer_best_tokens_make_one_store(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = tmp_path / "spool"
-    write_spool(spool / "node-a", target, count=25, top_k=16)
-    write_spool(spool / "node-b", target, count=25, top_k=8)
-    assert refresh(make_request(spool, steps=2)).num_pieces == 50
+    recording = tmp_path / "recording"
+    write_recording(recording / "node-a", target, count=25, top_k=16)
+    write_recording(recording / "node-b", target, count=25, top_k=8)
+    assert refresh(make_request(recording, steps=2)).num_pieces == 50
 
 
-def test_an_empty_spool_is_refused(tmp_path: Path, make_request: MakeRequest) -> None:
-    with pytest.raises(ConfigError, match=r"found nothing spooled.*spool\.folder"):
+def test_an_empty_recording_is_refused(tmp_path: Path, make_request: MakeRequest) -> None:
+    with pytest.raises(ConfigError, match=r"found nothing recorded.*recorder\.folder"):
         refresh(make_request(tmp_path / "nothing"))
 
 
 def test_too_few_pieces_to_compare_on_are_refused(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target, count=20)
+    recording = write_recording(tmp_path / "recording", target, count=20)
     with pytest.raises(ConfigError, match="20 pieces leave 4 to compare on"):
-        refresh(make_request(spool))
-    shutil.rmtree(spool)
-    write_spool(spool, target, count=50)  # the service went on meanwhile
-    assert refresh(make_request(spool, steps=2)).num_pieces == 50
+        refresh(make_request(recording))
+    shutil.rmtree(recording)
+    write_recording(recording, target, count=50)  # the service went on meanwhile
+    assert refresh(make_request(recording, steps=2)).num_pieces == 50
 
 
-def test_a_copy_of_one_spool_is_not_taken_for_another(
+def test_a_copy_of_one_recording_is_not_taken_for_another(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target, count=50)
-    asked = make_request(spool, steps=2)
+    recording = write_recording(tmp_path / "recording", target, count=50)
+    asked = make_request(recording, steps=2)
     blocked = tmp_path / "new.work" / "run"
     blocked.parent.mkdir()
-    blocked.write_text("no folder: training breaks after the spool was copied")
+    blocked.write_text("no folder: training breaks after the recording was copied")
     with pytest.raises(OSError, match="run"):
         refresh(asked)
-    other = write_spool(tmp_path / "other", target, count=60)
+    other = write_recording(tmp_path / "other", target, count=60)
     with pytest.raises(
-        ConfigError, match=r"new\.work/asked\.json: was begun with spool '.*spool', now asked"
+        ConfigError,
+        match=r"new\.work/asked\.json: was begun with recording '.*recording', now asked",
     ):
         refresh(make_request(other, steps=2))
     blocked.unlink()
@@ -203,9 +205,9 @@ def test_a_copy_of_one_spool_is_not_taken_for_another(
 def test_rows_after_another_layer_are_refused(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target, exit_layer=1)
+    recording = write_recording(tmp_path / "recording", target, exit_layer=1)
     with pytest.raises(CheckpointError, match="rows after layer 1, expected rows after layer 2"):
-        refresh(make_request(spool))
+        refresh(make_request(recording))
 
 
 def test_a_head_of_another_target_is_refused(
@@ -213,9 +215,9 @@ def test_a_head_of_another_target_is_refused(
 ) -> None:
     other = tmp_path / "other"
     save_tiny_model(other, num_hidden_layers=5)
-    spool = write_spool(tmp_path / "spool", target)
+    recording = write_recording(tmp_path / "recording", target)
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        refresh(make_request(spool, model=other))
+        refresh(make_request(recording, model=other))
 
 
 def test_what_the_same_target_computed_before_it_was_trained_on_is_refused(
@@ -225,24 +227,24 @@ def test_what_the_same_target_computed_before_it_was_trained_on_is_refused(
     shutil.copytree(target, before)
     weights = load_file(before / "model.safetensors")
     save_file({name: x * 1.01 for name, x in weights.items()}, before / "model.safetensors")
-    spool = write_spool(tmp_path / "spool", before)
+    recording = write_recording(tmp_path / "recording", before)
     with pytest.raises(CheckpointError, match="by its hashes another target"):
-        refresh(make_request(spool))
+        refresh(make_request(recording))
 
 
 def test_shards_that_the_service_removed_meanwhile_are_left_out(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target, count=75)
-    (spool / "shard-00000.safetensors").unlink()
-    assert refresh(make_request(spool, steps=2)).num_pieces == 50
+    recording = write_recording(tmp_path / "recording", target, count=75)
+    (recording / "shard-00000.safetensors").unlink()
+    assert refresh(make_request(recording, steps=2)).num_pieces == 50
 
 
 def test_a_damaged_shard_is_refused(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
-    spool = write_spool(tmp_path / "spool", target)
-    file = spool / "shard-00001.safetensors"
+    recording = write_recording(tmp_path / "recording", target)
+    file = recording / "shard-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="shard-00001"):
-        refresh(make_request(spool))
+        refresh(make_request(recording))

@@ -36,20 +36,22 @@ def test_a_tilde_is_the_home_of_who_writes_the_configuration(
     config = _config(
         engine={"model": {"path": "~/model", "head": "~/head"}},
         router={"checkpoint": "~/beliefs.json", "priors": "~/priors.json"},
-        spool={"folder": "~/spool"},
+        recorder={"folder": "~/recorder"},
         telemetry={"trace_folder": "~/traces"},
     )
     home = Path("/home/of-mine")
     assert (config.engine.model.path, config.engine.model.head) == (home / "model", home / "head")
     assert config.router.checkpoint == home / "beliefs.json"
     assert config.router.priors == home / "priors.json"
-    assert config.spool.folder == home / "spool"
+    assert config.recorder.folder == home / "recorder"
     assert config.telemetry.trace_folder == home / "traces"
 
 
 def test_the_home_of_nobody_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"spool\.folder: .*~no-such-user/x: .*write the folder"):
-        _config(spool={"folder": "~no-such-user/x"})
+    with pytest.raises(
+        ConfigError, match=r"recorder\.folder: .*~no-such-user/x: .*write the folder"
+    ):
+        _config(recorder={"folder": "~no-such-user/x"})
 
 
 def test_a_controller_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:

@@ -1,4 +1,4 @@
-"""The spool's folder: bounded, whole whatever happens, and never in anybody's way."""
+"""The recorder's folder: bounded, whole whatever happens, and never in anybody's way."""
 
 import errno
 import json
@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from eesd_dist.distill.features import FeatureManifest, FeatureStore, identity_of
-from eesd_dist.engine.spool import VerifiedPiece
+from eesd_dist.engine.recorder import VerifiedPiece
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.stage_factory import EngineStages
 from serve_app.config import service_config
-from serve_app.pipeline import recorder
-from serve_app.pipeline.recorder import SpoolFolder, new_manifest
-from serve_app.pipeline.stage_factory import OpenSpool, stages_of
+from serve_app.pipeline import recorder as recorder_module
+from serve_app.pipeline.recorder import RecorderFolder, new_manifest
+from serve_app.pipeline.stage_factory import OpenRecorder, stages_of
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import until
 
@@ -55,8 +55,8 @@ def piece(seed: int, length: int = 40, *, width: int) -> VerifiedPiece:
     )
 
 
-def opened(folder: Path, empty: FeatureManifest, **how: Any) -> SpoolFolder:
-    return SpoolFolder(folder, empty, **{"max_bytes": 2**20, "sample_rate": 1.0, **how})
+def opened(folder: Path, empty: FeatureManifest, **how: Any) -> RecorderFolder:
+    return RecorderFolder(folder, empty, **{"max_bytes": 2**20, "sample_rate": 1.0, **how})
 
 
 def shards(folder: Path) -> list[Path]:
@@ -66,12 +66,12 @@ def shards(folder: Path) -> list[Path]:
 def test_what_is_put_is_what_a_feature_store_reads(
     tmp_path: Path, target: Path, empty: FeatureManifest
 ) -> None:
-    spool = opened(tmp_path, empty)
+    recorder = opened(tmp_path, empty)
     width = empty.verifier.hidden_size
     put = [piece(seed, width=width) for seed in range(5)]
     for one in put:
-        spool.put(one)
-    spool.flush()
+        recorder.put(one)
+    recorder.flush()
     store = FeatureStore.open(tmp_path, expect=identity_of(target))
     assert store.manifest.exits == (EXIT_LAYER,)
     read = list(store.sequences())
@@ -86,37 +86,37 @@ def test_what_is_put_is_what_a_feature_store_reads(
             rtol=1e-3,
         )
         assert (sequence.workload, sequence.temperature) == (one.workload, 0.5)
-    counts = spool.counts()
+    counts = recorder.counts()
     assert (counts.num_written, counts.num_dropped) == (5, 0)
     assert counts.num_bytes == sum(file.stat().st_size for file in shards(tmp_path))
 
 
-def test_nobody_else_can_read_a_spool(tmp_path: Path, empty: FeatureManifest) -> None:
+def test_nobody_else_can_read_a_recording(tmp_path: Path, empty: FeatureManifest) -> None:
     before = os.umask(0o022)
     try:
-        spool = opened(tmp_path / "spool", empty)
-        spool.put(piece(1, width=empty.verifier.hidden_size))
-        spool.flush()
+        recorder = opened(tmp_path / "recorder", empty)
+        recorder.put(piece(1, width=empty.verifier.hidden_size))
+        recorder.flush()
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "spool").stat().st_mode) == 0o700
-    assert [stat.S_IMODE(file.stat().st_mode) for file in shards(tmp_path / "spool")] == [0o600]
+    assert stat.S_IMODE((tmp_path / "recorder").stat().st_mode) == 0o700
+    assert [stat.S_IMODE(file.stat().st_mode) for file in shards(tmp_path / "recorder")] == [0o600]
 
 
 def test_the_oldest_shard_goes_first_and_the_bound_holds_at_every_moment(
     tmp_path: Path, empty: FeatureManifest
 ) -> None:
     bound = 60_000
-    spool = opened(tmp_path, empty, max_bytes=bound)
+    recorder = opened(tmp_path, empty, max_bytes=bound)
     width = empty.verifier.hidden_size
     for seed in range(30):
-        spool.put(piece(seed, width=width))
-        spool.flush()
+        recorder.put(piece(seed, width=width))
+        recorder.flush()
         assert sum(file.stat().st_size for file in shards(tmp_path)) <= bound
     kept = [s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()]
     assert 1 < len(kept) < 30
     assert kept == [f"class {seed}" for seed in range(30 - len(kept), 30)]
-    assert spool.counts().num_written == 30
+    assert recorder.counts().num_written == 30
 
 
 def test_a_slow_disk_costs_texts_and_no_time(
@@ -126,15 +126,15 @@ def test_a_slow_disk_costs_texts_and_no_time(
         time.sleep(5.0)
         raise OSError(errno.EIO, "a disk that thinks for long")
 
-    monkeypatch.setattr(recorder, "write_shard", slow)
-    monkeypatch.setattr(recorder, "_MAX_WAITING_BYTES", 40_000)
-    spool = opened(tmp_path, empty)
+    monkeypatch.setattr(recorder_module, "write_shard", slow)
+    monkeypatch.setattr(recorder_module, "_MAX_WAITING_BYTES", 40_000)
+    recorder = opened(tmp_path, empty)
     put = [piece(seed, width=empty.verifier.hidden_size) for seed in range(200)]
     began_s = time.perf_counter()
     for one in put:
-        spool.put(one)
+        recorder.put(one)
     assert time.perf_counter() - began_s < 2.5
-    assert spool.counts().num_dropped > 150
+    assert recorder.counts().num_dropped > 150
 
 
 def test_a_full_disk_is_counted_and_forgotten_once_there_is_room(
@@ -143,15 +143,15 @@ def test_a_full_disk_is_counted_and_forgotten_once_there_is_room(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    spool = opened(tmp_path, empty)
+    recorder = opened(tmp_path, empty)
     width = empty.verifier.hidden_size
     with monkeypatch.context() as patched:
-        patched.setattr(recorder, "write_shard", full)
-        spool.put(piece(1, width=width))
-        spool.flush()
-    assert spool.counts().num_dropped == 1
-    spool.put(piece(2, width=width))
-    spool.flush()
+        patched.setattr(recorder_module, "write_shard", full)
+        recorder.put(piece(1, width=width))
+        recorder.flush()
+    assert recorder.counts().num_dropped == 1
+    recorder.put(piece(2, width=width))
+    recorder.flush()
     assert [s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()] == ["class 2"]
 
 
@@ -175,10 +175,10 @@ from tests.unit.serve_app.pipeline.test_recorder import opened, piece
 from dataclasses import replace
 folder = Path(sys.argv[1])
 empty = replace(FeatureManifest.read(folder), shards=())
-spool = opened(folder, empty, max_bytes=200_000)
+recorder = opened(folder, empty, max_bytes=200_000)
 for seed in range(10_000):
-    spool.put(piece(seed, 100, width=empty.verifier.hidden_size))
-    spool.flush()
+    recorder.put(piece(seed, 100, width=empty.verifier.hidden_size))
+    recorder.flush()
     print(seed, flush=True)
 """
 
@@ -199,9 +199,9 @@ def test_a_writer_that_is_killed_leaves_a_whole_store_and_the_next_one_clears_up
     assert list(FeatureStore.open(tmp_path, expect=None).sequences())
     (tmp_path / "shard-09999.safetensors").write_bytes(b"an orphan")
     (tmp_path / ".shard-00001.safetensors.77.partial").write_bytes(b"half")
-    spool = opened(tmp_path, empty, max_bytes=200_000)
-    spool.put(piece(77, width=empty.verifier.hidden_size))
-    spool.flush()
+    recorder = opened(tmp_path, empty, max_bytes=200_000)
+    recorder.put(piece(77, width=empty.verifier.hidden_size))
+    recorder.flush()
     store = FeatureStore.open(tmp_path, expect=None)
     assert [s.workload for s in store.sequences()][-1] == "class 77"
     named = {shard.name for shard in store.manifest.shards}
@@ -212,10 +212,10 @@ def test_a_writer_that_is_killed_leaves_a_whole_store_and_the_next_one_clears_up
 def test_texts_are_written_before_long_without_being_asked(
     tmp_path: Path, empty: FeatureManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "_LONGEST_WAIT_S", 0.2)
-    spool = opened(tmp_path, empty)
-    spool.put(piece(1, width=empty.verifier.hidden_size))
-    until(lambda: spool.counts().num_written == 1, timeout_s=5)
+    monkeypatch.setattr(recorder_module, "_LONGEST_WAIT_S", 0.2)
+    recorder = opened(tmp_path, empty)
+    recorder.put(piece(1, width=empty.verifier.hidden_size))
+    until(lambda: recorder.counts().num_written == 1, timeout_s=5)
 
 
 def test_a_folder_of_another_target_is_refused(tmp_path: Path, empty: FeatureManifest) -> None:
@@ -228,14 +228,14 @@ def test_a_folder_of_another_target_is_refused(tmp_path: Path, empty: FeatureMan
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, empty: FeatureManifest) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"spool\.folder"):
+    with pytest.raises(ConfigError, match=r"recorder\.folder"):
         opened(tmp_path / "file" / "below", empty)
 
 
 def test_a_share_of_the_requests_is_sampled_and_probes_never(
     tmp_path: Path, empty: FeatureManifest
 ) -> None:
-    spool = opened(tmp_path, empty, sample_rate=0.25)
+    recorder = opened(tmp_path, empty, sample_rate=0.25)
 
     def request(workload: str) -> Request:
         return Request(
@@ -245,15 +245,15 @@ def test_a_share_of_the_requests_is_sampled_and_probes_never(
             workload=workload,
         )
 
-    assert 400 < sum(spool.wants(request("chat")) for _ in range(2000)) < 600
-    assert not any(spool.wants(request("probe")) for _ in range(200))
+    assert 400 < sum(recorder.wants(request("chat")) for _ in range(2000)) < 600
+    assert not any(recorder.wants(request("probe")) for _ in range(200))
 
 
-def test_the_spool_is_off_unless_a_folder_is_named(target: Path, tmp_path: Path) -> None:
+def test_the_recorder_is_off_unless_a_folder_is_named(target: Path, tmp_path: Path) -> None:
     tree: dict[str, object] = {"engine": {"model": {"path": str(target)}}}
     assert stages_of(service_config(tree)) == EngineStages()
-    asked = service_config({**tree, "spool": {"folder": str(tmp_path)}})
-    assert stages_of(asked) == EngineStages(open_spool=OpenSpool(asked.spool))
+    asked = service_config({**tree, "recorder": {"folder": str(tmp_path)}})
+    assert stages_of(asked) == EngineStages(open_recorder=OpenRecorder(asked.recorder))
 
 
 @pytest.fixture(autouse=True)

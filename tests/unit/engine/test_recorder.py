@@ -1,4 +1,5 @@
-"""What the spool gets is what left, seen by the frozen target; and a head changes in mid-stream."""
+"""What the recorder gets is what left, seen by the frozen target; and a head changes in
+mid-stream."""
 
 import dataclasses
 from pathlib import Path
@@ -12,10 +13,10 @@ from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine import spool
+from eesd_dist.engine import recorder as recorder_module
 from eesd_dist.engine.build import build_local_engine, layout_of, load_exit_head
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.spool import VerifiedPiece
+from eesd_dist.engine.recorder import VerifiedPiece
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
@@ -96,7 +97,7 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     engine = build_local_engine(
         make_config(num_pages=13, scheduler=SchedulerConfig(prefill_chunk=24, max_running=4)),
         cost=COST,
-        spool=kept,
+        recorder=kept,
     )
     requests = [
         dataclasses.replace(
@@ -123,25 +124,25 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
         assert (piece.workload, piece.temperature) == ("songs", one.sampling.temperature)
 
 
-def test_what_the_spool_asks_for_never_leaves(make_config: MakeConfig) -> None:
+def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> None:
     requests = [
         request("silent", prompts(1)[0], seed=1),
         request("curious", prompts(2)[1], seed=2, top_logprobs=2),
     ]
     plain = run(build_local_engine(make_config(), cost=COST), requests)
     kept = Kept()
-    spooled = run(build_local_engine(make_config(), cost=COST, spool=kept), requests)
-    assert _untimed(spooled) == _untimed(plain)
+    recorded = run(build_local_engine(make_config(), cost=COST, recorder=kept), requests)
+    assert _untimed(recorded) == _untimed(plain)
     assert len(kept.pieces) == 2
-    assert all(not emission.logprobs for emission in spooled[RequestId("silent")])
-    assert {len(x.top) for e in spooled[RequestId("curious")] for x in e.logprobs} == {2}
+    assert all(not emission.logprobs for emission in recorded[RequestId("silent")])
+    assert {len(x.top) for e in recorded[RequestId("curious")] for x in e.logprobs} == {2}
 
 
 def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
     make_config: MakeConfig,
 ) -> None:
     kept = Kept(unwanted=frozenset({"other"}))
-    engine = build_local_engine(make_config(), cost=COST, spool=kept)
+    engine = build_local_engine(make_config(), cost=COST, recorder=kept)
     engine.add(request("other", prompts(1)[0], seed=3))
     engine.add(request("mine", prompts(2)[1], seed=4, max_tokens=400, stop_token_ids=()))
     left: list[int] = []
@@ -158,9 +159,9 @@ def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
 def test_of_a_long_text_the_last_positions_are_kept(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "MAX_POSITIONS", 64)
+    monkeypatch.setattr(recorder_module, "MAX_POSITIONS", 64)
     kept = Kept()
-    engine = build_local_engine(make_config(), cost=COST, spool=kept)
+    engine = build_local_engine(make_config(), cost=COST, recorder=kept)
     one = request("long", prompts(1)[0], seed=5, max_tokens=150, stop_token_ids=())
     served = tokens(run(engine, [one])[RequestId("long")])
     (piece,) = kept.pieces
@@ -198,7 +199,7 @@ def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
     assert repeated[RequestId("again")][0].num_cached_prompt_tokens == 0  # the old head's pages
 
 
-def test_without_a_spool_no_row_is_asked_for_more(
+def test_without_a_recorder_no_row_is_asked_for_more(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int | None] = []
@@ -211,5 +212,7 @@ def test_without_a_spool_no_row_is_asked_for_more(
     monkeypatch.setattr(VerifyStage, "verify", observed)
     run(build_local_engine(make_config(), cost=COST), [request("one", prompts(1)[0])])
     assert set(asked) == {None}
-    run(build_local_engine(make_config(), cost=COST, spool=Kept()), [request("1", prompts(1)[0])])
+    run(
+        build_local_engine(make_config(), cost=COST, recorder=Kept()), [request("1", prompts(1)[0])]
+    )
     assert TOP_K in asked

@@ -2,7 +2,7 @@
 
 Decides which rows of a round belong to the text that left, and how long a piece of one text may
 become (OSD, arXiv 2310.07177, trains on such pieces). Refuses to know where pieces are stored: a
-`SpoolSink` is given from outside, and without one nothing here runs.
+`RecorderSink` is given from outside, and without one nothing here runs.
 """
 
 # Shapes: T verified positions of one text, D hidden size, K best tokens.
@@ -40,7 +40,7 @@ class VerifiedPiece:
     temperature: float
 
 
-class SpoolSink(Protocol):
+class RecorderSink(Protocol):
     """Where pieces go."""
 
     @property
@@ -135,10 +135,10 @@ class _Text:
         )
 
 
-class SpoolTap:
+class RecorderTap:
     """Follows the sampled requests of an engine and hands on what became of them."""
 
-    def __init__(self, sink: SpoolSink) -> None:
+    def __init__(self, sink: RecorderSink) -> None:
         self._sink = sink
         self._texts: dict[RequestId, _Text] = {}
 
@@ -147,7 +147,8 @@ class SpoolTap:
             self._texts[request.request_id] = _Text(request)
 
     def top_k(self, request_id: RequestId) -> int:
-        """How many best tokens this request's rows need for the spool; 0 when it is not sampled."""
+        """How many best tokens this request's rows need for the recorder; 0 when it is not
+        sampled."""
         return self._sink.top_k if request_id in self._texts else 0
 
     def stage(self, run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int]) -> None:
