@@ -81,8 +81,8 @@ def plan(shape: ModelShape, *, machine: Machine, split: Split, load: Load) -> Pl
     plain_step_s = forecast.plain_step_s()
     plain_rate = load.num_requests / plain_step_s
     return Plan(
-        draft_step_s=forecast.draft_step_s(load.cohort_size),
-        verify_pass_s=forecast.verify_s(load.cohort_size),
+        draft_step_s=forecast.draft_step_s(load.microbatch_size),
+        verify_pass_s=forecast.verify_s(load.microbatch_size),
         plain_step_s=plain_step_s,
         plain_tokens_per_s=plain_rate,
         cost=forecast.cost_model(),
@@ -141,22 +141,22 @@ class _Forecast:
         )
 
     def _length(self, k: int, expected_tokens: float) -> LengthForecast:
-        cohort = self.load.cohort_size
-        last_token_s = self._draft_layers_s(self.split.exit_layer, cohort)
-        draft_s = last_token_s + k * self.draft_step_s(cohort)
-        transfer_s = self.transfer_s(cohort * (k + 1))
-        verify_s = self.verify_s(cohort * (k + 1))
+        microbatch = self.load.microbatch_size
+        last_token_s = self._draft_layers_s(self.split.exit_layer, microbatch)
+        draft_s = last_token_s + k * self.draft_step_s(microbatch)
+        transfer_s = self.transfer_s(microbatch * (k + 1))
+        verify_s = self.verify_s(microbatch * (k + 1))
         whole_s = draft_s + transfer_s + verify_s
-        # Cohorts that take turns: a round ends as often as the busier stage allows.
-        interval_s = max(draft_s, verify_s, whole_s / self.load.num_cohorts)
-        per_cohort = self.load.num_requests / self.load.num_cohorts
+        # Microbatches that take turns: a round ends as often as the busier stage allows.
+        interval_s = max(draft_s, verify_s, whole_s / self.load.num_microbatches)
+        per_microbatch = self.load.num_requests / self.load.num_microbatches
         return LengthForecast(
             num_draft_tokens=k,
             draft_s=draft_s,
             transfer_s=transfer_s,
             verify_s=verify_s,
             expected_tokens=expected_tokens,
-            tokens_per_s=per_cohort * expected_tokens / interval_s,
+            tokens_per_s=per_microbatch * expected_tokens / interval_s,
         )
 
     def _draft_layers_s(self, num_layers: int, rows: int) -> float:

@@ -55,13 +55,13 @@ class Load:
     max_draft_tokens: int = 8
 
     @property
-    def num_cohorts(self) -> int:
+    def num_microbatches(self) -> int:
         """Two take turns as soon as there are two requests."""
         return min(2, self.num_requests)
 
     @property
-    def cohort_size(self) -> int:
-        return -(-self.num_requests // self.num_cohorts)
+    def microbatch_size(self) -> int:
+        return -(-self.num_requests // self.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,9 +104,9 @@ class SchedulerConfig(Section):
     """Longest piece of one prompt in one round."""
 
     overlap: Overlap = "auto"
-    """Two cohorts take turns: one is drafted while the other is verified. `auto`: while measured
-    costs say that this earns more than one batch of all, which it does where drafting takes about
-    as long as verifying."""
+    """Two microbatches take turns: one is drafted while the other is verified. `auto`: while
+    measured costs say that this earns more than one batch of all, which it does where drafting
+    takes about as long as verifying."""
 
 
 class TreeConfig(Section):
@@ -155,7 +155,7 @@ class SpeculationConfig(Section):
     """`coupled` gives the very tokens of plain decoding; `rejection` is the published baseline."""
 
     draft_ahead: bool = True
-    """With one cohort in flight the drafter goes on past its last token while it waits."""
+    """With one microbatch in flight the drafter goes on past its last token while it waits."""
 
     tree: TreeConfig = TreeConfig()
     """Alternatives beside the exit head's first choices."""

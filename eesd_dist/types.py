@@ -273,7 +273,7 @@ class RoundStats:
     """Where the time of one round went, and what came of it. Units are seconds and counts."""
 
     round_id: int
-    cohort: int
+    microbatch: int
     num_requests: int
     num_rows: int
     num_prefill_rows: int

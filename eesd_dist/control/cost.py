@@ -103,8 +103,8 @@ class CostModel:
         """A round that drafts a chain of each of these lengths.
 
         `num_known`: known rows of the round, where they are more than one a request. `overlapped`:
-        another cohort is verified while this one is drafted, so that the slower of the two counts.
-        """
+        another microbatch is verified while this one is drafted, so that the slower of the two
+        counts."""
         known = len(lengths) if num_known is None else num_known
         longest = max(lengths, default=0)
         levels = [sum(length > level for length in lengths) for level in range(longest)]

@@ -14,8 +14,8 @@ from torch import Tensor
 from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.registry import entry_of
-from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
@@ -292,7 +292,7 @@ def build_draft_engine(
         epoch=epoch,
         round_ids=round_ids,
         recorder=recorder,
-        turns=TakingTurns(cost) if config.scheduler.overlap == "auto" else None,
+        overlap_policy=OverlapPolicy(cost) if config.scheduler.overlap == "auto" else None,
     )
 
 
@@ -330,7 +330,7 @@ def build_local_engine(
 ) -> EngineCore:
     """Both stages in this process, over a channel in memory.
 
-    Nothing overlaps here, so one cohort keeps the batches whole.
+    Nothing overlaps here, so one microbatch keeps the batches whole.
     """
     for name in ("draft", "verify"):
         if getattr(config.parallel, f"{name}_tensor_parallel_size") != 1:

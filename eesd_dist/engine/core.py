@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.control.taking_turns import TakingTurns
 from eesd_dist.engine.acceptance import Accepted, accepted_drafts
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
@@ -65,16 +65,16 @@ class EngineCore:
         round_ids: RoundIds | None = None,
         recorder: RecorderSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
-        turns: TakingTurns | None = None,
+        overlap_policy: OverlapPolicy | None = None,
     ) -> None:
-        """`turns`: chooses between one cohort and two; None leaves it to the scheduler.
-        `round_ids`: None where nothing is traced.
-        `draft_traffic`: what this rank has exchanged with the other draft ranks so far."""
+        """`overlap_policy`: chooses between one microbatch and two; None leaves it to the
+        scheduler. `round_ids`: None where nothing is traced. `draft_traffic`: what this rank has
+        exchanged with the other draft ranks so far."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
         self._drafts_ahead = speculation.draft_ahead
-        self._turns = turns
+        self._overlap_policy = overlap_policy
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._recorder = None if recorder is None else RecorderTap(recorder)
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
@@ -105,7 +105,7 @@ class EngineCore:
         )
         """For other pipelines, from any thread."""
         self._in_flight: dict[int, RoundInFlight] = {}
-        self._next_cohort = 0
+        self._next_microbatch = 0
         self._broken_by: Exception | None = None
         """What ended the last turn after its tokens were committed; the next turn raises it."""
 
@@ -178,29 +178,29 @@ class EngineCore:
     # -- one turn -------------------------------------------------------------------------------
 
     def step(self, *, wait_s: float = 0.05) -> StepResult:
-        """One turn: take the oldest verdict of a cohort, then draft that cohort's next round.
+        """One turn: take the oldest verdict of a microbatch, then draft that microbatch's next
+        round.
 
-        While cohort A is drafted here, cohort B is verified over there. With nothing to do it
-        waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone, or a rank
-        of the draft stage: call `attach` with a new channel, and every live request is computed
-        again from its tokens.
-        """
+        While microbatch A is drafted here, microbatch B is verified over there. With nothing to do
+        it waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone, or a
+        rank of the draft stage: call `attach` with a new channel, and every live request is
+        computed again from its tokens."""
         if self._broken_by is not None:
             raise self._broken_by
         with self._requests.lock:
             self._heads.take()
-            if self._turns is not None:
-                self._scheduler.take_turns(self._turns.pays(self._scheduler.num_running))
-        count = self._scheduler.num_cohorts
+            if self._overlap_policy is not None:
+                self._scheduler.set_overlap(self._overlap_policy.pays(self._scheduler.num_running))
+        count = self._scheduler.num_microbatches
         for offset in range(count):
-            cohort = (self._next_cohort + offset) % count
-            waiting = self._in_flight.get(cohort)
+            microbatch = (self._next_microbatch + offset) % count
+            waiting = self._in_flight.get(microbatch)
             if waiting is None:
-                result, has_begun = StepResult(), self._begin(cohort)
+                result, has_begun = StepResult(), self._begin(microbatch)
             else:
-                result, has_begun = self._finish(waiting), self._begin_or_break(cohort)
+                result, has_begun = self._finish(waiting), self._begin_or_break(microbatch)
             if has_begun or waiting is not None:
-                self._next_cohort = (cohort + 1) % count
+                self._next_microbatch = (microbatch + 1) % count
                 return result
         idle_from = self._meter.now()
         self._requests.arrived.wait(wait_s)
@@ -208,18 +208,18 @@ class EngineCore:
         self._meter.idled(self._meter.now() - idle_from)
         return StepResult()
 
-    def _begin_or_break(self, cohort: int) -> bool:
+    def _begin_or_break(self, microbatch: int) -> bool:
         """Tokens that were just committed leave, whatever happens here: it is raised next time."""
         try:
-            return self._begin(cohort)
+            return self._begin(microbatch)
         except Exception as error:  # nothing is swallowed: it is only late
             self._broken_by = error
             return False
 
-    def _begin(self, cohort: int) -> bool:
-        """Plans, drafts and sends; False when the cohort has nothing to do."""
+    def _begin(self, microbatch: int) -> bool:
+        """Plans, drafts and sends; False when the microbatch has nothing to do."""
         started_unix_s, started = time.time(), self._meter.now()
-        plan = self._plan(cohort)
+        plan = self._plan(microbatch)
         if plan is None:
             return False
         planned = self._meter.now()
@@ -228,7 +228,7 @@ class EngineCore:
         header = self._headers.write(plan, drafted)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
         sent = self._meter.now()
-        self._in_flight[cohort] = waiting = RoundInFlight(
+        self._in_flight[microbatch] = waiting = RoundInFlight(
             plan=plan,
             drafted=drafted,
             header=header,
@@ -245,9 +245,9 @@ class EngineCore:
         self._meter.spent(sent - started + waiting.ahead_s)
         return True
 
-    def _plan(self, cohort: int) -> RoundPlan | None:
+    def _plan(self, microbatch: int) -> RoundPlan | None:
         with self._requests.lock:
-            plan = self._scheduler.plan(cohort)
+            plan = self._scheduler.plan(microbatch)
             # A request that is in no round may lose pages before its next one; in flight none does.
             plans = [plan, *(waiting.plan for waiting in self._in_flight.values())]
             self._draft.drop_ahead(
@@ -263,15 +263,15 @@ class EngineCore:
         reply = self._channel.receive()
         self._draft.check()  # nothing that was computed with a rank since lost may leave
         received = self._meter.now()
-        del self._in_flight[waiting.plan.cohort]
+        del self._in_flight[waiting.plan.microbatch]
         accepted = self._settle(waiting, reply)
         outcomes = [a.outcome for a in accepted if a.outcome is not None]
         with self._requests.lock:
             emissions = self._scheduler.commit(
                 waiting.plan, {a.run.request_id: a.committed for a in accepted}
             )
-            if self._turns is not None:
-                self._turns.observe(
+            if self._overlap_policy is not None:
+                self._overlap_policy.observe(
                     num_drafted=sum(outcome.num_drafted for outcome in outcomes),
                     num_requests=len(accepted),
                 )

@@ -139,7 +139,7 @@ class DraftStage:
     ) -> DraftedRound:
         """Runs the known rows, then drafts level by level what the policy chooses.
 
-        `overlapped`: another cohort's round is being verified meanwhile.
+        `overlapped`: another microbatch's round is being verified meanwhile.
         """
         runs = [self._open(item) for item in plan.items]
         self._run_known(runs)

@@ -133,7 +133,7 @@ class _Bench:
         items = tuple(self._item(f"rehearsal-{i}", length) for i in range(count))
         for item in items:
             policy.admit(item.live.request_id, None, Belief())
-        self.draft.draft(RoundPlan(cohort=0, items=items, preempted=()), policy)
+        self.draft.draft(RoundPlan(microbatch=0, items=items, preempted=()), policy)
         for item in items:
             self.draft.forget(item.live.request_id)
 

@@ -111,7 +111,7 @@ class RoundMeter:
         longest = max(depths, default=0)
         return RoundStats(
             round_id=waiting.header.round_id,
-            cohort=waiting.plan.cohort,
+            microbatch=waiting.plan.microbatch,
             num_requests=len(items),
             num_rows=waiting.drafted.hidden_TD.shape[0],
             num_prefill_rows=sum(i.num_known for i in items if i.num_known > 1 or not i.is_final),

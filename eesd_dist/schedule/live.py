@@ -11,12 +11,11 @@ from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId, T
 class LiveRequest:
     """One request between its arrival and its last token.
 
-    `tokens` is all that may not be lost; pages, cohort and `num_computed` are cache.
+    `tokens` is all that may not be lost; pages, microbatch and `num_computed` are cache.
     """
 
     __slots__ = (
         "arrival_s",
-        "cohort",
         "drafter",
         "first_scheduled_s",
         "in_flight",
@@ -25,6 +24,7 @@ class LiveRequest:
         "max_draft_tokens",
         "max_len",
         "max_tree_nodes",
+        "microbatch",
         "num_cached_prompt_tokens",
         "num_computed",
         "num_prompt",
@@ -65,7 +65,7 @@ class LiveRequest:
         self.num_computed = 0
         """Positions whose keys and values are valid in every stage."""
         self.pages: list[PageId] = []
-        self.cohort = 0
+        self.microbatch = 0
         self.num_cached_prompt_tokens = 0
         self.last_turn = 0
         """Which turn of all turns was its last; who waited longest goes first if not all fit."""

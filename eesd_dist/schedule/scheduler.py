@@ -40,9 +40,9 @@ class PlanItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundPlan:
-    """A round's requests. Its cohort takes no part in another one until this is committed."""
+    """A round's requests. Its microbatch takes no part in another one until this is committed."""
 
-    cohort: int
+    microbatch: int
     items: tuple[PlanItem, ...]
     preempted: tuple[RequestId, ...]
     """Requests that lost their pages since the last plan and will be computed again."""
@@ -76,7 +76,7 @@ class SchedulerUsage:
 
 
 class Scheduler:
-    """Continuous batching over one page allocator, in one cohort or in two that take turns."""
+    """Continuous batching over one page allocator, in one microbatch or in two that take turns."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Scheduler:
             num_pages=pages.num_pages,
             page_size=pages.page_size,
         )
-        self._num_cohorts = 2 if config.overlap else 1
-        self._takes_turns = self._num_cohorts == 2
+        self._num_microbatches = 2 if config.overlap else 1
+        self._overlaps = self._num_microbatches == 2
         # A page table's fair share: the room a new run is given where there is more than it needs.
         self._fair_share = pages.num_pages // config.max_running
         self._waiting: list[LiveRequest] = []  # by ticket, so a preempted request comes first
@@ -120,13 +120,13 @@ class Scheduler:
         self._num_cached_prompt_tokens = 0
 
     @property
-    def num_cohorts(self) -> int:
-        return self._num_cohorts
+    def num_microbatches(self) -> int:
+        return self._num_microbatches
 
-    def take_turns(self, wanted: bool) -> None:
-        """Whether requests go into both cohorts from now on, or all into the first as soon as they
-        are at rest; where there is but one, nothing changes."""
-        self._takes_turns = wanted and self._num_cohorts == 2
+    def set_overlap(self, wanted: bool) -> None:
+        """Whether requests go into both microbatches from now on, or all into the first as soon as
+        they are at rest; where there is but one, nothing changes."""
+        self._overlaps = wanted and self._num_microbatches == 2
 
     @property
     def num_running(self) -> int:
@@ -207,16 +207,16 @@ class Scheduler:
             self._leave(live)
         return True
 
-    def plan(self, cohort: int) -> RoundPlan | None:
-        """The next round of a cohort; None when there is nothing it could do now."""
+    def plan(self, microbatch: int) -> RoundPlan | None:
+        """The next round of a microbatch; None when there is nothing it could do now."""
         self._balance()
-        known = self._choose_decoding(cohort)
+        known = self._choose_decoding(microbatch)
         budget = self._config.token_budget - len(known)
-        budget = self._choose_prefill(cohort, known, budget=budget)
-        self._admit(cohort, known, budget=budget)
+        budget = self._choose_prefill(microbatch, known, budget=budget)
+        self._admit(microbatch, known, budget=budget)
         if not known:
             return None
-        return self._depart(cohort, known)
+        return self._depart(microbatch, known)
 
     def commit(self, plan: RoundPlan, results: Mapping[RequestId, Committed]) -> list[Emission]:
         """What leaves after a round. `results` has an entry for each final item not aborted."""
@@ -324,39 +324,42 @@ class Scheduler:
         for live in self._waiting:
             assert not live.pages, f"{live.request_id} waits and holds {len(live.pages)} pages"
 
-    # Cohorts.
+    # Microbatches.
 
-    def _smaller_cohort(self, *, prefer: int) -> int:
-        if not self._takes_turns:
+    def _smaller_microbatch(self, *, prefer: int) -> int:
+        if not self._overlaps:
             return 0
         sizes = self._sizes()
-        return min(range(self._num_cohorts), key=lambda cohort: (sizes[cohort], cohort != prefer))
+        return min(
+            range(self._num_microbatches),
+            key=lambda microbatch: (sizes[microbatch], microbatch != prefer),
+        )
 
     def _balance(self) -> None:
-        """While one cohort has two requests more than the other, one that is at rest moves."""
-        if not self._takes_turns:
+        """While one microbatch has two requests more than the other, one that is at rest moves."""
+        if not self._overlaps:
             for live in self._running.values():
-                if live.cohort and not live.in_flight:
-                    live.cohort = 0
+                if live.microbatch and not live.in_flight:
+                    live.microbatch = 0
             return
         sizes = self._sizes()
         larger = 0 if sizes[0] > sizes[1] else 1
         num_moves = abs(sizes[0] - sizes[1]) // 2
         if num_moves == 0:
             return
-        at_rest = [v for v in self._running.values() if v.cohort == larger and not v.in_flight]
+        at_rest = [v for v in self._running.values() if v.microbatch == larger and not v.in_flight]
         for live in at_rest[len(at_rest) - min(num_moves, len(at_rest)) :]:
-            live.cohort = 1 - larger
+            live.microbatch = 1 - larger
 
     def _sizes(self) -> list[int]:
-        in_second = sum(live.cohort for live in self._running.values())
+        in_second = sum(live.microbatch for live in self._running.values())
         return [len(self._running) - in_second, in_second]
 
     # Choosing. `known` collects how many known tokens of each request the round computes.
 
-    def _choose_decoding(self, cohort: int) -> dict[LiveRequest, int]:
+    def _choose_decoding(self, microbatch: int) -> dict[LiveRequest, int]:
         """Requests that need one row each; who waited longest goes first if not all fit."""
-        ready = [live for live in self._at_rest(cohort) if live.is_decoding]
+        ready = [live for live in self._at_rest(microbatch) if live.is_decoding]
         if len(ready) > self._config.token_budget:
             ready.sort(key=lambda live: live.last_turn)
             del ready[self._config.token_budget :]
@@ -365,9 +368,11 @@ class Scheduler:
         # Whoever secured its own pages may still have lost them to an older request after that.
         return {v: 1 for v in ready if v not in stuck and v.request_id in self._running}
 
-    def _choose_prefill(self, cohort: int, known: dict[LiveRequest, int], *, budget: int) -> int:
+    def _choose_prefill(
+        self, microbatch: int, known: dict[LiveRequest, int], *, budget: int
+    ) -> int:
         """Chunks of prompts already under way, the oldest first; returns the budget left."""
-        for live in self._at_rest(cohort):
+        for live in self._at_rest(microbatch):
             if budget <= 0:
                 break
             if not live.is_decoding:
@@ -375,32 +380,32 @@ class Scheduler:
                 budget -= known[live]
         return budget
 
-    def _admit(self, cohort: int, known: dict[LiveRequest, int], *, budget: int) -> None:
+    def _admit(self, microbatch: int, known: dict[LiveRequest, int], *, budget: int) -> None:
         """Lets the head of the queue in while it finds pages, a place and a row to begin with.
 
         Passed over is only who waits for an aborted request of the same id to leave.
         """
         while self._waiting and len(self._running) < self._config.max_running:
-            joined = self._smaller_cohort(prefer=cohort)
-            if joined == cohort and budget <= 0:
+            joined = self._smaller_microbatch(prefer=microbatch)
+            if joined == microbatch and budget <= 0:
                 return
             live = next((v for v in self._waiting if v.request_id not in self._running), None)
-            if live is None or not self._start(live, cohort=joined):
+            if live is None or not self._start(live, microbatch=joined):
                 return
             self._waiting.remove(live)
-            if joined == cohort:
+            if joined == microbatch:
                 known[live] = self._chunk(live, budget=budget)
                 budget -= known[live]
 
-    def _at_rest(self, cohort: int) -> list[LiveRequest]:
-        return [v for v in self._running.values() if v.cohort == cohort and not v.in_flight]
+    def _at_rest(self, microbatch: int) -> list[LiveRequest]:
+        return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]
 
     def _chunk(self, live: LiveRequest, *, budget: int) -> int:
         return min(live.num_tokens - live.num_computed, self._config.prefill_chunk, budget)
 
     # Pages.
 
-    def _start(self, live: LiveRequest, *, cohort: int) -> bool:
+    def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
         """Gives a waiting request the pages of all its known tokens, if one more would be left."""
         live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
         num_cached = len(live.pages) * self._pages.page_size
@@ -412,7 +417,7 @@ class Scheduler:
             live.pages = []
             return False
         live.num_computed = num_cached
-        live.cohort = cohort
+        live.microbatch = microbatch
         self._running[live.request_id] = live
         if live.first_scheduled_s is None:
             self._count_arrival(live)
@@ -493,9 +498,9 @@ class Scheduler:
 
     # Departure and arrival of a round.
 
-    def _depart(self, cohort: int, known: Mapping[LiveRequest, int]) -> RoundPlan:
+    def _depart(self, microbatch: int, known: Mapping[LiveRequest, int]) -> RoundPlan:
         plan = RoundPlan(
-            cohort=cohort,
+            microbatch=microbatch,
             items=tuple(self._item(live, num_known) for live, num_known in known.items()),
             preempted=tuple(self._preempted),
         )

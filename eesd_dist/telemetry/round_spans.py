@@ -88,7 +88,7 @@ class RoundSpans:
     def _round(self, stats: RoundStats, parent: Context, *links: Link) -> Span:
         attributes: Attributes = {
             names.ROUND_ID: stats.round_id,
-            names.COHORT: stats.cohort,
+            names.MICROBATCH: stats.microbatch,
             names.NUM_REQUESTS: stats.num_requests,
             names.NUM_ROWS: stats.num_rows,
             names.PREFILL_ROWS: stats.num_prefill_rows,

@@ -164,7 +164,7 @@ class ToyDrafter:
 def _stats(round_id: int, emissions: tuple[Emission, ...]) -> RoundStats:
     return RoundStats(
         round_id=round_id,
-        cohort=0,
+        microbatch=0,
         num_requests=len(emissions),
         num_rows=2 * len(emissions),
         num_prefill_rows=0,

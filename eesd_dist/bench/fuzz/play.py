@@ -327,7 +327,7 @@ class _Player:
             self.counts["rounds"] += 1
             self.counts["drafted"] += stats.num_drafted
             self.counts["accepted"] += stats.num_accepted
-            self.counts["rounds of the second microbatch"] += stats.cohort == 1
+            self.counts["rounds of the second microbatch"] += stats.microbatch == 1
         for outcome in result.outcomes:
             self.counts["trees"] += bool(outcome.branches)
 

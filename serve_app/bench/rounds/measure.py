@@ -60,8 +60,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        cohorts = {False: "1 cohort", True: "2 cohorts", "auto": "auto"}[self.overlap]
-        return f"{cohorts}, {'ahead' if self.draft_ahead else 'not ahead'}"
+        microbatches = {False: "1 microbatch", True: "2 microbatches", "auto": "auto"}[self.overlap]
+        return f"{microbatches}, {'ahead' if self.draft_ahead else 'not ahead'}"
 
 
 QUICK_VARIANTS = tuple(Variant(overlap=o, draft_ahead=True) for o in (False, True))
@@ -249,8 +249,8 @@ class Bench:
         ]
 
 
-def over_one_cohort(splits: Splits, setting: Setting, variant: Variant) -> float | None:
-    """Tokens per second over those of the same with one cohort, run by run; the middle one."""
+def over_one_microbatch(splits: Splits, setting: Setting, variant: Variant) -> float | None:
+    """Tokens per second over those of the same with one microbatch, run by run; the middle one."""
     one, other = splits[setting, replace(variant, overlap=False)], splits[setting, variant]
     ratios = [
         b.tokens_per_s / a.tokens_per_s
@@ -290,7 +290,7 @@ def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, obje
     for (setting, variant), splits in measured.splits.items():
         rows.append({**asdict(setting), **asdict(variant), **added(splits).as_json()})
     ratios = [
-        {**asdict(setting), **asdict(variant), "over_one_cohort": ratio}
+        {**asdict(setting), **asdict(variant), "over_one_microbatch": ratio}
         for setting in settings
         for variant, ratio in _ratios(measured.splits, setting)
     ]
@@ -313,14 +313,14 @@ def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
                 + f"{row['overhead']:10.1%}{row['rounds_per_s']:10.1f}{row['tokens_per_s']:10.1f}"
             )
         for variant, ratio in _ratios(measured.splits, setting):
-            lines.append(f"  {variant.name}, over one cohort: {ratio:.3f} x tokens/s")
+            lines.append(f"  {variant.name}, over one microbatch: {ratio:.3f} x tokens/s")
     return lines
 
 
 def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Variant, float]]:
     for found, variant in splits:
         if found == setting and variant.overlap is not False:
-            ratio = over_one_cohort(splits, setting, variant)
+            ratio = over_one_microbatch(splits, setting, variant)
             if ratio is not None:
                 yield variant, ratio
 

@@ -71,7 +71,7 @@ def test_a_single_rank_waits_for_nobody() -> None:
     assert _plan(split, machine=waiting).plain_step_s == _plan(split).plain_step_s
 
 
-def test_two_cohorts_hide_the_shorter_stage() -> None:
+def test_two_microbatches_hide_the_shorter_stage() -> None:
     split = replace(EIGHT_GPUS, exit_layer=2)
     one = _plan(split, load=replace(ALONE, num_requests=1)).best.tokens_per_s
     two = _plan(split, load=replace(ALONE, num_requests=2)).best.tokens_per_s

@@ -107,7 +107,7 @@ def test_a_token_is_taken_for_what_lies_behind_a_step_of_the_cost_table() -> Non
     assert best_chain(0.5, 0.5, theta=0.9, levels=4, prices=prices).owners == {0}
 
 
-def test_while_another_cohort_is_verified_drafting_is_free_up_to_its_verify_time() -> None:
+def test_while_another_microbatch_is_verified_drafting_is_free_up_to_its_verify_time() -> None:
     alone, beside = (_prices([0.3] * 9, [0.0] * 9, overlapped=o) for o in (False, True))
     entries = _entries([[0.2]])
     assert not best_allocation(entries, alone).owners

@@ -175,7 +175,7 @@ def test_in_a_larger_batch_where_rows_are_dear_less_is_drafted() -> None:
     assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(alone.lengths) / len(alone.lengths)
 
 
-def test_beside_another_cohorts_verification_more_is_drafted() -> None:
+def test_beside_another_microbatches_verification_more_is_drafted() -> None:
     """Draft steps that dearly cost alone are hidden behind the verifier's time."""
     slow = CostModel(draft_step_s=0.5, verify_s=tuple(1.0 + 0.01 * i for i in range(9)))
     chances = [0.35]

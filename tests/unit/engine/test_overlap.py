@@ -1,4 +1,5 @@
-"""Two cohorts, and drafting ahead of a verdict: other orders of the same work, the same text."""
+"""Two microbatches, and drafting ahead of a verdict: other orders of the same work, the same
+text."""
 
 import dataclasses
 import random
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from eesd_dist.control.taking_turns import TakingTurns
+from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
@@ -74,7 +75,7 @@ def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
     assert len(wanted.tokens) == 30
 
 
-def test_two_cohorts_take_turns_and_change_no_token(make_config: MakeConfig) -> None:
+def test_two_microbatches_overlap_and_change_no_token(make_config: MakeConfig) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
     engine = late_engine(config, late_by_polls=0)
     plain = LocalEngine(make_config())
@@ -85,7 +86,7 @@ def test_two_cohorts_take_turns_and_change_no_token(make_config: MakeConfig) -> 
         assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted], name
 
 
-def test_changing_between_one_batch_and_two_cohorts_changes_no_token(
+def test_changing_between_one_batch_and_two_microbatches_changes_no_token(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap="auto"))
@@ -93,11 +94,11 @@ def test_changing_between_one_batch_and_two_cohorts_changes_no_token(
     rng = random.Random(5)
     answers: list[bool] = []
 
-    def tossed(self: TakingTurns, num_requests: int) -> bool:
+    def tossed(self: OverlapPolicy, num_requests: int) -> bool:
         answers.append(rng.random() < 0.5)
         return answers[-1]
 
-    monkeypatch.setattr(TakingTurns, "pays", tossed)
+    monkeypatch.setattr(OverlapPolicy, "pays", tossed)
     plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)

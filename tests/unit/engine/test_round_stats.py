@@ -96,6 +96,6 @@ def test_a_round_behind_another_one_is_queued_and_that_is_no_transfer(
     verifier.join(10)
     inner = rounds[3:]
     queued = [stats.queued_s for stats in inner]
-    # One tenth of a second of verifying, and as long in the line behind the other cohort's.
+    # One tenth of a second of verifying, and as long in the line behind the other microbatch's.
     assert statistics.median(queued) > 0.05
     assert statistics.median(stats.transfer_s for stats in inner) < 0.05

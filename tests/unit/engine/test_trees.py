@@ -230,7 +230,7 @@ def test_a_prefix_that_a_tree_has_left_in_the_cache_is_the_text(
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_two_cohorts_of_trees_take_turns_and_change_no_token(late: int, make: Make) -> None:
+def test_two_microbatches_of_trees_overlap_and_change_no_token(late: int, make: Make) -> None:
     engine = engine_of(make(overlap=True), late=late)
     for name in ("greedy", "penalised"):
         wanted_batch = requests(5, SAMPLING[name], PLAIN, f"p-{name}")

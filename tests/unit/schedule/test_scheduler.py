@@ -89,8 +89,8 @@ def _stages(*, page_size: int = 4, acceptance: float = 0.6) -> ToyStages:
     return ToyStages(page_size=page_size, random=Random(7), acceptance=acceptance)
 
 
-def _plan(scheduler: Scheduler, cohort: int = 0) -> RoundPlan:
-    plan = scheduler.plan(cohort)
+def _plan(scheduler: Scheduler, microbatch: int = 0) -> RoundPlan:
+    plan = scheduler.plan(microbatch)
     assert plan is not None
     return plan
 
@@ -112,8 +112,8 @@ def _live(scheduler: Scheduler, name: str) -> LiveRequest:
     return live
 
 
-def _decode_once(scheduler: Scheduler, token: int = 9, cohort: int = 0) -> None:
-    plan = _plan(scheduler, cohort)
+def _decode_once(scheduler: Scheduler, token: int = 9, microbatch: int = 0) -> None:
+    plan = _plan(scheduler, microbatch)
     scheduler.commit(
         plan, {item.live.request_id: _verifier_says(token) for item in plan.items if item.is_final}
     )
@@ -351,10 +351,10 @@ def test_nobody_starves_while_new_requests_keep_coming() -> None:
     run_until_idle(scheduler, stages, ledger)
 
 
-# Cohorts.
+# Microbatches.
 
 
-def test_a_request_alone_stays_in_one_cohort() -> None:
+def test_a_request_alone_stays_in_one_microbatch() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=True))
     scheduler.add(_request())
     for _ in range(4):
@@ -363,7 +363,7 @@ def test_a_request_alone_stays_in_one_cohort() -> None:
         scheduler.commit(plan, {RequestId("a"): _verifier_says(3)})
 
 
-def test_two_requests_share_the_two_cohorts() -> None:
+def test_two_requests_share_the_two_microbatches() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=True))
     scheduler.add(_request("a"))
     scheduler.add(_request("b"))
@@ -371,7 +371,7 @@ def test_two_requests_share_the_two_cohorts() -> None:
     assert _only(_plan(scheduler, 1)).live.request_id == "b"
 
 
-def test_a_cohort_that_empties_gets_requests_from_the_other() -> None:
+def test_a_microbatch_that_empties_gets_requests_from_the_other() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=True))
     for name, max_tokens in (("a", 1), ("b", 50), ("c", 1), ("d", 50)):
         scheduler.add(_request(name, max_tokens=max_tokens))
@@ -464,8 +464,8 @@ def test_pages_meant_for_drafts_are_taken_back_before_anyone_is_preempted() -> N
     scheduler = _scheduler(make_pages(30, page_size=1), max_draft_tokens=4, config=config)
     scheduler.add(_request("a", prompt=[1] * 2))
     scheduler.add(_request("b", prompt=[2] * 2))
-    _decode_once(scheduler, cohort=0)
-    _decode_once(scheduler, cohort=1)
+    _decode_once(scheduler, microbatch=0)
+    _decode_once(scheduler, microbatch=1)
     assert len(_live(scheduler, "b").pages) == 6
     scheduler.add(_request("c", prompt=[3] * 17))
     accepted = _verifier_says(5, 5, 5, 5, num_accepted=3, num_drafted=3)
@@ -479,7 +479,7 @@ def test_pages_meant_for_drafts_are_taken_back_before_anyone_is_preempted() -> N
     scheduler.check()
 
 
-def test_a_round_in_flight_keeps_its_pages_and_the_other_cohort_waits() -> None:
+def test_a_round_in_flight_keeps_its_pages_and_the_other_microbatch_waits() -> None:
     config = SchedulerConfig(overlap=True)
     scheduler = _scheduler(make_pages(12, page_size=1), max_draft_tokens=4, config=config)
     scheduler.add(_request("a", prompt=[1] * 2))
@@ -487,7 +487,7 @@ def test_a_round_in_flight_keeps_its_pages_and_the_other_cohort_waits() -> None:
     in_flight = _plan(scheduler, 0)
     accepted = _verifier_says(5, 5, 5, 5, num_accepted=3, num_drafted=3)
     scheduler.commit(_plan(scheduler, 1), {RequestId("b"): accepted})
-    _decode_once(scheduler, cohort=1)
+    _decode_once(scheduler, microbatch=1)
     assert scheduler.plan(1) is None
     assert scheduler.num_running == 2
     assert len(_live(scheduler, "a").pages) == 6
@@ -502,8 +502,8 @@ def test_a_request_that_gave_way_with_no_round_to_tell_it_is_named_in_the_next()
     scheduler = _scheduler(make_pages(6, page_size=1), max_draft_tokens=0, config=config)
     scheduler.add(_request("a", prompt=[1] * 2, max_tokens=5))
     scheduler.add(_request("b", prompt=[2] * 2, max_tokens=5))
-    for cohort in (0, 1, 0, 1):
-        _decode_once(scheduler, cohort=cohort)
+    for microbatch in (0, 1, 0, 1):
+        _decode_once(scheduler, microbatch=microbatch)
     assert scheduler.plan(1) is None
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
     scheduler.abort(RequestId("a"))
@@ -601,8 +601,8 @@ def test_after_a_store_is_lost_every_stream_goes_on_to_the_same_end() -> None:
     requests = [_request(n, prompt=[i] * 9, max_tokens=20, seed=i) for i, n in enumerate("abcde")]
     for request in requests:
         scheduler.add(request)
-    for cohort in (0, 1, 0, 1):
-        plan = _plan(scheduler, cohort)
+    for microbatch in (0, 1, 0, 1):
+        plan = _plan(scheduler, microbatch)
         ledger.write(scheduler.commit(plan, stages.run(plan)))
     lost = _plan(scheduler, 0)
     stages.lose()
@@ -678,14 +678,14 @@ def _each_says(plan: RoundPlan, token: int) -> dict[RequestId, Committed]:
     return {item.live.request_id: _verifier_says(token) for item in plan.items}
 
 
-def test_without_turns_all_requests_come_together_in_the_first_cohort() -> None:
+def test_without_overlap_all_requests_come_together_in_the_first_microbatch() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=True))
     for name in ("a", "b", "c", "d"):
         scheduler.add(_request(name))
     first, second = scheduler.plan(0), scheduler.plan(1)
     assert first is not None
     assert second is not None
-    scheduler.take_turns(False)
+    scheduler.set_overlap(False)
     scheduler.commit(first, _each_says(first, 3))
     again = scheduler.plan(0)
     assert again is not None
@@ -794,19 +794,19 @@ class AnyOrder(RuleBasedStateMachine):
         self.ledger.answers[request.request_id] = list(told)
 
     @rule(wanted=st.booleans())
-    def take_turns(self, wanted: bool) -> None:
-        self.scheduler.take_turns(wanted)
+    def set_overlap(self, wanted: bool) -> None:
+        self.scheduler.set_overlap(wanted)
 
-    @rule(cohort=st.integers(0, 1))
-    def plan(self, cohort: int) -> None:
-        if cohort >= self.scheduler.num_cohorts or cohort in self.pending:
+    @rule(microbatch=st.integers(0, 1))
+    def plan(self, microbatch: int) -> None:
+        if microbatch >= self.scheduler.num_microbatches or microbatch in self.pending:
             return
-        plan = self.scheduler.plan(cohort)
+        plan = self.scheduler.plan(microbatch)
         if plan is None:
             return
-        assert plan.cohort == cohort
+        assert plan.microbatch == microbatch
         assert sum(item.num_known for item in plan.items) <= 12
-        self.pending[cohort] = (plan, self.stages.run(plan))
+        self.pending[microbatch] = (plan, self.stages.run(plan))
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -850,8 +850,8 @@ class AnyOrder(RuleBasedStateMachine):
     def there_is_always_a_next_step(self) -> None:
         if not hasattr(self, "scheduler") or self.pending or not self.scheduler.has_work():
             return
-        for cohort in range(self.scheduler.num_cohorts):
-            self.plan(cohort)
+        for microbatch in range(self.scheduler.num_microbatches):
+            self.plan(microbatch)
         assert self.pending
 
     def teardown(self) -> None:
@@ -925,7 +925,7 @@ def test_planning_sixteen_decoding_requests_takes_under_a_millisecond(overlap: b
     timings_s = []
     for turn in range(100):
         started_s = perf_counter()
-        plan = _plan(scheduler, turn % scheduler.num_cohorts)
+        plan = _plan(scheduler, turn % scheduler.num_microbatches)
         timings_s.append(perf_counter() - started_s)
         committed = _verifier_says(1, 2, 3, num_accepted=2, num_drafted=4)
         scheduler.commit(plan, {item.live.request_id: committed for item in plan.items})

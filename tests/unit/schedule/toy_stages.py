@@ -193,18 +193,18 @@ class Ledger:
 def run_until_idle(
     scheduler: Scheduler, stages: ToyStages, ledger: Ledger, *, max_rounds: int = 5_000
 ) -> None:
-    """Cohorts take turns: while one round's results are under way the next one is planned."""
+    """Microbatches take turns: while one round's results are under way the next one is planned."""
     pending: dict[int, tuple[RoundPlan, Mapping[RequestId, Committed]]] = {}
     for turn in range(max_rounds):
-        cohort = turn % scheduler.num_cohorts
-        if cohort in pending:
-            plan, results = pending.pop(cohort)
+        microbatch = turn % scheduler.num_microbatches
+        if microbatch in pending:
+            plan, results = pending.pop(microbatch)
             stages.settle(plan)
             ledger.write(scheduler.commit(plan, results))
             scheduler.check()
-        next_plan = scheduler.plan(cohort)
+        next_plan = scheduler.plan(microbatch)
         if next_plan is not None:
-            pending[cohort] = (next_plan, stages.run(next_plan))
+            pending[microbatch] = (next_plan, stages.run(next_plan))
         if not scheduler.has_work():
             return
     raise AssertionError(f"work is left after {max_rounds} rounds: {scheduler.usage()}")

@@ -7,7 +7,7 @@ from eesd_dist.types import RequestId, RoundStats, Traffic
 
 _ROUND = RoundStats(
     round_id=7,
-    cohort=0,
+    microbatch=0,
     num_requests=2,
     num_rows=9,
     num_prefill_rows=0,

@@ -16,7 +16,7 @@ from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
 from serve_app.bench.options import RoundsOptions
 from serve_app.bench.rounds import measure
-from serve_app.bench.rounds.measure import Setting, Variant, over_one_cohort, split_of, steady
+from serve_app.bench.rounds.measure import Setting, Variant, over_one_microbatch, split_of, steady
 from tests.support.tiny_service import write_tiny_service
 from tests.unit.telemetry.rounds import a_round
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LocalRunner:
-    """Both stages in this process, cohorts and drafting ahead as they were asked for."""
+    """Both stages in this process, microbatches and drafting ahead as they were asked for."""
 
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def test_rounds_count_from_when_all_decode_until_one_leaves() -> None:
     assert steady([prefill]) == []
 
 
-def test_two_cohorts_are_held_against_one_run_by_run() -> None:
+def test_two_microbatches_are_held_against_one_run_by_run() -> None:
     setting = Setting(batch=4, drafting=True)
 
     def ran(wall_s: float) -> measure.Split:
@@ -126,7 +126,7 @@ def test_two_cohorts_are_held_against_one_run_by_run() -> None:
     }
     for overlap, ratio in {True: 1.0, "auto": 2.0}.items():
         variant = Variant(overlap=overlap, draft_ahead=True)
-        assert over_one_cohort(splits, setting, variant) == ratio
+        assert over_one_microbatch(splits, setting, variant) == ratio
 
 
 def test_every_variant_is_measured_and_no_text_differs(

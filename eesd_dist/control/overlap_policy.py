@@ -1,9 +1,8 @@
-"""Whether two cohorts that take turns earn more than all requests in one batch.
+"""Whether two microbatches that take turns earn more than all requests in one batch.
 
-Two cohorts keep both stages busy, and each verify pass then serves half as many requests: that pays
-where drafting takes about as long as verifying, and costs where one of them is nearly all of a
-round. Decides from the cost model and from how much is drafted lately; knows no request.
-"""
+Two microbatches keep both stages busy, and each verify pass then serves half as many requests: that
+pays where drafting takes about as long as verifying, and costs where one of them is nearly all of a
+round. Decides from the cost model and from how much is drafted lately; knows no request."""
 
 from eesd_dist.control.cost import CostModel
 
@@ -12,7 +11,7 @@ _MARGIN = 0.05
 """What has to be won before the present way is given up: a change idles one stage for a round."""
 
 
-class TakingTurns:
+class OverlapPolicy:
     """One engine's choice, asked before every round."""
 
     def __init__(self, cost: CostModel | None) -> None:
@@ -33,7 +32,7 @@ class TakingTurns:
         if self._cost is None or num_requests < 2:
             self._pays = False
             return False
-        gain = self._together_s(num_requests) / self._in_turns_s(num_requests)
+        gain = self._together_s(num_requests) / self._overlapped_s(num_requests)
         self._pays = gain > (1.0 - _MARGIN if self._pays else 1.0 + _MARGIN)
         return self._pays
 
@@ -42,7 +41,7 @@ class TakingTurns:
         assert self._cost is not None
         return self._cost.batch_seconds(self._lengths(num_requests))
 
-    def _in_turns_s(self, num_requests: int) -> float:
+    def _overlapped_s(self, num_requests: int) -> float:
         assert self._cost is not None
         larger = self._lengths(-(-num_requests // 2))
         return 2 * self._cost.batch_seconds(larger, overlapped=True)
