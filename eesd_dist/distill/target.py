@@ -19,7 +19,7 @@ from eesd_dist.config import DType
 from eesd_dist.model.span import LlamaSpan, read_embedding
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 
 _LOGITS_BYTES = 1 << 28
 """Rows of logits are made in blocks of about this size: 4096 rows of 128k tokens are 2 GiB."""

@@ -42,8 +42,8 @@ from eesd_dist.transport.contracts import (
     VerifyReply,
 )
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.seats import LatestGroup, SingleGroup
 from eesd_dist.types import NO_TRAFFIC, LoadProgress, Traffic
 
 
@@ -298,7 +298,7 @@ def build_draft_engine(
 
 def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
     """What this rank has exchanged in a group of processes; nothing in any other."""
-    if isinstance(group, LatestGroup | ProcessGroup):
+    if isinstance(group, GroupHandle | ProcessGroup):
         counted = group
         return lambda: counted.counts().total
     return lambda: NO_TRAFFIC

@@ -288,8 +288,8 @@ class DraftStage:
         found = {id(run): guesses for run, guesses in zip(missing, fresh, strict=True)}
         for run in runs:
             if run.prefetched:
-                (tip,) = run.tips
-                found[id(run)] = [_Guess(run, tip, 0, run.prefetched.popleft())]
+                (frontier_node,) = run.frontier
+                found[id(run)] = [_Guess(run, frontier_node, 0, run.prefetched.popleft())]
         return [guess for run in runs for guess in found[id(run)]]
 
     def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[list[_Guess]]:
@@ -302,10 +302,10 @@ class DraftStage:
         exit_AD = exit_rows[0] if len(exit_rows) == 1 else torch.cat(exit_rows)
         logits_AV = self._compute.logits(exit_AD)
         widths = [
-            self._tree.width_at(run.depth_of(run.tips[0]), run.item.live.tree) for run in runs
+            self._tree.width_at(run.depth_of(run.frontier[0]), run.item.live.tree) for run in runs
         ]
-        rules = [self._rule(run, tip) for run in runs for tip in run.tips]
-        depths = [run.depth_of(tip) for run in runs for tip in run.tips]
+        rules = [self._rule(run, frontier_node) for run in runs for frontier_node in run.frontier]
+        depths = [run.depth_of(frontier_node) for run in runs for frontier_node in run.frontier]
         drawn = self._draw(logits_AV, rules, depths, width=max(widths))
         measures: Sequence[tuple[float, float, float]] = (
             evidence_of(logits_AV) if with_evidence else [(1.0, 1.0, 0.0)] * len(rules)
@@ -326,7 +326,7 @@ class DraftStage:
             ours = [
                 _Guess(
                     run,
-                    tip,
+                    frontier_node,
                     rank,
                     Candidate(
                         token=drawn.tokens_AB[at][rank],
@@ -335,11 +335,11 @@ class DraftStage:
                     ),
                 )
                 for rank in range(min(width, len(drawn.tokens_AB[first])))
-                for at, tip in enumerate(run.tips, start=first)
+                for at, frontier_node in enumerate(run.frontier, start=first)
                 if rank == 0 or drawn.scores_AB[at][rank] > -torch.inf
             ]
             guesses.append(ours[: run.room] if run.is_tree else ours)
-            first += len(run.tips)
+            first += len(run.frontier)
         return guesses
 
     def _draw(
@@ -360,14 +360,14 @@ class DraftStage:
         choice = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids, width=width)
         return _Guesses(choice.tokens.tolist(), choice.scores.tolist(), choice.gaps.tolist(), None)
 
-    def _rule(self, run: DraftRun, tip: int) -> RowRule:
+    def _rule(self, run: DraftRun, frontier_node: int) -> RowRule:
         live = run.item.live
         sampling = live.request.sampling
         return RowRule.of(
             sampling,
-            position=run.first_position + run.depth_of(tip),
+            position=run.first_position + run.depth_of(frontier_node),
             num_prompt=live.num_prompt,
-            history=(*live.tokens, *run.tokens_to(tip)) if sampling.needs_history else (),
+            history=(*live.tokens, *run.tokens_to(frontier_node)) if sampling.needs_history else (),
         )
 
     def go_ahead(
@@ -409,7 +409,7 @@ class DraftStage:
         shadow = DraftRun(item=run.item, state=run.state, exit_AD=run.exit_AD)
         for at, token in enumerate([*run.tokens, *(c.token for c in ahead)]):
             shadow.append_token(token, parent=at - 1)
-        shadow.tips = [len(shadow.tokens) - 1]
+        shadow.frontier = [len(shadow.tokens) - 1]
         if run.prefetched:
             guess = run.prefetched.popleft()
         else:
@@ -438,7 +438,7 @@ class DraftStage:
         """Rolls this request's exit-head state back to what the verdict left of the draft.
 
         `path` are the accepted drafted tokens. Returns the slots, (from, to), whose content has to
-        move so that an accepted branch lies in its places in the text; `move` does it here.
+        move so that an accepted branch lies in its KV slots in the text; `move` does it here.
         """
         state, item = run.state, run.item
         if run.is_tree:

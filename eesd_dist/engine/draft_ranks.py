@@ -293,7 +293,7 @@ def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
     for rows in segments:
         _expect_below("page", max(rows.pages, default=0), shard.num_pages)
         last = rows.start + rows.num_rows - 1
-        _expect_below("place", last, len(rows.pages) * shard.page_size)
+        _expect_below("KV slot", last, len(rows.pages) * shard.page_size)
 
 
 def _expect_rows(x_TD: Tensor, span: LlamaSpan, *, width_times: int = 1) -> None:

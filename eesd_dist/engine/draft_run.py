@@ -74,10 +74,10 @@ class DraftRun:
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
     prefetched: deque[Candidate] = field(default_factory=deque)
-    tips: list[int] = field(default_factory=lambda: [ROOT])
+    frontier: list[int] = field(default_factory=lambda: [ROOT])
     """The newest tokens: what is guessed next follows one of them."""
     exit_AD: Tensor | None = None
-    """The exit head's output at the tips, when it has seen them."""
+    """The exit head's output at the frontier, when it has seen them."""
     level_TE: list[Tensor] = field(default_factory=list)
     """Of a tree: what the exit head reads of its tokens, level by level."""
     num_seen: int = 0
@@ -110,19 +110,19 @@ class DraftRun:
 
     @property
     def may_grow(self) -> bool:
-        return self.room > 0 and self.depth_of(self.tips[0]) < self.item.max_draft
+        return self.room > 0 and self.depth_of(self.frontier[0]) < self.item.max_draft
 
     @property
     def branching(self) -> tuple[int, ...]:
         """The tree's parents; empty while every token follows the one before it."""
         return () if is_chain(self.parents) else tuple(self.parents)
 
-    def depth_of(self, tip: int) -> int:
-        return 0 if tip == ROOT else self.depths[tip]
+    def depth_of(self, frontier_node: int) -> int:
+        return 0 if frontier_node == ROOT else self.depths[frontier_node]
 
-    def tokens_to(self, tip: int) -> list[int]:
+    def tokens_to(self, frontier_node: int) -> list[int]:
         """The drafted tokens up to one of them, itself included."""
-        return [self.tokens[node] for node in path_to(self.parents, tip)]
+        return [self.tokens[node] for node in path_to(self.parents, frontier_node)]
 
     def append(self, candidate: Candidate, *, parent: int, rank: int) -> None:
         """Takes a candidate, all of one level before any of the next."""
@@ -131,8 +131,8 @@ class DraftRun:
         self.evidence.append(candidate.evidence)
         if candidate.probs_V is not None:
             self.probs_V.append(candidate.probs_V)
-        is_first = self.depth_of(self.tips[0]) < self.depths[node]
-        self.tips = [node] if is_first else [*self.tips, node]
+        is_first = self.depth_of(self.frontier[0]) < self.depths[node]
+        self.frontier = [node] if is_first else [*self.frontier, node]
 
     def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
         self.tokens.append(token)
@@ -192,11 +192,12 @@ class DraftRun:
             state.lagging_TE.append(input_TE[list(path[num_seen:])])
 
     def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
-        """Slots of the accepted branch, and those of its places in the text, where they differ."""
+        """Slots of the accepted branch, and those of its KV slots in the text, where they
+        differ."""
         pages, first = self.item.pages, self.first_position
 
-        def slot(place: int) -> int:
-            return pages[place // page_size] * page_size + place % page_size
+        def slot(kv_slot: int) -> int:
+            return pages[kv_slot // page_size] * page_size + kv_slot % page_size
 
         return [
             (slot(first + node), slot(first + to)) for to, node in enumerate(path) if node != to

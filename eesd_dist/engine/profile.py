@@ -52,9 +52,9 @@ def measure_cost(
     num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
     positions = draft.span.spec.max_position_embeddings
     start = max(0, min(num * page_size - page_size // 2, positions) - longest)
-    place = _Place(start=start, pages=tuple(PageId(page) for page in range(num)))
+    kv_range = _KvRange(start=start, pages=tuple(PageId(page) for page in range(num)))
     fitting = min(longest, min(num * page_size, positions) - start)
-    bench = _Bench(draft=draft, channel=channel, place=place, epoch=epoch)
+    bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
     sizes = _batch_sizes(max_running)
     verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, fitting + 1)])
     verify_s += [verify_s[-1]] * (longest - fitting)
@@ -91,7 +91,7 @@ def _batch_sizes(max_running: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _KvRange:
     """Where the rehearsals write: the same pages for all, since nobody reads what they leave."""
 
     start: int
@@ -102,7 +102,7 @@ class _Place:
 class _Bench:
     draft: DraftStage
     channel: VerifyChannel
-    place: _Place
+    kv_range: _KvRange
     epoch: int
 
     def verify_s(self, rows: Sequence[int]) -> float:
@@ -138,7 +138,7 @@ class _Bench:
             self.draft.forget(item.live.request_id)
 
     def _item(self, name: str, length: int) -> PlanItem:
-        start = self.place.start
+        start = self.kv_range.start
         request = Request(
             request_id=RequestId(name),
             prompt=(TokenId(0),) * (start + 1),
@@ -157,7 +157,7 @@ class _Bench:
             num_known=1,
             is_final=True,
             max_draft=length,
-            pages=self.place.pages,
+            pages=self.kv_range.pages,
         )
 
     def _verify(self, rows: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ class _Bench:
             sum(rows), span.spec.hidden_size, dtype=span.compute_dtype, device=self.draft.device
         )
         segments = tuple(
-            greedy_segment(start=self.place.start, num_rows=count, pages=self.place.pages)
+            greedy_segment(start=self.kv_range.start, num_rows=count, pages=self.kv_range.pages)
             for count in rows
         )
         header = RoundHeader(epoch=self.epoch, round_id=0, segments=segments)

@@ -31,8 +31,8 @@ from eesd_dist.transport.contracts import (
     VerifyReply,
 )
 from eesd_dist.transport.group import ProcessGroup, finish_all
+from eesd_dist.transport.group_handles import GroupHandle
 from eesd_dist.transport.memory import Round
-from eesd_dist.transport.seats import LatestGroup
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -231,6 +231,6 @@ def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> 
 def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:
     """The group to share rounds with; None for a stage of one rank."""
     group = stage.group
-    if isinstance(group, LatestGroup):
+    if isinstance(group, GroupHandle):
         group = group.current
     return group if isinstance(group, ProcessGroup) and group.size > 1 else None

@@ -44,7 +44,7 @@ from eesd_dist.model.span import (
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import SINGLE_FILE, Checkpoint
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 
 LAYER_PREFIX = "layers.0."
 NORM = "norm.weight"

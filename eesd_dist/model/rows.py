@@ -227,14 +227,14 @@ class RowPlan:
         for nodes in runs_of(segment.parents):
             path = path_to(segment.parents, nodes[-1])
             branch = tuple(first + node for node in path)
-            places = [*known, *(first + node for node in nodes if first + node >= segment.start)]
-            position = first + len(path) - len(places)
+            kv_slots = [*known, *(first + node for node in nodes if first + node >= segment.start)]
+            position = first + len(path) - len(kv_slots)
             known = []
-            while places:
-                count = min(len(places), self._end_of_run(position, kind) - position)
+            while kv_slots:
+                count = min(len(kv_slots), self._end_of_run(position, kind) - position)
                 while self._company(count, kind) > self.num_padded:
                     count = -(-count // 2)
-                rows = tuple(row + place - segment.start for place in places[:count])
+                rows = tuple(row + kv_slot - segment.start for kv_slot in kv_slots[:count])
                 is_side_by_side = rows[-1] - rows[0] == count - 1
                 runs.append(
                     _Run(
@@ -247,7 +247,7 @@ class RowPlan:
                     )
                 )
                 position += count
-                del places[:count]
+                del kv_slots[:count]
         return runs
 
     def _end_of_run(self, start: int, kind: AttentionKind) -> int:
@@ -283,7 +283,7 @@ class RowPlan:
         branch = run.branch[: max(0, num_keys - first)]
         if branch == tuple(range(first, first + len(branch))):
             return []
-        return [run.segment.slot(place, page_size=self.page_size) for place in branch]
+        return [run.segment.slot(kv_slot, page_size=self.page_size) for kv_slot in branch]
 
     def _mask(
         self, kind: AttentionKind, run: _Run, *, before: int, window_rows: int, num_keys: int
@@ -322,12 +322,12 @@ class RowPlan:
         depths = depths_of(segment.parents)
         position_of = [*range(first), *(first - 1 + depth for depth in depths)]
         hidden = torch.full((segment.num_rows, end), -torch.inf)
-        for row, place in enumerate(range(segment.start, end)):
-            past = list(range(min(place + 1, first)))
-            if place >= first:
-                past += [first + node for node in path_to(segment.parents, place - first)]
+        for row, kv_slot in enumerate(range(segment.start, end)):
+            past = list(range(min(kv_slot + 1, first)))
+            if kv_slot >= first:
+                past += [first + node for node in path_to(segment.parents, kv_slot - first)]
             if kind.window is not None:
-                oldest = position_of[place] - kind.window
+                oldest = position_of[kv_slot] - kind.window
                 past = [at for at in past if position_of[at] > oldest]
             hidden[row, past] = 0.0
         return hidden.to(device=self.device, dtype=kind.dtype)

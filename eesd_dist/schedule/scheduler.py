@@ -33,7 +33,7 @@ class PlanItem:
     max_draft: int
     """How many drafted tokens may follow one another."""
     pages: tuple[PageId, ...]
-    """Page table covering places [0, start + num_known + max_draft), or as many as a tree has."""
+    """Page table covering KV slots [0, start + num_known + max_draft), or as many as a tree has."""
     max_nodes: int = 0
     """Where the draft is a tree: how many tokens it may have."""
 

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A count, token id, page, slot or place: none is negative and all fit 32 bits."""
+"""A count, token id, page or slot: none is negative and all fit 32 bits."""
 Unsigned = Annotated[int, Meta(ge=0)]
 """0 to 2**64 - 1: msgpack has no larger integer."""
 Parents = tuple[Annotated[int, Meta(ge=-1)], ...]
@@ -55,16 +55,16 @@ class TensorGroup(Protocol):
 
 
 class RowSegment(Record, frozen=True):
-    """One request's rows, at consecutive places [start, start + num_rows) of its page table.
+    """One request's rows, at consecutive KV slots [start, start + num_rows) of its page table.
 
-    A row's place is its position in the text, except in a drafted tree: its tokens lie behind the
+    A row's KV slot is its position in the text, except in a drafted tree: its tokens lie behind the
     known ones in the order they were drafted, wherever in the text they would stand.
     """
 
     start: Count
     num_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     pages: Sequence[Count]
-    """Page table covering places [0, start + num_rows), in order."""
+    """Page table covering KV slots [0, start + num_rows), in order."""
     parents: Parents = ()
     """Of a drafted tree that ends with this segment's last row: which of its tokens each follows,
     -1 being the last known one. Tokens computed earlier in the round are named too. Empty where
@@ -72,7 +72,7 @@ class RowSegment(Record, frozen=True):
 
     @property
     def first_drafted(self) -> int:
-        """The place of the tree's first token; its position too."""
+        """The KV slot of the tree's first token; its position too."""
         return self.start + self.num_rows - len(self.parents)
 
     @property
@@ -82,31 +82,30 @@ class RowSegment(Record, frozen=True):
     @property
     def positions(self) -> list[int]:
         """Of each row, in the text."""
-        places = range(self.start, self.start + self.num_rows)
+        kv_slots = range(self.start, self.start + self.num_rows)
         if not self.is_tree:
-            return list(places)
+            return list(kv_slots)
         first = self.first_drafted
         depths = depths_of(self.parents)
-        return [at if at < first else first - 1 + depths[at - first] for at in places]
+        return [at if at < first else first - 1 + depths[at - first] for at in kv_slots]
 
-    def slot(self, place: int, *, page_size: int) -> int:
-        return self.pages[place // page_size] * page_size + place % page_size
+    def slot(self, kv_slot: int, *, page_size: int) -> int:
+        return self.pages[kv_slot // page_size] * page_size + kv_slot % page_size
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """One request's rows in a round, at places [start, start + num_rows) of its page table.
+    """One request's rows in a round, at KV slots [start, start + num_rows) of its page table.
 
-    The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the
-    input tokens of the segment's rows. A row's place is its position, and its verdict is about the
+    The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the input
+    tokens of the segment's rows. A row's KV slot is its position, and its verdict is about the
     position after it, except in a tree: there known rows come first and drafted ones follow in the
-    order they were drafted, each standing one position after its parent.
-    """
+    order they were drafted, each standing one position after its parent."""
 
     start: Count
     num_rows: Count
     num_sampled: Count
     pages: tuple[Count, ...]
-    """Page table covering places [0, start + num_rows)."""
+    """Page table covering KV slots [0, start + num_rows)."""
     tokens: tuple[Count, ...]
     """The token at each row; a later row's history includes them."""
     history: tuple[Count, ...]
@@ -150,7 +149,7 @@ class RoundHeader(Record, frozen=True, kw_only=True):
     """Rejection sampling: draft probabilities [num drafted rows, V] travel beside hidden states."""
     kv_moves: tuple[Move, ...] = ()
     """Slots to copy before this round's rows: accepted branches of earlier rounds take
-    their places in the text. All are read before one is written."""
+    their KV slots in the text. All are read before one is written."""
 
     @property
     def num_rows(self) -> int:

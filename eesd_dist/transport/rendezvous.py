@@ -117,15 +117,15 @@ def build_group(
     joining = f"joining group {name} of epoch {epoch}"
     deadline = time.monotonic() + join_s
     with _cut_off(*_address_of(store), after_s=join_s):
-        places = _exchange_places(
+        endpoints = _exchange_endpoints(
             shelf,
-            _Place(node=address, listens=gloo_device.addresses),
+            _Endpoint(node=address, listens=gloo_device.addresses),
             rank=rank,
             members=names,
             timeout_s=join_s,
             operation=joining,
         )
-        names = tuple(f"{who} on {at.node}" for who, at in zip(names, places, strict=True))
+        names = tuple(f"{who} on {at.node}" for who, at in zip(names, endpoints, strict=True))
         try:
             gloo = GlooPlane(
                 PrefixStore("gloo", shelf),
@@ -134,7 +134,7 @@ def build_group(
                 timeout_s=max(deadline - time.monotonic(), _RETRY_S),
                 device=gloo_device,
                 peer_addresses=frozenset().union(
-                    *(at.listens for peer, at in enumerate(places) if peer != rank)
+                    *(at.listens for peer, at in enumerate(endpoints) if peer != rank)
                 ),
             )
             try:
@@ -172,7 +172,7 @@ def build_group(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Endpoint:
     """Where a rank is, as it says itself."""
 
     node: str
@@ -182,29 +182,29 @@ class _Place:
         return "\n".join([self.node, *(f"{host} {port}" for host, port in self.listens)])
 
     @classmethod
-    def decode(cls, text: str) -> "_Place":
+    def decode(cls, text: str) -> "_Endpoint":
         node, *lines = text.splitlines()
         pairs = [line.split() for line in lines]
         return cls(node=node, listens=frozenset((host, int(port)) for host, port in pairs))
 
 
-def _exchange_places(
+def _exchange_endpoints(
     store: Store,
-    mine: _Place,
+    mine: _Endpoint,
     *,
     rank: int,
     members: Sequence[str],
     timeout_s: float,
     operation: str,
-) -> list[_Place]:
+) -> list[_Endpoint]:
     """Where everybody is. Whoever is missing is named here, before Gloo begins to wait."""
     deadline = time.monotonic() + timeout_s
-    places: list[_Place] = []
+    endpoints: list[_Endpoint] = []
     try:
         store.set(f"address/{rank}", mine.encode())
         for peer, member in enumerate(members):
             if peer == rank:
-                places.append(mine)
+                endpoints.append(mine)
                 continue
             key = f"address/{peer}"
             try:
@@ -212,12 +212,12 @@ def _exchange_places(
             except DistStoreError as error:
                 reason = f"it did not join within {timeout_s:g} s"
                 raise PeerLost(peer=member, operation=operation, reason=reason) from error
-            places.append(_Place.decode(store.get(key).decode()))
+            endpoints.append(_Endpoint.decode(store.get(key).decode()))
     except DistNetworkError as error:
         late = time.monotonic() >= deadline
         reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
         raise PeerLost(peer="the rendezvous store", operation=operation, reason=reason) from error
-    return places
+    return endpoints
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.command_stream import DistCommandSource
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.seats import EmptySeat, LatestGroup
+from eesd_dist.transport.group_handles import GroupHandle, UnconnectedGroup
 from eesd_dist.workers.epoch_groups import EpochGroups, all_or_none
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import LoadedOnce
@@ -27,8 +27,8 @@ class ShardFollower:
         self._config = config
         self._rank = rank
         self._groups = EpochGroups(config)
-        self._seat = LatestGroup(
-            EmptySeat(rank=rank, size=config.parallel.draft_tensor_parallel_size)
+        self._handle = GroupHandle(
+            UnconnectedGroup(rank=rank, size=config.parallel.draft_tensor_parallel_size)
         )
         self._parts = LoadedOnce(self._load)
         self.loading = LoadWatch()
@@ -45,7 +45,7 @@ class ShardFollower:
             group = self._groups.stage(epoch, "draft", rank=self._rank)
             groups.append(group)
             shard, heads = self._parts.get()
-            self._seat.join(group)
+            self._handle.join(group)
             shard.begin()
             return FollowerEpoch(shard, heads, group)
 
@@ -58,9 +58,9 @@ class ShardFollower:
 
     def _load(self) -> tuple[OwnShard, HeadShelf]:
         layout = layout_of(self._config)
-        heads = head_shelf(self._config, layout, self._seat)
+        heads = head_shelf(self._config, layout, self._handle)
         on_progress = self.loading.of(f"draft rank {self._rank}")
-        return build_draft_shard(self._config, layout, self._seat, on_progress=on_progress), heads
+        return build_draft_shard(self._config, layout, self._handle, on_progress=on_progress), heads
 
     def _page_store(self) -> PageStore:
         shard, _ = self._parts.present("no pages can be moved")

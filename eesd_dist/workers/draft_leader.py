@@ -37,7 +37,7 @@ from eesd_dist.transport.channel import DistVerifyChannel
 from eesd_dist.transport.command_stream import DistCommandSink
 from eesd_dist.transport.contracts import VerifyChannel
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
+from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.through_host import ThroughHost
 from eesd_dist.types import RecorderCounts, Request, RequestId
 from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
@@ -69,7 +69,7 @@ class _Prepared:
     """Weights that no engine has taken yet."""
 
     shard: OwnShard
-    seat: LatestGroup
+    handle: GroupHandle
     cost: CostModel | None
     """What the engine would measure, where it is known."""
 
@@ -78,11 +78,11 @@ class _Prepared:
 class _Followers:
     """How an engine reaches the other draft ranks."""
 
-    seat: LatestGroup
+    handle: GroupHandle
     commands: DistCommandSink
 
     def join(self, group: ProcessGroup) -> None:
-        self.seat.join(group)
+        self.handle.join(group)
         self.commands.join(group)
 
 
@@ -143,8 +143,8 @@ class EngineLeader:
         with self._preparing:
             if self._running is None and self._prepared is None:
                 size = self._config.parallel.draft_tensor_parallel_size
-                seat = EmptySeat(rank=0, size=size) if size > 1 else SingleGroup()
-                self._prepared = self._load_shard(LatestGroup(seat), cost=known)
+                handle = UnconnectedGroup(rank=0, size=size) if size > 1 else SingleGroup()
+                self._prepared = self._load_shard(GroupHandle(handle), cost=known)
 
     def connect(self, epoch: Epoch) -> None:
         self.disconnect()
@@ -198,7 +198,7 @@ class EngineLeader:
             new = _serving_head(wished, layout)
             assert new is not None, "its folder was named"
             _require_compatible(folder, new, serving=self._head, sha256=sha256)
-            group = SingleGroup() if running.followers is None else running.followers.seat
+            group = SingleGroup() if running.followers is None else running.followers.handle
             head = load_next_head(wished, layout, Path(folder), group=group)
             running.engine.swap_head(head, Calibrator.load(Path(folder)))
             self._config, self._head = wished, new
@@ -241,14 +241,14 @@ class EngineLeader:
             head="" if head is None else head.report.sha256,
         )
 
-    def _load_shard(self, seat: LatestGroup, *, cost: CostModel | None = None) -> _Prepared:
+    def _load_shard(self, handle: GroupHandle, *, cost: CostModel | None = None) -> _Prepared:
         shard = build_draft_shard(
             self._config,
             layout_of(self._config),
-            seat,
+            handle,
             on_progress=self.loading.of("draft rank 0"),
         )
-        return _Prepared(shard=shard, seat=seat, cost=cost)
+        return _Prepared(shard=shard, handle=handle, cost=cost)
 
     def _build(
         self, channel: VerifyChannel, epoch: Epoch, draft: Sequence[ProcessGroup]
@@ -263,12 +263,12 @@ class EngineLeader:
         self._book.adopt(pools)
         with self._preparing:
             if self._prepared is None:
-                self._prepared = self._load_shard(LatestGroup(draft[0] if draft else SingleGroup()))
+                self._prepared = self._load_shard(GroupHandle(draft[0] if draft else SingleGroup()))
             prepared = self._prepared
         followers = None
         if draft:
-            prepared.seat.join(draft[0])
-            followers = _Followers(seat=prepared.seat, commands=DistCommandSink(draft[0]))
+            prepared.handle.join(draft[0])
+            followers = _Followers(handle=prepared.handle, commands=DistCommandSink(draft[0]))
         engine = build_draft_engine(
             self._config,
             channel,
@@ -276,7 +276,7 @@ class EngineLeader:
             book=self._book,
             round_ids=None if self._spans is None else self._spans.ids,
             recorder=self._recorder,
-            group=None if followers is None else followers.seat,
+            group=None if followers is None else followers.handle,
             commands=None if followers is None else followers.commands,
             shard=prepared.shard,
             cost=prepared.cost,

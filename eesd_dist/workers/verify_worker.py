@@ -14,7 +14,7 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistRoundSource
 from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
+from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.through_host import OntoDevice
 from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
 from eesd_dist.workers.load_watch import LoadWatch
@@ -33,7 +33,9 @@ class StageVerifier:
         self._rank = rank
         self._groups = EpochGroups(config)
         size = config.parallel.verify_tensor_parallel_size
-        self._seat = LatestGroup(EmptySeat(rank=rank, size=size) if size > 1 else SingleGroup())
+        self._handle = GroupHandle(
+            UnconnectedGroup(rank=rank, size=size) if size > 1 else SingleGroup()
+        )
         self._stage = LoadedOnce(self._load)
         self.loading = LoadWatch()
         self.pages = PageMoves(
@@ -47,7 +49,7 @@ class StageVerifier:
                 groups.append(self._groups.rounds(epoch, rank=1))
             if epoch.num_verify_ranks > 1:
                 groups.append(self._groups.stage(epoch, "verify", rank=self._rank))
-                self._seat.join(groups[-1])
+                self._handle.join(groups[-1])
             stage = self._stage.get()
             stage.span.paged.begin()
             # Built now: from here on the drafting actor may send.
@@ -65,7 +67,7 @@ class StageVerifier:
 
     def _load(self) -> VerifyStage:
         on_progress = self.loading.of(f"verify rank {self._rank}")
-        return build_verify_stage(self._config, self._seat, on_progress=on_progress)
+        return build_verify_stage(self._config, self._handle, on_progress=on_progress)
 
     def _page_store(self) -> PageStore:
         return PageStore(self._stage.present("no pages can be moved").span)

@@ -16,7 +16,7 @@ import torch
 
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.transport.seats import EmptySeat
+from eesd_dist.transport.group_handles import UnconnectedGroup
 from eesd_dist.types import LoadProgress
 from tests.support.wide_checkpoints import write_wide_checkpoint
 
@@ -52,7 +52,7 @@ def _load(folder: Path, *, rank: int, size: int) -> tuple[LlamaSpan, list[LoadPr
         0,
         spec.num_layers,
         # Loading exchanges nothing: the others need not be there.
-        group=EmptySeat(rank=rank, size=size),
+        group=UnconnectedGroup(rank=rank, size=size),
         dtype="bfloat16",
         numerics="fast",
         device=torch.device("cpu"),

@@ -26,8 +26,8 @@ from eesd_dist.errors import PeerLost
 from eesd_dist.transport.command_stream import CommandSource
 from eesd_dist.transport.commands import Command
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.memory import Round, Verify
-from eesd_dist.transport.seats import EmptySeat, LatestGroup, SingleGroup
 from eesd_dist.transport.thread_commands import (
     ThreadCommandSink,
     ThreadCommandSource,
@@ -101,8 +101,8 @@ class Followers:
         self._groups[rank].abort(f"{self._name} rank {rank}: {reason}")
 
 
-def _seat(rank: int, size: int) -> LatestGroup:
-    return LatestGroup(SingleGroup() if size == 1 else EmptySeat(rank=rank, size=size))
+def _handle(rank: int, size: int) -> GroupHandle:
+    return GroupHandle(SingleGroup() if size == 1 else UnconnectedGroup(rank=rank, size=size))
 
 
 class VerifyRanks:
@@ -158,9 +158,9 @@ class VerifyRanks:
         return [PageStore(stage.span) for stage in self._stages]
 
     def _load(self) -> None:
-        self._seats = [_seat(rank, self._size) for rank in range(self._size)]
+        self._handles = [_handle(rank, self._size) for rank in range(self._size)]
         self._stages = [
-            build_verify_stage(self._config, self._plant.group(seat)) for seat in self._seats
+            build_verify_stage(self._config, self._plant.group(handle)) for handle in self._handles
         ]
         self._verifies: list[Verify] = [
             self._plant.verify(stage, rank=rank) for rank, stage in enumerate(self._stages)
@@ -172,8 +172,8 @@ class VerifyRanks:
         self._queues: list[queue.SimpleQueue[Round | None]] = []
         if self._size == 1:
             return
-        for seat, group in zip(self._seats, groups, strict=True):
-            seat.join(group)
+        for handle, group in zip(self._handles, groups, strict=True):
+            handle.join(group)
         for rank in range(1, self._size):
             rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
             self._queues.append(rounds)
@@ -216,9 +216,11 @@ class DraftRanks:
         self.loses_a_rank = Countdown()
         """Counts commands of the last rank."""
         layout = layout_of(config)
-        self._seats = [_seat(rank, self._size) for rank in range(self._size)]
-        self._shards = [build_draft_shard(config, layout, seat) for seat in self._seats]
-        self._shelves: list[HeadShelf] = [head_shelf(config, layout, seat) for seat in self._seats]
+        self._handles = [_handle(rank, self._size) for rank in range(self._size)]
+        self._shards = [build_draft_shard(config, layout, handle) for handle in self._handles]
+        self._shelves: list[HeadShelf] = [
+            head_shelf(config, layout, handle) for handle in self._handles
+        ]
         self._sink = ThreadCommandSink(command_queues(self._size - 1))
         self._meet()
 
@@ -228,8 +230,8 @@ class DraftRanks:
         return self._shards[0]
 
     @property
-    def group(self) -> LatestGroup:
-        return self._seats[0]
+    def group(self) -> GroupHandle:
+        return self._handles[0]
 
     @property
     def commands(self) -> ThreadCommandSink | None:
@@ -261,8 +263,8 @@ class DraftRanks:
         self._followers = Followers("draft", groups)
         if self._size == 1:
             return
-        for seat, group in zip(self._seats, groups, strict=True):
-            seat.join(group)
+        for handle, group in zip(self._handles, groups, strict=True):
+            handle.join(group)
         queues = command_queues(self._size - 1)
         self._sink.join(queues)
         for rank in range(1, self._size):

@@ -18,8 +18,8 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
-from eesd_dist.transport.seats import SingleGroup
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist

@@ -27,7 +27,7 @@ from eesd_dist.transport.commands import (
     RunLogits,
     TakeHead,
 )
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.thread_commands import ThreadCommandSource, thread_commands
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from eesd_dist.types import LoadProgress
@@ -182,7 +182,7 @@ def told(config: EngineConfig, command: Command) -> None:
         ),
         (
             RunLayers(tokens=(1,), segments=(RowSegment(16, 1, (0,)),)),
-            "found place 16 in a command, expected less than 16",
+            "found KV slot 16 in a command, expected less than 16",
         ),
         (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),
         (

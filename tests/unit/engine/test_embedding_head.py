@@ -19,8 +19,8 @@ from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import SpeculationParams
 from tests.support.drafters import EXIT_LAYER
 from tests.unit.engine.test_exactness import CONTROLLERS, SAMPLING, requests, texts

@@ -21,9 +21,9 @@ from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.page_wire import chunks_of
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from tests.unit.engine.conftest import MakeConfig
 

@@ -16,8 +16,8 @@ from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import PeerLost, RequestError
 from eesd_dist.model.rows import RowPlan
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, SpeculationParams, TokenId
 from tests.unit.engine.conftest import MakeConfig
 from tests.unit.engine.test_exactness import SAMPLING, requests

@@ -26,8 +26,8 @@ from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import RequestError
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import (
     Emission,

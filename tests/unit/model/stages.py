@@ -13,7 +13,7 @@ from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 
 CPU = torch.device("cpu")
 

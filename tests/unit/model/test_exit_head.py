@@ -16,7 +16,7 @@ from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.stages import CPU
 

@@ -17,7 +17,7 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.sampling.processors import Shard
 from eesd_dist.sampling.rows import RowRule
 from eesd_dist.sampling.rule import draft_choice, first_max, perturbed
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.types import SamplingParams
 from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
 from tests.support.tiny_checkpoints import save_tiny_model

@@ -23,7 +23,7 @@ from eesd_dist.model.loading import Piece, load_pieces, unwatched
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, TensorSource
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import LoadProgress
 from tests.support.tiny_checkpoints import save_tiny_model

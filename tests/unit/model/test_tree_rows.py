@@ -53,13 +53,13 @@ def segments(draw: st.DrawFn) -> tuple[RowSegment, int, Random]:
     return RowSegment(end - num_rows, num_rows, tuple(pages), parents), page_size, rng
 
 
-def past_of(segment: RowSegment, place: int) -> list[int]:
-    """By definition: the known places before it, then its ancestors, then itself."""
+def past_of(segment: RowSegment, kv_slot: int) -> list[int]:
+    """By definition: the known KV slots before it, then its ancestors, then itself."""
     first = segment.first_drafted
-    if place < first:
-        return list(range(place + 1))
+    if kv_slot < first:
+        return list(range(kv_slot + 1))
     path = []
-    node = place - first
+    node = kv_slot - first
     while node >= 0:
         path.append(first + node)
         node = segment.parents[node]
@@ -129,7 +129,7 @@ def test_a_row_sees_its_own_past_and_nothing_of_other_branches(
         past = past_of(segment, segment.start + row)
         if window is not None:
             past = past[-window:]
-        expected = [segment.slot(place, page_size=page_size) for place in past]
+        expected = [segment.slot(kv_slot, page_size=page_size) for kv_slot in past]
         found = seen[beside.num_rows + row]
         if numerics == "invariant":
             assert found == expected, "in the order of positions"

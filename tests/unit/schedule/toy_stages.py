@@ -4,9 +4,8 @@ The store remembers from which tokens each slot was computed. A round reads ever
 first row and fails if one does not hold what this request's tokens would have put there, so a page
 shared wrongly, freed too early or registered too soon is found at the first read.
 
-Of a drafted tree the accepted branch moves to its places in the text: at once in the draft stage's
-store, with the next round's header in the verify stage's.
-"""
+Of a drafted tree the accepted branch moves to its KV slots in the text: at once in the draft
+stage's store, with the next round's header in the verify stage's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,8 +136,8 @@ class ToyStages:
         right = [toy_token(len(known) + i, seed) for i in range(len(path) + 1)]
         return Committed(tokens=tuple(right), num_drafted=len(parents), num_accepted=len(path))
 
-    def _slot(self, item: PlanItem, place: int) -> Slot:
-        return item.pages[place // self.page_size], place % self.page_size
+    def _slot(self, item: PlanItem, kv_slot: int) -> Slot:
+        return item.pages[kv_slot // self.page_size], kv_slot % self.page_size
 
     def _read(self, item: PlanItem) -> None:
         keys = _prefix_hashes(item.live.tokens)
@@ -153,8 +152,8 @@ class ToyStages:
             if position >= item.start:
                 self._put(item, position, key)
 
-    def _put(self, item: PlanItem, place: int, key: int) -> None:
-        slot = self._slot(item, place)
+    def _put(self, item: PlanItem, kv_slot: int, key: int) -> None:
+        slot = self._slot(item, kv_slot)
         self.keys[slot] = key
         self.head_keys.pop(slot, None)
         if item.live.max_draft_tokens > 0:

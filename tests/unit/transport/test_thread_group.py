@@ -7,7 +7,7 @@ import torch
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.seats import EmptySeat, LatestGroup
+from eesd_dist.transport.group_handles import GroupHandle, UnconnectedGroup
 from eesd_dist.transport.thread_commands import command_queues, thread_commands
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks, thread_group
 
@@ -88,7 +88,7 @@ def test_ranks_that_disagree_about_the_shape_are_told() -> None:
 
 def test_a_rank_keeps_its_weights_from_one_group_to_the_next() -> None:
     first, second = thread_group(1, name="verify")[0], thread_group(1, name="verify")[0]
-    latest = LatestGroup(EmptySeat(rank=0, size=1))
+    latest = GroupHandle(UnconnectedGroup(rank=0, size=1))
     latest.join(first)
     latest.all_gather(torch.ones(3))
     assert latest.counts().by_kind["all_gather"].number == 1

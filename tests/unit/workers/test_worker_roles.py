@@ -14,9 +14,9 @@ from eesd_dist.engine.build import build_draft_shard, build_verify_stage
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.transport.rendezvous import StoreHost
-from eesd_dist.transport.seats import LatestGroup, SingleGroup
 from eesd_dist.workers import draft_follower, draft_leader, epoch_groups, verify_worker
 from eesd_dist.workers.draft_follower import ShardFollower
 from eesd_dist.workers.draft_leader import EngineLeader
@@ -188,7 +188,7 @@ def test_ranks_that_cannot_load_leave_their_groups(
 ) -> None:
     monkeypatch.setattr(verify_worker, "build_verify_stage", _lost)
     monkeypatch.setattr(draft_follower, "build_draft_shard", _lost)
-    monkeypatch.setattr(LatestGroup, "join", lambda *_: None)
+    monkeypatch.setattr(GroupHandle, "join", lambda *_: None)
     with pytest.raises(PeerLost):
         StageVerifier(_config(), Tracing(), rank=0).join(_epoch(1, num_ranks=2))
     assert meeting.left == [("rounds", 1), ("verify", 1)]

@@ -13,7 +13,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 
 PAGE_SIZE = 16
 

@@ -40,7 +40,7 @@ from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, Segment
-from eesd_dist.transport.seats import SingleGroup
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.types import (
     PageId,
     Request,

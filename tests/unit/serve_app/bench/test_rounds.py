@@ -11,8 +11,8 @@ import torch
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.local import Generation
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.seats import SingleGroup
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
 from serve_app.bench.options import RoundsOptions
 from serve_app.bench.rounds import measure

@@ -1,7 +1,7 @@
-"""A rank's place in a stage where no processes have to meet for it: alone, before, or for good.
+"""Groups of a stage that need no connected processes: one rank alone, or ranks not connected yet.
 
-`SingleGroup` is a stage of one rank. `EmptySeat` is a place among others that are not there yet.
-`LatestGroup` keeps a place from one epoch's group to the next.
+`SingleGroup` is a stage of one rank. `UnconnectedGroup` is a rank whose peer ranks are not there
+yet. `GroupHandle` is what a rank keeps from one epoch's group to the next.
 """
 
 from torch import Tensor
@@ -36,10 +36,10 @@ class SingleGroup:
         return GroupCounts(by_kind={})
 
 
-class EmptySeat:
-    """A place in a stage whose ranks have not met: weights may be loaded for it, and that is all.
+class UnconnectedGroup:
+    """A rank of a stage whose ranks are not connected: weights may be loaded, and that is all.
 
-    A stage of one rank has nobody to meet.
+    A stage of one rank needs no connection.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
@@ -73,14 +73,14 @@ class EmptySeat:
         )
 
 
-Seat = SingleGroup | EmptySeat | ProcessGroup | ThreadGroup
+AnyGroup = SingleGroup | UnconnectedGroup | ProcessGroup | ThreadGroup
 
 
-class LatestGroup:
-    """A rank's place in its stage, whoever sits at the others: weights are loaded once and go from
-    one epoch's group to the next."""
+class GroupHandle:
+    """A rank's group, whatever epoch it is of: weights are loaded once and go from one epoch's
+    group to the next."""
 
-    def __init__(self, group: Seat) -> None:
+    def __init__(self, group: AnyGroup) -> None:
         self._rank, self._size = group.rank, group.size
         self._group = group
 
@@ -93,12 +93,12 @@ class LatestGroup:
         return self._size
 
     @property
-    def current(self) -> Seat:
+    def current(self) -> AnyGroup:
         return self._group
 
-    def join(self, group: Seat) -> None:
-        """The next epoch: the same place among as many."""
-        assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its place"
+    def join(self, group: AnyGroup) -> None:
+        """Goes on with the next epoch's group; the same rank of as many."""
+        assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its rank"
         self._group = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
