@@ -32,7 +32,7 @@ from eesd_dist.bench.live import PLAIN, Race, Track
 from eesd_dist.bench.options import ControlOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.bench.pictures import draw_all
-from eesd_dist.bench.replay import Setting, Variant
+from eesd_dist.bench.replay import ReplaySetting, Variant
 from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (
     CacheConfig,
@@ -286,10 +286,10 @@ def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:
     return traces
 
 
-def _setting(bench: Bench, traces: TraceSet) -> Setting:
+def _setting(bench: Bench, traces: TraceSet) -> ReplaySetting:
     """The service's own settings, as the live engine has them."""
     folder = layout_of(bench.config).head_folder
-    return Setting(
+    return ReplaySetting(
         speculation=bench.config.speculation.model_copy(
             update={
                 "max_draft_tokens": traces.max_draft_tokens,

@@ -104,7 +104,7 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class ExactTally:
     tokens: int = 0
     mismatches: int = 0
     drafted: int = 0
@@ -120,7 +120,7 @@ class Tally:
         self.drafted += sum(speculative.drafted)
         self.accepted += sum(speculative.accepted)
 
-    def add_all(self, other: "Tally") -> None:
+    def add_all(self, other: "ExactTally") -> None:
         self.tokens += other.tokens
         self.mismatches += other.mismatches
         self.drafted += other.drafted
@@ -131,11 +131,11 @@ class Tally:
 class Comparison:
     """All that one runner was asked."""
 
-    by_shape: dict[TreeShape, Tally]
+    by_shape: dict[TreeShape, ExactTally]
 
     @property
-    def total(self) -> Tally:
-        total = Tally()
+    def total(self) -> ExactTally:
+        total = ExactTally()
         for tally in self.by_shape.values():
             total.add_all(tally)
         return total
@@ -188,11 +188,11 @@ def compare(
     stop_token_ids: tuple[int, ...],
     report: Say,
     label: str,
-    finished: Callable[[Tally], None] = lambda _: None,
+    finished: Callable[[ExactTally], None] = lambda _: None,
 ) -> Comparison:
     """All controllers, samplings and batches on one runner, with shapes in turn. `finished` is
     told of each sampling in each batch."""
-    by_shape = {shape: Tally() for shape in SHAPES}
+    by_shape = {shape: ExactTally() for shape in SHAPES}
     settings = itertools.product(enumerate(SAMPLING.items()), enumerate(BATCHES))
     for (first, (name, sampling)), (second, batch) in settings:
         per_request = max(4, max_tokens // batch)
@@ -207,7 +207,7 @@ def compare(
                 stop_token_ids=stop_token_ids,
             )
         )
-        group = Tally()
+        group = ExactTally()
         for third, controller in enumerate(CONTROLLER_NAMES):
             shape = SHAPES[(first + second + third) % len(SHAPES)]
             speculative = runner.generate(
@@ -221,7 +221,7 @@ def compare(
                     stop_token_ids=stop_token_ids,
                 )
             )
-            tally = Tally()
+            tally = ExactTally()
             for a, b in zip(plain, speculative, strict=True):
                 tally.add(a, b)
             if tally.mismatches:
@@ -248,9 +248,9 @@ class Progress:
         self._clock = clock
         self._started_s = clock()
         self._done = 0
-        self._total = Tally()
+        self._total = ExactTally()
 
-    def finished(self, group: Tally) -> None:
+    def finished(self, group: ExactTally) -> None:
         """One sampling in one batch, under every controller."""
         self._done += 1
         self._total.add_all(group)

@@ -16,7 +16,7 @@ from eesd_dist.bench.replay import (
     Clairvoyant,
     Replayed,
     Replayer,
-    Setting,
+    ReplaySetting,
     Variant,
     accepted_length,
     replay,
@@ -262,7 +262,7 @@ class Findings:
 class Judge:
     """Replays one set of traces through all variants."""
 
-    def __init__(self, traces: TraceSet, setting: Setting, *, seed: int) -> None:
+    def __init__(self, traces: TraceSet, setting: ReplaySetting, *, seed: int) -> None:
         self._set = traces
         self._traces = traces.traces
         self._setting = setting

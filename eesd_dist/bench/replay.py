@@ -55,7 +55,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ReplaySetting:
     """What all variants of one comparison share."""
 
     speculation: SpeculationConfig
@@ -65,7 +65,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ReplayedRound:
     """One request's part of a round."""
 
     request: int
@@ -80,7 +80,7 @@ class Replayed:
 
     seconds: list[float] = field(default_factory=list)
     """Of each round."""
-    rounds: list[tuple[Turn, ...]] = field(default_factory=list)
+    rounds: list[tuple[ReplayedRound, ...]] = field(default_factory=list)
     tokens: int = 0
 
     @property
@@ -109,7 +109,7 @@ class Replayer:
     """One variant on an engine of its own, which remembers from run to run what it has learnt."""
 
     def __init__(
-        self, variant: Variant, setting: Setting, *, book: BeliefBook | None = None
+        self, variant: Variant, setting: ReplaySetting, *, book: BeliefBook | None = None
     ) -> None:
         self._variant = variant
         self._setting = setting
@@ -154,7 +154,7 @@ class Replayer:
     def _commit(self, live: dict[RequestId, "_Reader"], run: Replayed) -> None:
         """Reads the verdicts, counts tokens, tells policy and book, drops who is done."""
         turns = tuple(
-            Turn(
+            ReplayedRound(
                 request=reader.index,
                 at=reader.at,
                 outcome=reader.trace.outcome(request_id, reader.at, reader.drafted),
@@ -180,7 +180,7 @@ class Replayer:
 def replay(
     arrivals: Sequence[Arrival],
     variant: Variant,
-    setting: Setting,
+    setting: ReplaySetting,
     *,
     told: Lengths | None = None,
     tag: str = "replay",

@@ -29,7 +29,7 @@ from eesd_dist.model.rows import RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import evidence_of
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup

@@ -20,7 +20,7 @@ from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
-from eesd_dist.sampling.rows import RowRule, rules_of
+from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.sampling.rule import choose
 from eesd_dist.transport.channel import follow_round, share_close, share_round
 from eesd_dist.transport.contracts import (

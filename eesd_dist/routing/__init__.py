@@ -1,7 +1,7 @@
 """Decides which pipeline serves a request, and keeps the pooled beliefs."""
 
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
-from eesd_dist.routing.choice import Choice, PipelineChooser
+from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
 from eesd_dist.routing.directory import (
     Listed,
     PipelineDirectory,
@@ -13,9 +13,9 @@ from eesd_dist.routing.directory import (
 
 __all__ = [
     "BeliefBook",
-    "Choice",
     "DraftPlan",
     "Listed",
+    "PipelineChoice",
     "PipelineChooser",
     "PipelineDirectory",
     "PipelineId",

@@ -36,7 +36,7 @@ for an hour costs neither memory nor time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PipelineChoice:
     """Where a request goes."""
 
     pipeline: PipelineId
@@ -186,7 +186,7 @@ class PipelineChooser:
         *,
         excluded: Collection[str] = (),
         only: str | None = None,
-    ) -> Choice | None:
+    ) -> PipelineChoice | None:
         """The pipeline for a request with these known tokens, which counts as sent there.
 
         With `only`, that one when it takes requests. None: nothing is known that does.
@@ -211,11 +211,11 @@ class PipelineChooser:
         pipeline = usable[chosen]
         pipeline.change(+1, now_s=self._clock())
         pipeline.memory.remember(digests)
-        return Choice(
+        return PipelineChoice(
             pipeline=chosen, address=pipeline.report.address, num_cached_tokens=cached[chosen]
         )
 
-    def admitted(self, choice: Choice | None, *, by: PipelineId) -> None:
+    def admitted(self, choice: PipelineChoice | None, *, by: PipelineId) -> None:
         """Whoever has the request now need not be who was chosen for it."""
         if choice is not None and choice.pipeline == by:
             return

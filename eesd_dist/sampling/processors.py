@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.sampling.elementary import mass_of
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.row_rules import RowRule
 
 _ALIGNED_COLUMNS = 4
 """Float32 columns of one aligned read on a GPU."""
@@ -45,7 +45,7 @@ class Columns(Protocol):
         ...
 
 
-class Shard:
+class VocabularyShard:
     """Consecutive token ids, from `start` on: a whole vocabulary or a rank's part of it."""
 
     def __init__(self, *, start: int, size: int) -> None:

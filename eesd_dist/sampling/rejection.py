@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.sampling.noise import Stream, gumbel, noise_key, uniform
-from eesd_dist.sampling.processors import Columns, DraftVocabulary, Shard, processed
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.processors import Columns, DraftVocabulary, VocabularyShard, processed
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import first_max
 from eesd_dist.types import TokenId, Verdict
 
@@ -49,7 +49,7 @@ def draft_sample(
 
     A truncated draft vocabulary is given by `vocab_ids` and the target's `vocab_size`.
     """
-    columns: Columns = Shard(start=0, size=logits_SV.shape[-1])
+    columns: Columns = VocabularyShard(start=0, size=logits_SV.shape[-1])
     if vocab_ids is not None:
         columns = DraftVocabulary(vocab_ids)
     probs_SV = probabilities(logits_SV, rules, columns)
@@ -89,7 +89,7 @@ def reject_all(
     """The same for many chains at once; rows stand chain by chain, each with its bonus row last."""
     first_rows = list(accumulate((len(draft) + 1 for draft in drafts), initial=0))
     assert first_rows.pop() == target_logits_SV.shape[0] == len(rules), "K + 1 rows per chain"
-    columns = Shard(start=0, size=target_logits_SV.shape[-1])
+    columns = VocabularyShard(start=0, size=target_logits_SV.shape[-1])
     p_SV = probabilities(target_logits_SV, rules, columns)
     draft_rows = [
         first + depth

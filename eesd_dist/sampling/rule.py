@@ -28,19 +28,19 @@ from eesd_dist.sampling.noise import gumbel, noise_key
 from eesd_dist.sampling.processors import (
     Columns,
     DraftVocabulary,
-    Shard,
+    VocabularyShard,
     log_probabilities,
     log_total,
     processed,
 )
-from eesd_dist.sampling.rows import RowRule, rules_of
+from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.transport.contracts import TensorGroup
 
 __all__ = [
     "Certainty",
-    "Choice",
     "DraftChoice",
     "RowRule",
+    "TokenChoice",
     "choose",
     "draft_choice",
     "evidence_of",
@@ -58,7 +58,7 @@ _Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TokenChoice:
     """The target's own tokens, one per row, and what it thought of them."""
 
     tokens: _Ints
@@ -93,8 +93,8 @@ def choose(
     group: TensorGroup | None = None,
     vocab_start: int = 0,
     joined: Callable[[Tensor], Tensor] = lambda x_SV: x_SV,
-) -> Choice:
-    """The rule, on float32 logits of this rank's shard; every rank returns the same Choice.
+) -> TokenChoice:
+    """The rule, on float32 logits of this rank's shard; every rank returns the same TokenChoice.
 
     `joined`: all columns of rows of which each rank has its shard's, which may differ in width.
     """
@@ -170,7 +170,7 @@ def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
     if vocab_ids is None:
-        return Shard(start=0, size=logits_SV.shape[-1])
+        return VocabularyShard(start=0, size=logits_SV.shape[-1])
     return DraftVocabulary(vocab_ids)
 
 
@@ -179,7 +179,7 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
     return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
 
 
-def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> Choice:
+def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     tokens_S = first_max(perturbed(logits_SV, rules, _columns_of(logits_SV, None)))
     num_top = _num_top(rules)
     if num_top is None:
@@ -189,7 +189,7 @@ def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> Choice:
     top_ids, top_logprobs = _ordered(
         best.indices.double().cpu().numpy(), best.values.double().cpu().numpy()
     )
-    return Choice(
+    return TokenChoice(
         tokens=tokens_S.cpu().numpy().astype(np.int32),
         logprobs=logprobs_SV.gather(-1, tokens_S.unsqueeze(-1)).squeeze(-1).cpu().numpy(),
         top_ids=top_ids.astype(np.int32),
@@ -197,8 +197,8 @@ def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> Choice:
     )
 
 
-def _silent_choice(tokens: npt.NDArray[np.int64]) -> Choice:
-    return Choice(
+def _silent_choice(tokens: npt.NDArray[np.int64]) -> TokenChoice:
+    return TokenChoice(
         tokens=tokens.astype(np.int32),
         logprobs=np.empty(0, np.float32),
         top_ids=np.empty((len(tokens), 0), np.int32),
@@ -213,9 +213,9 @@ def _choose_together(
     group: TensorGroup,
     vocab_start: int,
     joined: Callable[[Tensor], Tensor],
-) -> Choice:
+) -> TokenChoice:
     """Local maxima, one exchange of a few numbers per row, and whole rows only for filters."""
-    columns = Shard(start=vocab_start, size=logits_SV.shape[-1])
+    columns = VocabularyShard(start=vocab_start, size=logits_SV.shape[-1])
     full = [row for row, rule in enumerate(rules) if rule.needs_full_row]
     local = [row for row, rule in enumerate(rules) if not rule.needs_full_row]
     # score, token and raw logit of the best candidate of each row; float64 holds all three
@@ -262,14 +262,14 @@ def _reported_choice(
     report_GSW: npt.NDArray[np.float64],
     *,
     num_top: int,
-) -> Choice:
+) -> TokenChoice:
     total_S = np.logaddexp.reduce(report_GSW[:, :, 0], axis=0)
     values_GSn, ids_GSn = np.split(report_GSW[:, :, 1:], [num_top], axis=-1)
     num_top = min(num_top, int(np.isfinite(values_GSn).sum(axis=(0, 2)).min()))
     top_ids, top_logits = _ordered(
         np.concatenate(list(ids_GSn), axis=-1), np.concatenate(list(values_GSn), axis=-1)
     )
-    return Choice(
+    return TokenChoice(
         tokens=token_S.astype(np.int32),
         logprobs=(raw_S - total_S).astype(np.float32),
         top_ids=top_ids[:, :num_top].astype(np.int32),

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from ray.exceptions import RayError
 
 from eesd_dist.errors import EesdError, Migrated
-from eesd_dist.routing.choice import Choice, PipelineChooser
+from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
 from eesd_dist.routing.directory import PipelineId
 from serve_app.config import ServiceConfig
 from serve_app.router import find_router, pipelines_of
@@ -55,7 +55,7 @@ class LoadBalancer:
 
     def choose(
         self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str] = ()
-    ) -> Choice | None:
+    ) -> PipelineChoice | None:
         """Where a request with these tokens goes, migrated there or not, and not to those that have
         `refused` it; None: Serve shall choose."""
         if migrated is not None:
@@ -64,7 +64,7 @@ class LoadBalancer:
         self._counts.count(choice)
         return choice
 
-    def admitted(self, choice: Choice | None, *, by: str) -> None:
+    def admitted(self, choice: PipelineChoice | None, *, by: str) -> None:
         self._chooser.admitted(choice, by=PipelineId(by))
 
     def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class LoadBalancer:
 
     def _chosen(
         self, tokens: Sequence[int], migrated: Migrated | None, refused: Collection[str]
-    ) -> Choice | None:
+    ) -> PipelineChoice | None:
         if migrated is None:
             return self._chooser.choose(tokens, excluded=refused)
         if migrated.to is not None:
@@ -132,7 +132,7 @@ class _Counts:
             "eesd_router_migrations", "Streams migrated from one pipeline to another."
         )
 
-    def count(self, choice: Choice | None) -> None:
+    def count(self, choice: PipelineChoice | None) -> None:
         self.requests.inc()
         if choice is None:
             self.unchosen.inc()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from eesd_dist.text import TextCodec, TextFinish
 from eesd_dist.types import TokenId, TokenLogprobs
 from serve_app.openai.generation import ChoiceTally, Delta
-from serve_app.openai.metrics import metrics_of
 from serve_app.openai.preparation import Prepared
+from serve_app.openai.request_metrics import metrics_of
 
 Json = dict[str, object]
 

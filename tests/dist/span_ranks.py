@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from tests.dist.transport.peers import join_verify_stage
-from tests.unit.model.stages import Stages
+from tests.unit.model.paged_stages import Stages
 
 NUM_TOKENS = 60
 TIMEOUT_S = 20.0

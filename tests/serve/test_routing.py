@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from eesd_dist.errors import ConfigError, Migrated
-from eesd_dist.routing.choice import Choice
+from eesd_dist.routing.choice import PipelineChoice
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import application_of
@@ -97,7 +97,7 @@ class Watched(LoadBalancer):
         assert self._polling is not None
         self._polling.cancel()
 
-    def admitted(self, choice: Choice | None, *, by: str) -> None:
+    def admitted(self, choice: PipelineChoice | None, *, by: str) -> None:
         super().admitted(choice, by=by)
         self.takers.append(by)
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from eesd_dist.bench.gpu_check.rows import Row, Rows
+from eesd_dist.bench.gpu_check.report_rows import Row, Rows
 from eesd_dist.bench.gpu_check.setting import DeviceName, SectionModule, Setting
 
 

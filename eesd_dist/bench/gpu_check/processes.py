@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from eesd_dist.bench.gpu_check.rows import Row
+from eesd_dist.bench.gpu_check.report_rows import Row
 from eesd_dist.bench.gpu_check.setting import DeviceName, Section
 
 _CHILD = "eesd_dist.bench.gpu_check.child"

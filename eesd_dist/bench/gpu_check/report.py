@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from eesd_dist.bench.gpu_check.rows import Row
+from eesd_dist.bench.gpu_check.report_rows import Row
 from eesd_dist.provenance import Provenance
 
 WIDTH = 118

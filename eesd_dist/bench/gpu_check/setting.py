@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 
 if TYPE_CHECKING:
     import torch

@@ -81,7 +81,7 @@ def _run(config: ServiceConfig, options: ChaosOptions, kinds: Sequence[str]) -> 
         SignalsByCommand,
         SignalsOverRay,
     )
-    from serve_app.bench.chaos.run import FaultInjector, LinkCommands, Service, compared
+    from serve_app.bench.chaos.run import FaultInjector, LinkCommands, ServiceUnderTest, compared
     from serve_app.operations.serving import served
 
     links = (
@@ -93,7 +93,7 @@ def _run(config: ServiceConfig, options: ChaosOptions, kinds: Sequence[str]) -> 
     say(f"starting {config.served_model_name} ...")
     with served(config, address=options.address):
         injector = FaultInjector(
-            Service(config),
+            ServiceUnderTest(config),
             signals=SignalsOverRay() if options.kill is None else SignalsByCommand(options.kill),
             links=links,
             patience_s=options.deadline_s + _FINDING_OUT_S,

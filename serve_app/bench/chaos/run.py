@@ -86,7 +86,7 @@ async def ask_all(
     return [heard[index] for index in range(len(bodies))]
 
 
-class Service:
+class ServiceUnderTest:
     """The running service as its operator reaches it."""
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -129,7 +129,7 @@ class Service:
 
 
 class _Targets:
-    def __init__(self, service: Service, *, patience_s: float) -> None:
+    def __init__(self, service: ServiceUnderTest, *, patience_s: float) -> None:
         self._service = service
         self._patience_s = patience_s
 
@@ -205,7 +205,12 @@ class FaultInjector:
     """Injects one fault after the other until it is told to stop."""
 
     def __init__(
-        self, service: Service, *, signals: Signals, links: LinkCommands | None, patience_s: float
+        self,
+        service: ServiceUnderTest,
+        *,
+        signals: Signals,
+        links: LinkCommands | None,
+        patience_s: float,
     ) -> None:
         """`patience_s`: how long a fault may go unnoticed before the next one comes."""
         self._service = service

@@ -167,7 +167,7 @@ def steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RoundsSetting:
     """One row of the report, whoever runs it."""
 
     batch: int
@@ -178,7 +178,7 @@ class Setting:
         return f"batch {self.batch}, {'drafting' if self.drafting else 'plain'}"
 
 
-Splits = dict[tuple[Setting, Variant], list[Split]]
+Splits = dict[tuple[RoundsSetting, Variant], list[Split]]
 """One for each repeat."""
 
 
@@ -207,10 +207,10 @@ class Bench:
         """The last round of each that has been looked at."""
         self._num_asked = 0
 
-    def run(self, settings: Sequence[Setting], *, repeats: int, say: Say) -> Measured:
+    def run(self, settings: Sequence[RoundsSetting], *, repeats: int, say: Say) -> Measured:
         measured = Measured(splits={})
         for variant in self._runners:
-            self._one(variant, Setting(batch=1, drafting=True))  # warms it
+            self._one(variant, RoundsSetting(batch=1, drafting=True))  # warms it
         for repeat in range(repeats):
             for number, setting in enumerate(settings):
                 texts: list[list[list[TokenId]]] = []
@@ -224,14 +224,14 @@ class Bench:
             say(f"repeat {repeat + 1} of {repeats} done")
         return measured
 
-    def _one(self, variant: Variant, setting: Setting) -> tuple[Split, list[list[TokenId]]]:
+    def _one(self, variant: Variant, setting: RoundsSetting) -> tuple[Split, list[list[TokenId]]]:
         runner = self._runners[variant]
         done = runner.generate(self._requests(setting))
         rounds = [stats for stats in runner.rounds() if stats.round_id > self._last[variant]]
         self._last[variant] = max([self._last[variant], *(stats.round_id for stats in rounds)])
         return split_of(steady(rounds)), [generation.tokens for generation in done]
 
-    def _requests(self, setting: Setting) -> list[Request]:
+    def _requests(self, setting: RoundsSetting) -> list[Request]:
         self._num_asked += 1
         speculation = SpeculationParams(mode="off")
         if setting.drafting:
@@ -249,7 +249,7 @@ class Bench:
         ]
 
 
-def over_one_microbatch(splits: Splits, setting: Setting, variant: Variant) -> float | None:
+def over_one_microbatch(splits: Splits, setting: RoundsSetting, variant: Variant) -> float | None:
     """Tokens per second over those of the same with one microbatch, run by run; the middle one."""
     one, other = splits[setting, replace(variant, overlap=False)], splits[setting, variant]
     ratios = [
@@ -285,7 +285,7 @@ def engine_config(options: RoundsOptions, variant: Variant) -> EngineConfig:
     )
 
 
-def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, object]:
+def report_of(measured: Measured, settings: Sequence[RoundsSetting]) -> dict[str, object]:
     rows: list[dict[str, object]] = []
     for (setting, variant), splits in measured.splits.items():
         rows.append({**asdict(setting), **asdict(variant), **added(splits).as_json()})
@@ -297,7 +297,7 @@ def report_of(measured: Measured, settings: Sequence[Setting]) -> dict[str, obje
     return {"rows": rows, "overlap": ratios, "texts_changed": measured.texts_changed}
 
 
-def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
+def lines_of(measured: Measured, settings: Sequence[RoundsSetting]) -> list[str]:
     """For people: milliseconds a round."""
     heads = ("round", *COLUMNS, "hidden")
     lines = ["ms a round".ljust(42) + "".join(f"{head:>12}" for head in heads)]
@@ -317,7 +317,7 @@ def lines_of(measured: Measured, settings: Sequence[Setting]) -> list[str]:
     return lines
 
 
-def _ratios(splits: Splits, setting: Setting) -> Iterator[tuple[Variant, float]]:
+def _ratios(splits: Splits, setting: RoundsSetting) -> Iterator[tuple[Variant, float]]:
     for found, variant in splits:
         if found == setting and variant.overlap is not False:
             ratio = over_one_microbatch(splits, setting, variant)
@@ -329,7 +329,7 @@ def run(options: RoundsOptions, *, actors: Actors) -> int:
     say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     settings = [
-        Setting(batch=batch, drafting=drafting)
+        RoundsSetting(batch=batch, drafting=drafting)
         for batch in (QUICK_BATCHES if options.quick else BATCHES)
         for drafting in (False, True)
     ]

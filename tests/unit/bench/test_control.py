@@ -18,7 +18,7 @@ from eesd_dist.bench.crowds import at_once, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
 from eesd_dist.bench.options import ControlOptions
-from eesd_dist.bench.replay import Arrival, Setting, Variant, replay
+from eesd_dist.bench.replay import Arrival, ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Guess, Trace, TraceSet
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
@@ -222,8 +222,8 @@ def judge(*traces: Trace) -> Judge:
     return Judge(kept, setting(), seed=0)
 
 
-def setting() -> Setting:
-    return Setting(
+def setting() -> ReplaySetting:
+    return ReplaySetting(
         speculation=SpeculationConfig(max_draft_tokens=4, fixed_length=4),
         cost=COST,
         calibrator=None,

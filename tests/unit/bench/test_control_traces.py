@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eesd_dist.bench.judging import adaptive_variants, fixed_variants, other_forms
-from eesd_dist.bench.replay import Arrival, Clairvoyant, Setting, Variant, replay
+from eesd_dist.bench.replay import Arrival, Clairvoyant, ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Text, Trace, TraceSet, chain_length, joined, record
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
@@ -110,8 +110,8 @@ def by_request(outcomes: list[Outcome]) -> dict[int, list[tuple[int, int]]]:
     return rows
 
 
-def setting(*, max_running: int = 32) -> Setting:
-    return Setting(
+def setting(*, max_running: int = 32) -> ReplaySetting:
+    return ReplaySetting(
         speculation=SpeculationConfig(
             max_draft_tokens=CEILING, fixed_length=CEILING, stop_rule="optimal"
         ),

@@ -11,7 +11,7 @@ from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import Stages
+from tests.unit.model.paged_stages import Stages
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -16,7 +16,7 @@ from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.weights import Checkpoint
 from serve_app.config import BUNDLED_MODEL
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import Stages
+from tests.unit.model.paged_stages import Stages
 from tests.unit.model.test_checkpoint_errors import edit_config
 
 WARNING = "weights rounded: "

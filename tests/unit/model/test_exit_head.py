@@ -18,7 +18,7 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import CPU
+from tests.unit.model.paged_stages import CPU
 
 EXIT_LAYER = 2
 DRAFT_VOCAB = (1, 2, 5, 8, 13, 21, 34, 55, 89)

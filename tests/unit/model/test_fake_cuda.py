@@ -14,8 +14,8 @@ from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.sampling.processors import Shard
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.processors import VocabularyShard
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice, first_max, perturbed
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.types import SamplingParams
@@ -103,7 +103,7 @@ def test_the_rule_stays_on_the_gpu(params: SamplingParams) -> None:
     with fake_cuda():
         logits_SV = torch.zeros(4, 500, device=GPU)
         with HostCopies() as copies, torch.inference_mode():
-            chosen_S = first_max(perturbed(logits_SV, rules, Shard(start=0, size=500)))
+            chosen_S = first_max(perturbed(logits_SV, rules, VocabularyShard(start=0, size=500)))
             drafted = draft_choice(logits_SV, rules, width=2)
         assert chosen_S.device == drafted.tokens.device == drafted.gaps.device == GPU
         assert copies.to_the_host == []

@@ -30,7 +30,7 @@ from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import Stages
+from tests.unit.model.paged_stages import Stages
 from tests.unit.model.test_fake_cuda import span_of
 
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ from eesd_dist.config import DType
 from eesd_dist.model.rows import RowSegment
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import Stages
+from tests.unit.model.paged_stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from eesd_dist.model.rows import AttentionKind, RowPlan, RowSegment
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from eesd_dist.trees import depths_of, is_chain, path_to
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.model.stages import CPU, Stages
+from tests.unit.model.paged_stages import CPU, Stages
 from tests.unit.model.test_invariance import SHAPES, Shape
 
 Parents = tuple[int, ...]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eesd_dist.routing import Listed, PipelineId, PipelineReport
-from eesd_dist.routing.choice import Choice, PipelineChooser, PrefixMemory, block_digests
+from eesd_dist.routing.choice import PipelineChoice, PipelineChooser, PrefixMemory, block_digests
 
 BLOCK = 4
 
@@ -49,7 +49,7 @@ class World:
         )
         self.chooser.refresh([Listed(report=report, age_s=age_s)])
 
-    def send(self, tokens: Sequence[int], **how: object) -> Choice:
+    def send(self, tokens: Sequence[int], **how: object) -> PipelineChoice:
         choice = self.chooser.choose(tokens, **how)  # type: ignore[arg-type]
         assert choice is not None
         return choice

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.types import SamplingParams
 
 NUM_DRAWS = 200_000

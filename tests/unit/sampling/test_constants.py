@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eesd_dist.sampling.elementary import mass_of, neg_log
 from eesd_dist.sampling.noise import gumbel
-from eesd_dist.sampling.processors import Shard, processed
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.processors import VocabularyShard, processed
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.types import SamplingParams
 from tests.support.operators import OperatorWatch
 
@@ -56,7 +56,7 @@ def work() -> None:
         logit_bias=((3, 1.0),),
     )
     rules = [RowRule.of(params, position=9, num_prompt=4, history=range(9)) for _ in range(3)]
-    processed(torch.randn(3, 100), rules, Shard(start=0, size=100))
+    processed(torch.randn(3, 100), rules, VocabularyShard(start=0, size=100))
 
 
 def test_constants_stand_only_where_a_gpu_takes_them() -> None:

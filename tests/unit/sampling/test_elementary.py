@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.sampling.elementary import MASS_BITS, mass_of, neg_log
-from eesd_dist.sampling.processors import Shard, processed
+from eesd_dist.sampling.processors import VocabularyShard, processed
 from eesd_dist.types import SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
 
@@ -35,7 +35,7 @@ def test_masses_fall_with_their_logits() -> None:
 
 def nucleus(logits_V: Tensor, top_p: float) -> list[int]:
     params = SamplingParams(temperature=1.0, top_p=top_p)
-    columns = Shard(start=0, size=len(logits_V))
+    columns = VocabularyShard(start=0, size=len(logits_V))
     scores_V = processed(logits_V.unsqueeze(0), [rule(params)], columns)[0]
     return torch.nonzero(scores_V.isfinite()).flatten().tolist()
 
@@ -73,7 +73,7 @@ def test_a_flat_vocabulary_of_128k_keeps_exactly_its_share() -> None:
 def test_a_row_without_top_p_keeps_tokens_of_no_mass_beside_one_that_cuts() -> None:
     logits_2V = torch.tensor([[0.0, -60.0, -1.0], [0.0, -60.0, -1.0]])
     rules = [rule(SamplingParams(top_p=0.5)), rule(SamplingParams(top_k=3))]
-    scores = processed(logits_2V, rules, Shard(start=0, size=3))
+    scores = processed(logits_2V, rules, VocabularyShard(start=0, size=3))
     assert scores.isfinite().tolist() == [[True, False, False], [True, True, True]]
 
 

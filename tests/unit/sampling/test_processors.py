@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from eesd_dist.sampling.processors import DraftVocabulary, Shard, processed
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.processors import DraftVocabulary, VocabularyShard, processed
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.types import SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
 
@@ -24,7 +24,7 @@ def logits_of(seed: int, *, num_rows: int = 1, vocab_size: int = V) -> Tensor:
 
 
 def whole(logits_SV: Tensor, *rules: RowRule) -> Tensor:
-    return processed(logits_SV, rules, Shard(start=0, size=logits_SV.shape[-1]))
+    return processed(logits_SV, rules, VocabularyShard(start=0, size=logits_SV.shape[-1]))
 
 
 def processed_slowly(logits: list[float], row: RowRule) -> list[float]:
@@ -189,7 +189,9 @@ def test_shards_and_draft_vocabularies_edit_the_same_tokens() -> None:
     logits_SV = logits_of(2)
     expected_SV = whole(logits_SV, row)
     for start in (0, 10, 20, 30):
-        shard = processed(logits_SV[:, start : start + 10], [row], Shard(start=start, size=10))
+        shard = processed(
+            logits_SV[:, start : start + 10], [row], VocabularyShard(start=start, size=10)
+        )
         assert torch.equal(shard, expected_SV[:, start : start + 10])
     vocab_ids = torch.tensor([39, 0, 7, 8, 30])
     drafted = processed(logits_SV[:, vocab_ids], [row], DraftVocabulary(vocab_ids))

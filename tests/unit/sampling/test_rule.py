@@ -14,8 +14,8 @@ from torch import Tensor
 from eesd_dist.model.parallel import joined_over_ranks, part_of
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
-    Choice,
     RowRule,
+    TokenChoice,
     choose,
     draft_choice,
     evidence_of,
@@ -147,10 +147,10 @@ def test_the_noise_of_a_row_does_not_depend_on_the_greedy_rows_beside_it() -> No
     assert together[[0, 2]].tolist() == logits_SV[[0, 2]].argmax(-1).tolist()
 
 
-def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) -> list[Choice]:
+def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) -> list[TokenChoice]:
     count = logits_SV.shape[-1]
 
-    def on_rank(group: TensorGroup) -> Choice:
+    def on_rank(group: TensorGroup) -> TokenChoice:
         part = part_of(count, group.rank, num_ranks)
         return choose(
             logits_SV[:, part.start : part.stop],

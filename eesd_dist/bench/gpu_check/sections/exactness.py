@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.config import DType
 

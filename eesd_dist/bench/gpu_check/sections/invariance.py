@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.attending import AttentionShape
 from eesd_dist.bench.gpu_check.sections.attending import examine as examine_attention
 from eesd_dist.bench.gpu_check.sections.products import ProductFinding

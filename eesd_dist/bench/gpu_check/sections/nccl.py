@@ -8,7 +8,7 @@ import re
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.ranks import RankReport, exchange, run_ranks
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.errors import EesdError

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.sampling.noise import Stream, gumbel, noise_key
-from eesd_dist.sampling.processors import Shard, processed
-from eesd_dist.sampling.rows import RowRule
+from eesd_dist.sampling.processors import VocabularyShard, processed
+from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.types import SamplingParams
 
 _CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def _filters(device: torch.device, vocab: int, num_rows: int, rows: Rows) -> Non
 
 
 def _kept(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
-    columns = Shard(start=0, size=logits_SV.shape[-1])
+    columns = VocabularyShard(start=0, size=logits_SV.shape[-1])
     return processed(logits_SV, rules, columns) > -torch.inf
 
 

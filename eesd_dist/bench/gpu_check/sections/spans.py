@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.gpu_check.checkpoints import FAMILIES, write_small
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.stages import PAGE_SIZE, TwoSpans
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.config import DType

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.gpu_check.checkpoints import drawn_on, write_stack
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.timer import copy_rates, synchronize, time_of
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.shapes import LLAMA_8B, Width

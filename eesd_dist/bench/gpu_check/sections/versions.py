@@ -6,7 +6,7 @@ from importlib import metadata
 
 import torch
 
-from eesd_dist.bench.gpu_check.rows import Rows
+from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.timer import copy_rates, time_of
 from eesd_dist.bench.gpu_check.setting import Setting
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.bench.gpu_check.rows import Row, Rows
+from eesd_dist.bench.gpu_check.report_rows import Row, Rows
 from eesd_dist.bench.gpu_check.sections import attending, exactness, noise, spans
 from eesd_dist.bench.gpu_check.sections.products import first_difference
 from eesd_dist.bench.gpu_check.sections.pytests import marked_files

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.bench.gpu_check.processes import run_section
-from eesd_dist.bench.gpu_check.rows import Row
+from eesd_dist.bench.gpu_check.report_rows import Row
 from eesd_dist.bench.gpu_check.runner import main, run_sections
 from eesd_dist.bench.gpu_check.setting import Section
 

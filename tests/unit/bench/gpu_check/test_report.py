@@ -1,7 +1,7 @@
 """The table is aligned, narrow and ends with what it comes to."""
 
 from eesd_dist.bench.gpu_check.report import WIDTH, table_of
-from eesd_dist.bench.gpu_check.rows import Row
+from eesd_dist.bench.gpu_check.report_rows import Row
 
 ROWS = [
     Row(section="versions", name="copy", value=2987.123, unit="GB/s", detail="1024 MiB 2987"),

@@ -16,7 +16,13 @@ from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId, Traffic
 from serve_app.bench.options import RoundsOptions
 from serve_app.bench.rounds import measure
-from serve_app.bench.rounds.measure import Setting, Variant, over_one_microbatch, split_of, steady
+from serve_app.bench.rounds.measure import (
+    RoundsSetting,
+    Variant,
+    over_one_microbatch,
+    split_of,
+    steady,
+)
 from tests.support.tiny_service import write_tiny_service
 from tests.unit.telemetry.rounds import a_round
 
@@ -114,7 +120,7 @@ def test_rounds_count_from_when_all_decode_until_one_leaves() -> None:
 
 
 def test_two_microbatches_are_held_against_one_run_by_run() -> None:
-    setting = Setting(batch=4, drafting=True)
+    setting = RoundsSetting(batch=4, drafting=True)
 
     def ran(wall_s: float) -> measure.Split:
         return split_of([a_round(plan_s=wall_s, draft_s=0.0, commit_s=0.0, num_emitted=6)])

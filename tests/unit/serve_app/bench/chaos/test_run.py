@@ -9,10 +9,10 @@ import pytest
 from eesd_dist.errors import EngineError
 from serve_app.bench.chaos import run
 from serve_app.bench.chaos.reach import SignalsByCommand
-from serve_app.bench.chaos.run import FaultInjector, LinkCommands, Service
+from serve_app.bench.chaos.run import FaultInjector, LinkCommands, ServiceUnderTest
 
 
-class NoService(Service):
+class NoService(ServiceUnderTest):
     def __init__(self) -> None:
         """Nothing is running."""
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from eesd_dist.sampling.rows import rules_of
+from eesd_dist.sampling.row_rules import rules_of
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.types import SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
