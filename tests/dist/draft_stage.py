@@ -48,10 +48,10 @@ def ranks(config: EngineConfig) -> Iterator[Epoch]:
         num_draft_ranks=parallel.draft_tensor_parallel_size,
         timeout_s=TIMEOUT_S,
     )
-    posts = [("draft", rank) for rank in range(1, first.num_draft_ranks)]
-    posts += [("verify", rank) for rank in range(first.num_verify_ranks)]
+    slots = [("draft", rank) for rank in range(1, first.num_draft_ranks)]
+    slots += [("verify", rank) for rank in range(first.num_verify_ranks)]
     with ExitStack() as processes:
-        for stage, rank in posts:
+        for stage, rank in slots:
             processes.enter_context(peer_process(obey, config, first, stage, rank))
         yield first
 

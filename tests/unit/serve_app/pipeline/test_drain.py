@@ -26,7 +26,7 @@ class World:
         self.said: list[str] = []
         self.migrated: list[tuple[str, Collection[str]]] = []
         self.breaks_migration: Exception | None = None
-        self.breaks_say: Exception | None = None
+        self.breaks_publishing: Exception | None = None
         self.num_pages = 0
         self.draining = Draining(
             pipeline="one",
@@ -47,8 +47,8 @@ class World:
         return self.other
 
     async def _publish_status(self) -> None:
-        if self.breaks_say is not None:
-            raise self.breaks_say
+        if self.breaks_publishing is not None:
+            raise self.breaks_publishing
         self.said.append(self.draining.reason)
 
     async def _migrate(
@@ -262,7 +262,7 @@ def test_a_migration_that_fails_costs_no_stream_its_way_out(error: Exception) ->
 def test_the_watch_survives_what_it_cannot_say_and_still_lets_streams_go() -> None:
     async def story(world: World) -> None:
         waiting = asyncio.ensure_future(anext(world.draining.watched(Stream()(), R)))
-        world.breaks_say = RuntimeError("no router")
+        world.breaks_publishing = RuntimeError("no router")
         world.answers = "replica-2"
         with pytest.raises(Migrated):
             await waiting
