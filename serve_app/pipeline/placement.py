@@ -53,7 +53,7 @@ class Bundles:
 
     slots: tuple[RankSlot, ...]
     strategy: Strategy
-    beside: frozenset[str] | None = None
+    kept_to: frozenset[str] | None = None
     """Ids of the nodes it is kept to; None: any."""
     apart_from: frozenset[str] = frozenset()
     """Ids of the nodes it is kept from."""
@@ -65,15 +65,15 @@ class Bundles:
     def selectors(self) -> list[dict[str, str]]:
         """Ray's label selectors, one for each bundle."""
         wanted: dict[str, str] = {}
-        if self.beside is not None:
-            wanted[NODE_ID_LABEL] = f"in({','.join(sorted(self.beside))})"
+        if self.kept_to is not None:
+            wanted[NODE_ID_LABEL] = f"in({','.join(sorted(self.kept_to))})"
         elif self.apart_from:
             wanted[NODE_ID_LABEL] = f"!in({','.join(sorted(self.apart_from))})"
         return [{**slot.labels, **wanted} for slot in self.slots]
 
     def admits(self, node: Node, slot: RankSlot) -> bool:
         """Whether the node may hold the slot, resources aside."""
-        if self.beside is not None and node.node_id not in self.beside:
+        if self.kept_to is not None and node.node_id not in self.kept_to:
             return False
         return node.node_id not in self.apart_from and not _labels_missed(slot, node)
 
@@ -158,7 +158,7 @@ def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) ->
     near = frozenset(to_nodes)
     if relation in ("SPREAD", "STRICT_SPREAD"):
         return Bundles(slots=group.slots, strategy=group.strategy, apart_from=near)
-    return Bundles(slots=group.slots, strategy=group.strategy, beside=near)
+    return Bundles(slots=group.slots, strategy=group.strategy, kept_to=near)
 
 
 def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
@@ -215,7 +215,9 @@ def _together(group: Bundles) -> Bundles:
         resources=_summed([p.resources for p in group.slots]),
         labels=labels,
     )
-    return Bundles(slots=(slot,), strategy="PACK", beside=group.beside, apart_from=group.apart_from)
+    return Bundles(
+        slots=(slot,), strategy="PACK", kept_to=group.kept_to, apart_from=group.apart_from
+    )
 
 
 def _left_over(group: Bundles, nodes: Sequence[Node]) -> _Fit:
@@ -260,7 +262,7 @@ def _explained(
             for node in nodes
         ]
         told = _some(lacks, shown=_SHOWN_NODES, rest="nodes")
-        same.setdefault(f"{_wish(slot)}: {told}", []).append(slot.name)
+        same.setdefault(f"{_needs(slot)}: {told}", []).append(slot.name)
     parts = [
         f"{_some(names, shown=_SHOWN_BUNDLES, rest='bundles', between=', ')} "
         f"{'needs' if len(names) == 1 else 'need'} {lack}"
@@ -270,7 +272,7 @@ def _explained(
 
 
 def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankSlot]) -> str:
-    if group.beside is not None and node.node_id not in group.beside:
+    if group.kept_to is not None and node.node_id not in group.kept_to:
         return "is not one of those that the other stage stands on"
     if node.node_id in group.apart_from:
         return "holds the other stage (placement.stages keeps the two apart)"
@@ -313,7 +315,7 @@ def matches(selector: str, value: str | None) -> bool:
     return value == selector
 
 
-def _wish(slot: RankSlot) -> str:
+def _needs(slot: RankSlot) -> str:
     labels = [f"label {name}={value}" for name, value in slot.labels.items()]
     return ", ".join([f"{name} {amount:g}" for name, amount in slot.resources.items()] + labels)
 

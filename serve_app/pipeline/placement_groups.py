@@ -42,7 +42,7 @@ from serve_app.pipeline.placement import (
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_WISH_WAIT_S = 5.0
+_PREFERENCE_WAIT_S = 5.0
 """How long a place is waited for that is only wished for."""
 _POLL_STATUS_S = 1.0
 _TELL_S = 10.0
@@ -108,20 +108,20 @@ class PlacementGroups:
                 continue
             nodes = nodes_now()
             alive = {node.node_id for node in nodes}
-            beside = placed.bundles.beside
-            if beside is not None and not beside <= alive:
-                self._groups[at] = placed = self._anew(placed)
+            kept_to = placed.bundles.kept_to
+            if kept_to is not None and not kept_to <= alive:
+                self._groups[at] = placed = self._place_again(placed)
             missing.append(why_unplaced(placed.bundles, nodes))
         self._missing = tuple(missing)
 
-    def _anew(self, placed: _Placed) -> _Placed:
+    def _place_again(self, placed: _Placed) -> _Placed:
         logger.warning(
             "the %s stage was kept to a node that is gone, and may stand anywhere: pipeline=%s",
             placed.bundles.stages,
             self._name,
         )
         remove_placement_group(placed.group)
-        return _asked(replace(placed.bundles, beside=None), name=self._name)
+        return _asked(replace(placed.bundles, kept_to=None), name=self._name)
 
 
 async def placement_groups_for(
@@ -161,7 +161,7 @@ class _Placing:
                 self._drop_last()
                 first, second = second, first
                 await self._place(first)
-            await self._place_beside(second)
+            await self._place_related(second)
         self._is_complete = True
         return self._asked
 
@@ -181,7 +181,7 @@ class _Placing:
         kept = self._related(second)
         return could_hold(second, nodes) and not could_hold(kept, nodes)
 
-    async def _place_beside(self, second: Bundles) -> None:
+    async def _place_related(self, second: Bundles) -> None:
         """Places the second group by its relation to the first; a preference may be dropped."""
         kept = self._related(second)
         if self._relation == "STRICT_SPREAD":
@@ -189,7 +189,7 @@ class _Placing:
             return
         nodes = await asyncio.to_thread(nodes_now)
         try:
-            async with asyncio.timeout(_WISH_WAIT_S if could_hold(kept, nodes) else _POLL_S):
+            async with asyncio.timeout(_PREFERENCE_WAIT_S if could_hold(kept, nodes) else _POLL_S):
                 await self._place(kept)
         except TimeoutError:
             logger.info("the stages cannot have %s: pipeline=%s", self._relation, self._name)

@@ -18,7 +18,7 @@ from eesd_dist.types import (
     SpeculationParams,
     TokenId,
 )
-from tests.unit.schedule.toy_stages import (
+from tests.unit.schedule.hash_stages import (
     VOCAB_SIZE,
     Ledger,
     ToyStages,

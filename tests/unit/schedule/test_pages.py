@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import PageId
-from tests.unit.schedule.toy_stages import make_pages
+from tests.unit.schedule.hash_stages import make_pages
 
 
 def _take(

@@ -31,7 +31,7 @@ from eesd_dist.types import (
     TokenId,
     TokenLogprobs,
 )
-from tests.unit.schedule.toy_stages import (
+from tests.unit.schedule.hash_stages import (
     END,
     VOCAB_SIZE,
     Ledger,

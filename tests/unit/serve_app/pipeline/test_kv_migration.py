@@ -19,7 +19,7 @@ from eesd_dist.schedule.page_leases import (
 from eesd_dist.types import PageId, RequestId
 from eesd_dist.workers.messages import Address, PageLink, Reservation
 from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
-from tests.unit.schedule.toy_stages import kv_layout
+from tests.unit.schedule.hash_stages import kv_layout
 
 LAYOUT = kv_layout(verify_ranks=1)
 TIMEOUT_S = 0.1
