@@ -104,7 +104,8 @@ class CostModel:
 
         `num_known`: known rows of the round, where they are more than one a request. `overlapped`:
         another microbatch is verified while this one is drafted, so that the slower of the two
-        counts."""
+        counts.
+        """
         known = len(lengths) if num_known is None else num_known
         longest = max(lengths, default=0)
         levels = [sum(length > level for length in lengths) for level in range(longest)]

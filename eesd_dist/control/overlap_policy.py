@@ -2,7 +2,8 @@
 
 Two microbatches keep both stages busy, and each verify pass then serves half as many requests: that
 pays where drafting takes about as long as verifying, and costs where one of them is nearly all of a
-round. Decides from the cost model and from how much is drafted lately; knows no request."""
+round. Decides from the cost model and from how much is drafted lately; knows no request.
+"""
 
 from eesd_dist.control.cost import CostModel
 

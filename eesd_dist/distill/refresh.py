@@ -142,7 +142,8 @@ def refresh(
     """Trains, compares and writes `request.out`; what is done already is not done again.
 
     Raises ConfigError for an empty or too small recording, CheckpointError for a head, target and
-    recording that do not belong together."""
+    recording that do not belong together.
+    """
     spec = ModelSpec.from_folder(request.model)
     config = HeadConfig.read(request.head, target=spec, target_path=request.model)
     asked = request.asked()
@@ -289,7 +290,8 @@ def copy_recording(
     drafts; a finished copy in `folder` is used as it is.
 
     Raises ConfigError for an empty recording, CheckpointError for one of another target or with
-    rows after another layer."""
+    rows after another layer.
+    """
     verifier = identity_of(target)
     if not (folder / MANIFEST_FILE).exists():
         expected = FeatureManifest(

@@ -184,7 +184,8 @@ class EngineCore:
         While microbatch A is drafted here, microbatch B is verified over there. With nothing to do
         it waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone, or a
         rank of the draft stage: call `attach` with a new channel, and every live request is
-        computed again from its tokens."""
+        computed again from its tokens.
+        """
         if self._broken_by is not None:
             raise self._broken_by
         with self._requests.lock:

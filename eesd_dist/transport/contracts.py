@@ -99,7 +99,8 @@ class Segment(Record, frozen=True, kw_only=True):
     The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the input
     tokens of the segment's rows. A row's KV slot is its position, and its verdict is about the
     position after it, except in a tree: there known rows come first and drafted ones follow in the
-    order they were drafted, each standing one position after its parent."""
+    order they were drafted, each standing one position after its parent.
+    """
 
     start: Count
     num_rows: Count

@@ -314,7 +314,8 @@ class DraftActor:
         """Live requests' full pages (None: of all) stay as they are; their streams go on.
 
         A caller who is never heard of again loses the lease, not before its reservation's own
-        lease."""
+        lease.
+        """
         return await asyncio.shield(self._lease(request_ids, timeout_s=timeout_s))
 
     async def _lease(
@@ -334,7 +335,8 @@ class DraftActor:
         """Room for another pipeline's pages; a caller who is never heard of again loses it.
 
         A rank has `timeout_s` to join its peer rank and as long again to write. When nobody has
-        adopted or abandoned the pages after that, nobody writes into them any more."""
+        adopted or abandoned the pages after that, nobody writes into them any more.
+        """
         return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
 
     async def _reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:

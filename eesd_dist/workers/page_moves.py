@@ -5,9 +5,10 @@ a group of these two alone that lasts for one reservation. All of it runs in thr
 beside the rounds, and none of it decides: what fails here is computed again there.
 
 What must never happen is a late write: pages whose reservation is over may be some request's by
-then. So a rank writes only while it belongs to the epoch in which the reservation was reserved, and
+then. So a rank writes only while it belongs to the epoch in which the reservation was made, and
 only until its own deadline; it leaves the epoch, under the same lock, before the drafting actor
-gives any page of it to somebody else."""
+gives any page of it to somebody else.
+"""
 
 import logging
 import threading

@@ -67,7 +67,8 @@ class MigrationOptions:
     pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
     between two arrivals of tokens from the beginning of the KV migration on, the copying included.
     An undisturbed run of the same requests has such waits too, and its texts are the right ones.
-    Exit status 1 when a stream was broken or changed."""
+    Exit status 1 when a stream was broken or changed.
+    """
 
     model: Model = BUNDLED_MODEL
     requests: Annotated[int, "streams migrated at once"] = 6

@@ -4,7 +4,8 @@ Pages are copied while the streams go on; only then are the streams told to move
 was not copied left to compute again. Copying happens rank by rank, from each of the one pipeline's
 actors to its peer rank in the other; this module only tells them when. Whatever goes wrong on the
 way costs the copy and never the streams: they move all the same, and are computed again from their
-tokens. What may be migrated at all, and where to, is decided elsewhere."""
+tokens. What may be migrated at all, and where to, is decided elsewhere.
+"""
 
 import asyncio
 import logging

@@ -51,7 +51,7 @@ _NOT_SAMPLED = frozenset({PROBE})
 
 
 def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
-    """Of an empty recorder of this engine's target and split. Reads the checkpoint's small
+    """Of an empty recording of this engine's target and split. Reads the checkpoint's small
     files."""
     layout = layout_of(engine)
     return FeatureManifest(

@@ -5,7 +5,8 @@ first row and fails if one does not hold what this request's tokens would have p
 shared wrongly, freed too early or registered too soon is found at the first read.
 
 Of a drafted tree the accepted branch moves to its KV slots in the text: at once in the draft
-stage's store, with the next round's header in the verify stage's."""
+stage's store, with the next round's header in the verify stage's.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
