@@ -86,7 +86,7 @@ class Actor:
 
     _receive_pages = _send_pages
 
-    def _move_out(self, request_ids: object, error: object) -> int:
+    def _evict(self, request_ids: object, error: object) -> int:
         del request_ids, error
         self.num_evictions += 1
         return 1
