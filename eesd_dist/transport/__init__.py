@@ -1,1 +1,1 @@
-"""Decides how ranks talk: every wait has a deadline, and its error names the peer."""
+"""Communication between ranks. Every wait has a deadline, and its error names the peer."""

@@ -1,17 +1,17 @@
-"""The verify channel between processes, and how verify rank 0 shares a round with its followers.
+"""The verify channel between processes, and the sharing of rounds among verify ranks.
 
 A round is a frame, followed by what does not fit in it; so is a reply. `send` only starts the
-transfers: their tensors belong to the channel until the round's reply is here. A thread of the
-draft end receives replies, so that drafting can go on and a lost peer is noticed even while nobody
-waits.
+transfers: their tensors belong to the channel until the round's reply is received. A thread of the
+draft end receives replies, so that drafting can go on and a lost peer is noticed even while no call
+waits for it.
 
-Two kinds of wait. Between rounds both verify ends wait as long as their peer lives (a cut link ends
-that wait too, by keepalive). Within a round every wait has the group's deadline; when it passes,
-the group is aborted, because a link on which a message came late is of no further use. The draft
-end waits a moment longer than the ranks do, so that a verify rank which is itself waiting for
-another one says so first.
+There are two kinds of wait. Between rounds verify ranks wait as long as their peer lives (keepalive
+ends that wait when the link is cut). Within a round every wait has the group's deadline; when it
+passes, the group is aborted, because Gloo closes a link on which a wait timed out. The draft end
+waits slightly longer than the verify ranks, so that a verify rank that waits for another verify
+rank reports that first.
 
-Nothing here knows what a round means.
+The content of a round is not interpreted here.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 _GRACE_S = 0.3
-"""What the draft end waits for a reply beyond the deadline of the verify ranks."""
+"""Extra time that the draft end waits for a reply, beyond the deadline of the verify ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class DistVerifyChannel:
     def send(
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
     ) -> int:
-        """Starts a round and returns its size in bytes. The tensors must stay as they are until
+        """Starts sending a round and returns its size in bytes. The tensors must not change until
         the round's reply has been received."""
         operation = f"round {header.round_id}"
         self._refuse_if_done(operation, header.round_id)
@@ -92,7 +92,7 @@ class DistVerifyChannel:
         reply = self._await_reply(awaited)
         expect_round(reply, awaited.round_id)
         self._last_reply_s = time.monotonic()
-        # The peer has answered, so it has the whole round: these waits find their work done.
+        # The peer has answered, so it has received the round: these waits return at once.
         finish_all(awaited.transfers, timeout_s=self._group.timeout_s)
         return reply
 
@@ -100,7 +100,7 @@ class DistVerifyChannel:
         return not self._arrived.empty() or self._failure is not None
 
     def close(self) -> None:
-        """Says goodbye, waits for the answer within the deadline, and ends the receiver."""
+        """Sends a close message, waits for its answer until the deadline, and ends the receiver."""
         if self._closed:
             return
         self._closed = True
@@ -115,7 +115,7 @@ class DistVerifyChannel:
 
     def _await_reply(self, awaited: _Outstanding) -> VerifyReply:
         timeout_s = self._group.timeout_s
-        # The peer works on one round at a time: the clock starts when this one's turn has come.
+        # The peer works on one round at a time: the clock starts when it can begin this one.
         deadline = max(awaited.sent_s, self._last_reply_s) + timeout_s + _GRACE_S
         try:
             reply = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
@@ -126,7 +126,7 @@ class DistVerifyChannel:
             raise self._failure from None
         if reply is not None:
             return reply
-        self._arrived.put(None)  # whoever asks again is told the same
+        self._arrived.put(None)  # so that a second call raises the same
         if isinstance(self._failure, PeerLost):
             raise self._lost(awaited.round_id, self._failure.reason) from self._failure
         if self._failure is not None:
@@ -212,11 +212,11 @@ class DistRoundSource:
             return self._group.recv(x, source=self._from, tag=Tag.ROUND, operation=operation)
 
         received = _receive_rest(prefix, frame, receive, receive, device=self._group.device)
-        self._post_next_frame()  # so that the next round's frame can arrive while this one is run
+        self._post_next_frame()  # so that the next frame can arrive while this round runs
         return received
 
     def reply(self, reply: VerifyReply) -> None:
-        self._group.check()  # a transfer that was given up leaves garbage behind, not an error
+        self._group.check()  # an aborted transfer leaves garbage and raises nothing
         message = wire.encode_reply(reply, epoch=self._group.epoch)
         self._answer(message, f"the reply to round {reply.round_id}")
 
@@ -241,10 +241,10 @@ def share_round(
     hidden_TD: Tensor,
     draft_probs_KV: Tensor | None = None,
 ) -> list[Transfer]:
-    """Verify rank 0 hands a round on; every follower of the group is in `follow_round`.
+    """Sends a round from verify rank 0 to its followers, which are in `follow_round`.
 
-    What it returns is under way: compute the round meanwhile, leave its tensors as they are, and
-    finish the transfers afterwards.
+    The returned transfers are in progress: compute the round, do not change its tensors, and finish
+    the transfers afterwards.
     """
     group.doing(header.round_id)
     message = wire.encode_round(header, hidden_TD, draft_probs_KV)
@@ -255,7 +255,7 @@ def share_round(
 
 
 def share_close(group: ProcessGroup) -> None:
-    """Verify rank 0 ends its followers' `follow_round` with None."""
+    """Closes the group from verify rank 0: `follow_round` returns None at its followers."""
     message = wire.encode_close(epoch=group.epoch)
     group.doing(None)
     transfers = _to_followers(group, message, operation="closing the group", is_last=True)
@@ -263,9 +263,9 @@ def share_close(group: ProcessGroup) -> None:
 
 
 def follow_round(group: ProcessGroup) -> Round | None:
-    """The next round from verify rank 0, or None when it has closed the group.
+    """Returns the next round from verify rank 0, or None when it has closed the group.
 
-    Waits for a round as long as rank 0 lives; once one has begun, within the group's deadline.
+    Waits for a round as long as rank 0 lives; once one has begun, waits have the group's deadline.
     """
     frame = wire.round_frame()
     waiting = group.irecv(frame, source=0, tag=Tag.SHARE, operation="waiting for a shared round")
@@ -302,7 +302,7 @@ def _receive_rest(
     *,
     device: torch.device,
 ) -> Round:
-    """What follows a frame: first the payload, then the tensors beside it."""
+    """Receives what follows a frame: first the payload, then the tensors that it does not hold."""
     overflow = wire.empty_overflow(prefix)
     if overflow is not None:
         receive(overflow)

@@ -1,8 +1,8 @@
-"""How commands reach the other ranks of the draft stage: announced in order, obeyed in order.
+"""The stream of commands from draft rank 0 to the other ranks of its stage, in order.
 
 A follower waits for the next command as long as the drafting actor lives; within a command every
 wait has the group's deadline. A command out of order is refused: a rank that missed one would
-compute on other pages.
+compute on wrong pages.
 """
 
 from typing import Protocol
@@ -16,14 +16,14 @@ _LEADER = 0
 
 
 class CommandSink(Protocol):
-    """The leading rank's end."""
+    """Rank 0's end."""
 
     def announce(self, command: Command) -> None:
-        """Every follower will run it; returns without waiting for that."""
+        """Sends the command to every follower; does not wait for them to run it."""
         ...
 
     def check(self) -> None:
-        """Raises PeerLost when work on a GPU was given up; its results must not be used."""
+        """Raises PeerLost when work on a GPU was aborted; its results must not be used."""
         ...
 
     def close(self) -> None: ...
@@ -33,18 +33,18 @@ class CommandSource(Protocol):
     """A follower's end."""
 
     def next_command(self) -> Command | None:
-        """The next one, or None when the leading rank has closed the stream."""
+        """Returns the next command, or None when rank 0 has closed the stream."""
         ...
 
 
 class DistCommandSink:
-    """To the other ranks of a process group."""
+    """Sends commands to the other ranks of a process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.join(group)
 
     def join(self, group: ProcessGroup) -> None:
-        """The next epoch's group: commands are counted anew."""
+        """Switches to the next epoch's group; command numbers start from 1 again."""
         assert group.rank == _LEADER, f"rank {group.rank} announces, only rank 0 may"
         self._group = group
         self._number = 0
@@ -65,7 +65,7 @@ class DistCommandSink:
         self._finish()
 
     def _send(self, message: wire.Message, *, operation: str, is_last: bool = False) -> None:
-        """Messages only start here: the followers have a frame's room ready for them."""
+        """Starts the messages without waiting: followers have started a receive for a frame."""
         self._finish()
         self._sending = [
             self._group.isend(
@@ -83,7 +83,7 @@ class DistCommandSink:
 
 
 class DistCommandSource:
-    """From rank 0 of a process group."""
+    """Receives commands from rank 0 of a process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -105,7 +105,7 @@ class DistCommandSource:
             prefix, frame, self._group.broadcast, device=self._group.device
         )
         command = decode_command(prefix, frame, overflow, rows)
-        self._post_next_frame()  # so that the next one can arrive while this one is run
+        self._post_next_frame()  # so that the next frame can arrive while this command runs
         return command
 
     def _post_next_frame(self) -> None:

@@ -1,8 +1,8 @@
-"""Commands from the drafting actor to the other ranks of its stage, and how they are written.
+"""Commands from the drafting actor to the other ranks of its stage, and their encoding.
 
 A command is one operation on the rows it names: the layers, the exit head's layer, its logits, a
-move of slots, another head. It is one message of the form that `wire` describes; its number stands
-where a round's id would. Nothing here sends, computes or knows what a row means.
+copy of slots, a change of the head. It is one message in the format of `wire`, with the command's
+number in the field of the round's id. Nothing here sends or computes.
 """
 
 from collections.abc import Sequence
@@ -17,43 +17,43 @@ from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import Count, Move, Record, RowSegment
 
-# Shapes: T rows, E what the exit head reads of a row, A rows that guesses follow, D hidden size.
+# Shapes: T rows, E width of the exit head's input, A rows that are drafted from, D hidden size.
 
 _Segments = Annotated[Sequence[RowSegment], Meta(min_length=1)]
 
 
 class _Operation(Record, frozen=True, tag=True):
-    """Its class's name tells a command from the others."""
+    """Base of all commands; the class name is the tag in the encoding."""
 
 
 class RunLayers(_Operation, frozen=True, kw_only=True):
-    """Embedding and layers [0, N) over these tokens."""
+    """Runs the embedding and layers [0, N) over these tokens."""
 
     tokens: Sequence[Count]
     segments: _Segments
 
 
 class RunHead(_Operation, frozen=True, kw_only=True, eq=False):
-    """The exit head's layer over rows that are handed along."""
+    """Runs the exit head's layer over rows that come with the command."""
 
     segments: _Segments
     input_TE: Tensor
 
 
 class RunLogits(_Operation, frozen=True, kw_only=True, eq=False):
-    """The exit head's norm and LM head over rows that its layer has computed."""
+    """Runs the exit head's norm and LM head over rows that its layer has computed."""
 
     exit_AD: Tensor
 
 
 class MoveSlots(_Operation, frozen=True, kw_only=True):
-    """Copies slots of the layers and of the head; all are read first."""
+    """Copies slots of the layers and of the head; all are read before any is written."""
 
     moves: Annotated[Sequence[Move], Meta(min_length=1)]
 
 
 class TakeHead(_Operation, frozen=True, kw_only=True):
-    """Goes on with this exit head, unless it is the present one."""
+    """Switches to this exit head, unless it is the present one."""
 
     folder: str
     sha256: str
@@ -62,7 +62,7 @@ class TakeHead(_Operation, frozen=True, kw_only=True):
 Command = RunLayers | RunHead | RunLogits | MoveSlots | TakeHead
 
 _TO_COME = empty(0)
-"""Stands for a tensor until the command around it is decoded."""
+"""Placeholder for a tensor while its command is decoded."""
 _commands: Decoder[Command] = Decoder(Command, dec_hook=lambda *_: _TO_COME)
 
 
@@ -85,24 +85,25 @@ def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message
 def decode_command(
     prefix: wire.Prefix, frame: Tensor, overflow: Tensor | None, rows: Tensor | None
 ) -> Command:
-    """`rows` is the tensor that the prefix has announced, wherever it was found."""
+    """Returns the command. `rows` is the tensor announced in the prefix, inline or received after
+    the frame. Raises WireError for a command that does not fit its rows."""
     command = wire.decode_payload(_commands, prefix, frame, overflow, expected=wire.Kind.COMMAND)
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_rows("tokens", len(tokens), segments)
         case RunHead(segments=segments):
-            command = replace(command, input_TE=_handed_along(rows, prefix))
+            command = replace(command, input_TE=_require_rows(rows, prefix))
             _expect_rows("rows", command.input_TE.shape[0], segments)
         case RunLogits():
-            command = replace(command, exit_AD=_handed_along(rows, prefix))
+            command = replace(command, exit_AD=_require_rows(rows, prefix))
             if command.exit_AD.shape[0] < 1:
-                raise WireError("found 0 rows to guess after in a command, expected one or more")
+                raise WireError("found 0 rows to draft from in a command, expected one or more")
     return command
 
 
-def _handed_along(rows: Tensor | None, prefix: wire.Prefix) -> Tensor:
+def _require_rows(rows: Tensor | None, prefix: wire.Prefix) -> Tensor:
     if rows is None:
-        raise WireError(f"found no rows beside command {prefix.round_id}, expected a matrix")
+        raise WireError(f"found no rows with command {prefix.round_id}, expected a matrix")
     return rows
 
 
@@ -111,4 +112,4 @@ def _expect_rows(what: str, found: int, segments: Sequence[RowSegment]) -> None:
         wire.check_tree(segment.parents)
     expected = sum(segment.num_rows for segment in segments)
     if found != expected:
-        raise WireError(f"found {found} {what} in a command, expected {expected} as its rows say")
+        raise WireError(f"found {found} {what} in a command, expected {expected} by its segments")

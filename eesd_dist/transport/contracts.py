@@ -1,12 +1,11 @@
-"""What the rest of the system may know of how ranks talk.
+"""The interface of the transport layer, and the records that travel over it.
 
-A `TensorGroup` holds one stage's ranks together (collectives of a tensor-parallel layer); a
-`VerifyChannel` is the draft stage's end of the pipeline of two. Each has an in-process and a
-torch.distributed implementation. Every wait inside them has a deadline and its error, `PeerLost`,
-names the peer.
+A `TensorGroup` runs the collectives of one stage's tensor-parallel ranks. A `VerifyChannel` is the
+draft stage's end of its link to the verify stage. Each has an in-process and a torch.distributed
+implementation. Every wait has a deadline and raises `PeerLost`, which names the peer.
 
-What travels is a `Record`. Its annotations are the bounds that `transport.wire` enforces where a
-message is read; building a record checks nothing.
+Messages are `Record`s. `transport.wire` enforces the bounds in their annotations when it reads a
+message; building a record checks nothing.
 """
 
 from collections.abc import Sequence
@@ -29,26 +28,26 @@ Unsigned = Annotated[int, Meta(ge=0)]
 """0 to 2**64 - 1: msgpack has no larger integer."""
 Parents = tuple[Annotated[int, Meta(ge=-1)], ...]
 Move = tuple[Count, Count]
-"""A slot whose keys and values have to go to another: (from, to)."""
+"""A copy of one slot's keys and values to another slot: (from, to)."""
 
 
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value that travels between ranks, written as its fields in order."""
+    """A value that travels between ranks, encoded as its fields in order."""
 
 
 class TensorGroup(Protocol):
-    """The ranks that hold one stage together."""
+    """Collectives over the ranks of one stage."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, the same bits on every rank; may work in place."""
+        """Returns the sum over ranks, the same bits on every rank; may work in place."""
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x (equal shapes), in rank order."""
+        """Returns every rank's x (equal shapes), in rank order."""
         ...
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor: ...
@@ -57,8 +56,8 @@ class TensorGroup(Protocol):
 class RowSegment(Record, frozen=True):
     """One request's rows, at consecutive KV slots [start, start + num_rows) of its page table.
 
-    A row's KV slot is its position in the text, except in a drafted tree: its tokens lie behind the
-    known ones in the order they were drafted, wherever in the text they would stand.
+    A row's KV slot is its position in the text, except in a drafted tree: the tree's tokens follow
+    the known ones in the order they were drafted, whatever their positions in the text.
     """
 
     start: Count
@@ -66,13 +65,13 @@ class RowSegment(Record, frozen=True):
     pages: Sequence[Count]
     """Page table covering KV slots [0, start + num_rows), in order."""
     parents: Parents = ()
-    """Of a drafted tree that ends with this segment's last row: which of its tokens each follows,
-    -1 being the last known one. Tokens computed earlier in the round are named too. Empty where
-    every row follows the one before it."""
+    """The parent of each token of a drafted tree that ends with this segment's last row; -1 is the
+    last known token. Includes tokens computed earlier in the round. Empty where every row follows
+    the one before it."""
 
     @property
     def first_drafted(self) -> int:
-        """The KV slot of the tree's first token; its position too."""
+        """The KV slot of the tree's first token, which is also its position."""
         return self.start + self.num_rows - len(self.parents)
 
     @property
@@ -81,7 +80,7 @@ class RowSegment(Record, frozen=True):
 
     @property
     def positions(self) -> list[int]:
-        """Of each row, in the text."""
+        """The position of each row in the text."""
         kv_slots = range(self.start, self.start + self.num_rows)
         if not self.is_tree:
             return list(kv_slots)
@@ -98,8 +97,8 @@ class Segment(Record, frozen=True, kw_only=True):
 
     The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the input
     tokens of the segment's rows. A row's KV slot is its position, and its verdict is about the
-    position after it, except in a tree: there known rows come first and drafted ones follow in the
-    order they were drafted, each standing one position after its parent.
+    position after it. In a tree known rows come first and drafted rows follow in the order they
+    were drafted; the position of a drafted row is one after its parent's.
     """
 
     start: Count
@@ -108,11 +107,11 @@ class Segment(Record, frozen=True, kw_only=True):
     pages: tuple[Count, ...]
     """Page table covering KV slots [0, start + num_rows)."""
     tokens: tuple[Count, ...]
-    """The token at each row; a later row's history includes them."""
+    """The input token of each row; part of the history of the rows after it."""
     history: tuple[Count, ...]
-    """Tokens before `start`, only when the sampling needs them (penalties); else empty."""
+    """Tokens before `start` when sampling needs them (penalties); else empty."""
     num_prompt: Count
-    """Prompt length: penalties on output count from here, min_tokens too."""
+    """Prompt length: output penalties and min_tokens count from here."""
     temperature: float
     top_p: float
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -126,31 +125,31 @@ class Segment(Record, frozen=True, kw_only=True):
     """Forbidden while fewer than min_tokens were generated."""
     logit_bias: tuple[tuple[Count, float], ...]
     top_logprobs: Count | None
-    """None: no log-probabilities wanted."""
+    """None: no log-probabilities requested."""
     parents: Parents = ()
-    """Of a tree: the drafted row each drafted row follows, -1 being the last known one. Empty for a
-    chain, where every row follows the one before it."""
+    """In a tree, the drafted row that each drafted row follows; -1 is the last known row. Empty for
+    a chain, where every row follows the one before it."""
 
     @property
     def num_known(self) -> int:
-        """Rows before the tree; all of a chain's."""
+        """Number of rows before the tree; all rows of a chain."""
         return self.num_rows - len(self.parents)
 
 
 class RoundHeader(Record, frozen=True, kw_only=True):
-    """All a verify rank needs to know of a round; it has no opinion of its own."""
+    """Everything a verify rank needs to compute a round."""
 
     epoch: int
     round_id: int
     segments: tuple[Segment, ...]
     trace_id: Annotated[bytes, Meta(min_length=16, max_length=16)] = bytes(16)
-    """Trace and span id of the round's span, 0 when it is not traced."""
+    """Trace id of the round's span, 0 when it is not traced; `span_id` likewise."""
     span_id: Unsigned = 0
     wants_rejection: bool = False
-    """Rejection sampling: draft probabilities [num drafted rows, V] travel beside hidden states."""
+    """Rejection sampling: draft probabilities [num drafted rows, V] follow the hidden states."""
     kv_moves: tuple[Move, ...] = ()
-    """Slots to copy before this round's rows: accepted branches of earlier rounds take
-    their KV slots in the text. All are read before one is written."""
+    """Slots to copy before this round's rows: accepted branches of earlier rounds move to
+    their KV slots in the text. All slots are read before any is written."""
 
     @property
     def num_rows(self) -> int:
@@ -172,27 +171,27 @@ class VerifyReply(Record, frozen=True, kw_only=True):
     logprobs: Floats
     """[S] log-probability of `tokens`; empty when no segment wants them."""
     top_ids: Ints
-    """[S, n] best alternatives, n the largest top_logprobs of the round; (S, 0) if none."""
+    """[S, n] best alternatives, n being the round's largest top_logprobs; (S, 0) if none."""
     top_logprobs: Floats
     verify_s: float
-    """Seconds the verify rank worked on it, on its own clock, waits for other ranks included."""
+    """Seconds verify rank 0 spent on the round, waits for other ranks included, on its clock."""
     received_to_sent_s: float
-    """Seconds from having the whole message to sending the reply."""
+    """Seconds from the arrival of the complete message to sending the reply."""
     group: Traffic = NO_TRAFFIC
-    """Between verify rank 0 and the other verify ranks, in this round."""
+    """Traffic between verify rank 0 and the other verify ranks in this round."""
     wire_bytes: int = 0
-    """The size it arrived in; 0 where it has not travelled."""
+    """Size of the message it arrived in; 0 in-process."""
 
 
 class VerifyChannel(Protocol):
-    """The draft stage's end: rounds go out, replies come back in the same order."""
+    """The draft stage's end: sends rounds and receives their replies in the same order."""
 
     @property
     def peer(self) -> str: ...
     def send(
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
     ) -> int:
-        """Starts a round; returns the bytes sent. Does not wait for the reply."""
+        """Starts sending a round and returns its size in bytes. Does not wait for the reply."""
         ...
 
     def receive(self) -> VerifyReply:
@@ -200,7 +199,7 @@ class VerifyChannel(Protocol):
         ...
 
     def reply_is_here(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Returns whether `receive` would return at once."""
         ...
 
     def close(self) -> None: ...
@@ -210,7 +209,7 @@ class RoundSource(Protocol):
     """The verify rank's end."""
 
     def next_round(self) -> tuple[RoundHeader, Tensor, Tensor | None] | None:
-        """The next round, or None when the draft stage has closed the channel."""
+        """Returns the next round, or None when the draft stage has closed the channel."""
         ...
 
     def reply(self, reply: VerifyReply) -> None: ...

@@ -1,4 +1,4 @@
-"""What the ranks of a group have exchanged, by kind of operation: how often, bytes, seconds."""
+"""Counts of what the ranks of a group exchanged, by kind of operation: number, bytes, seconds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from eesd_dist.types import NO_TRAFFIC, Traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCounts:
-    """One kind of operation, since its group was built."""
+    """Counts of one kind of operation since its group was built."""
 
     number: int
     traffic: Traffic
@@ -16,14 +16,14 @@ class OperationCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCounts:
-    """What one rank has done in its group so far.
+    """Counts of one rank in its group so far.
 
-    On the CPU bytes are those handed to the sockets. On a GPU they are what a ring would send,
-    since NCCL does not tell, and seconds are not measured.
+    On the CPU bytes are those given to the sockets. On a GPU they are estimated as for a ring,
+    since NCCL does not report them, and seconds are not measured.
     """
 
     by_kind: Mapping[str, OperationCounts]
-    """`all_reduce`, `all_gather`, `broadcast`, and one kind for each stream of messages."""
+    """Kinds are `all_reduce`, `all_gather`, `broadcast`, and one for each stream of messages."""
 
     @property
     def total(self) -> Traffic:

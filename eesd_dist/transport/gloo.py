@@ -1,18 +1,19 @@
-"""The plane that moves tensors between CPUs, and how to leave it when a peer is gone.
+"""Point-to-point transfers between CPUs over Gloo, and how to abort them when a peer is lost.
 
-Wraps a ProcessGroupGloo of our own (never the process-global default group). Gloo has no abort and
-no keepalive, so this file finds the TCP connections that belong to this plane and sets or shuts
-them itself, and those to a store where the rendezvous asks for it; it is the only file that knows
-they exist (Linux: /proc/self/fd). A connection is ours when it ends at our listening port here or
-at a peer's listening port there; the ports were exchanged through the store.
+Wraps a separate ProcessGroupGloo (never the process-global default group). Gloo has no abort and no
+keepalive, so this module finds the plane's TCP connections itself (Linux: /proc/self/fd), sets
+their keepalive options and shuts them down; on request also those to a rendezvous store. No other
+module touches sockets of the plane. A connection belongs to the plane when it ends at the plane's
+listening port on this host or at a peer's listening port; the ports are exchanged through the
+store.
 
-Three facts of Gloo decide the shape of everything above: a wait that times out closes the
-connection for good, so that a deadline is always the last thing that happens to a link; a send
-finishes only once the peer has asked for it; and when a connection ends, every operation on it is
-told but a receive whose bytes are just under way, and a send that was handed to the dying socket.
-So small sends are copied and not waited for: who must know that they arrived hears from the peer.
-Large transfers, and the last word before a group is left, are waited for in a thread of their own,
-beside a receive that nothing ever answers and that is always told (`_Link`).
+Three properties of Gloo shape the layers above. A wait that times out closes the connection for
+good, so a link is unusable after a missed deadline. A send finishes only once the peer has asked
+for it. When a connection ends, all operations on it fail except two, which stay blocked: a receive
+of which bytes are just arriving, and a send that was already given to the closing socket. So small
+sends are copied and not waited for; callers that need to know of their arrival wait for the peer's
+answer. Large transfers, and the last message before a group is left, are waited for in a separate
+thread, next to a receive that is never answered and always fails with the connection (`_Link`).
 """
 
 import atexit
@@ -39,39 +40,39 @@ from torch.distributed.distributed_c10d import Store
 NO_DEADLINE = timedelta(days=3650)
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "the default" to torch
 _LARGE_BYTES = 128 * 1024
-"""Below this a connection hardly ever ends in the middle of a message. Where one does, its receiver
-notices at the deadline: a thread for every small message would cost more."""
+"""Smaller messages are rarely cut by a connection that ends. The receiver of one that is notices at
+its deadline: a thread for every small message would cost more."""
 _WINDOW = 64
-"""So many small sends may be under way to one peer; who sends more waits for the oldest."""
+"""Maximum small sends in progress to one peer; further sends wait for the oldest."""
 _LAST_WORDS_S = 0.05
-"""What came whole before the connection ended is known to its thread by then."""
+"""Time in which transfers that completed before the connection ended are reported as complete."""
 _CLOSED = "Connection closed by peer"
 _LINK_TAG = 1_000_000
-"""Nothing is ever sent under it."""
+"""Tag of the receive that is never answered; nothing is sent under it."""
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
     (socket.TCP_KEEPCNT, 3),
     (socket.TCP_USER_TIMEOUT, 3000),
 )
-"""A cut link is noticed after about four seconds, in seconds and (the last) milliseconds."""
+"""Detects a cut link after about four seconds. In seconds; the last one in milliseconds."""
 
 Address = tuple[str, int]
 
 LISTENING = threading.Lock()
-"""A device's listening socket is recognised by comparing before and after: nothing of ours
-opens one meanwhile. What a library opens just then would be taken for the device's as well."""
+"""Held while a listening socket is opened: a device's socket is found by comparing the sockets
+before and after. One that a library opens at that moment would be taken for the device's."""
 
 
 class TransferBackend(Protocol):
-    """What torch's backends do and its type stubs leave out."""
+    """Methods of torch's backends that its type stubs lack."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work: ...
 
 
 class GlooDevice:
-    """One listening socket on the address that the peers can reach."""
+    """One listening socket on the address at which the peers reach this host."""
 
     def __init__(self, address: str) -> None:
         with LISTENING:
@@ -81,18 +82,18 @@ class GlooDevice:
 
 
 class Pending:
-    """A transfer between two CPUs that was started."""
+    """A transfer between two CPUs in progress."""
 
     __slots__ = ("_link", "_work")
 
     def __init__(self, work: Work | None, link: "_Link | None" = None) -> None:
-        """`work`: None: there is nothing to wait for. `link`: the connection it goes over, where
-        Gloo might forget to say that it has ended."""
+        """`work`: None: nothing to wait for. `link`: the connection to watch, for transfers that
+        Gloo may leave blocked when it ends."""
         self._work = work
         self._link = link
 
     def wait(self, *, timeout_s: float | None) -> None:
-        """Without holding the GIL; None waits as long as the connection lives."""
+        """Waits without holding the GIL; None waits as long as the connection lives."""
         timeout = NO_DEADLINE
         if timeout_s is not None:
             timeout = timedelta(seconds=max(timeout_s, _SHORTEST_WAIT_S))
@@ -105,25 +106,25 @@ class Pending:
 
 
 class _Link:
-    """A connection to a peer: it ends the waits that Gloo forgets when the connection ends."""
+    """A connection to a peer. Ends the waits that Gloo leaves blocked when the connection ends."""
 
     def __init__(self, life: Work) -> None:
-        """`life`: a receive that nothing ever answers."""
+        """`life`: a receive that is never answered."""
         self._lock = threading.Lock()
         self._is_gone = False
         self._unconfirmed: deque[Work] = deque()
-        """Small sends, oldest first: Gloo drops those that nobody holds."""
+        """Small sends, oldest first: Gloo drops sends without a reference."""
         self._outcomes: set[Future[None]] = set()
         self._jobs: queue.SimpleQueue[tuple[Work, timedelta, Future[None]] | None]
         self._jobs = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
-        """As many as there are threads that wait for a job."""
+        """Counts the threads that wait for a job."""
         self._watch = threading.Thread(target=self._outlast, args=(life,), name="link", daemon=True)
         _links.add(self)
         self._watch.start()
 
     def keep(self, work: Work) -> Work | None:
-        """A small send; what is to be waited for in its place."""
+        """Holds a small send. Returns the oldest one when the window is full: wait for it first."""
         if self._is_gone:
             raise RuntimeError(_CLOSED)
         self._unconfirmed.append(work)
@@ -147,7 +148,7 @@ class _Link:
                 self._outcomes.discard(outcome)
 
     def join(self) -> None:
-        """Waits for the thread that watches; the connection has been closed."""
+        """Waits for the watching thread; call after closing the connection."""
         self._watch.join(1.0)
 
     def _outlast(self, life: Work) -> None:
@@ -163,10 +164,10 @@ class _Link:
         _links.discard(self)
 
     def _serve(self) -> None:
-        """One of the threads that wait; one whose wait was forgotten ends with its deadline."""
+        """Body of a waiting thread. A wait that Gloo leaves blocked ends at its deadline."""
         while (job := self._jobs.get()) is not None:
             self._wait_for(*job)
-            del job  # its tensor is not to stay until the next one comes
+            del job  # or its tensor stays in memory until the next job
         self._jobs.put(None)  # for the next thread
 
     def _wait_for(self, work: Work, timeout: timedelta, outcome: "Future[None]") -> None:
@@ -195,12 +196,12 @@ class GlooPlane:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [device.device]
-        options._threads = 1  # its threads serve gloo's own collectives; we use none of them
+        options._threads = 1  # threads for Gloo's collectives, which are not used
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
         ends = _Ends(here=device.addresses, there=peer_addresses)
         ends.each_connection(_keep_alive)
-        # The links' threads hold on to the connections, even when nobody else does. Once only: a
-        # port of a plane that was left may be a later one's.
+        # The links' threads keep the connections open, so they are cut when the plane is collected.
+        # Only once: a later plane may get the same port.
         self._cut = weakref.finalize(self, ends.each_connection, _shut_down)
         self._cut.atexit = False  # `_leave_all` does it
         _planes.add(self)
@@ -212,7 +213,8 @@ class GlooPlane:
         }
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
-        """Small ones are copied; `confirmed`: to wait until the peer has asked for it even so."""
+        """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the
+        wait lasts until the peer has asked for it."""
         link = self._links[to]
         if confirmed or x.nbytes >= _LARGE_BYTES:
             return Pending(self._backend.send([x], to, tag), link)
@@ -223,13 +225,13 @@ class GlooPlane:
         return Pending(work, self._links[source] if x.nbytes >= _LARGE_BYTES else None)
 
     def abort(self) -> None:
-        """Ends every transfer under way, here and at the peers, with a closed connection."""
+        """Ends all transfers in progress, here and at the peers, by closing the connections."""
         self._cut()
 
 
 _planes: "weakref.WeakSet[GlooPlane]" = weakref.WeakSet()
 _links: "set[_Link]" = set()
-"""Whose connection has not ended, of planes that nobody holds any more too."""
+"""Links with an open connection, including those of planes that were collected."""
 
 
 @cache
@@ -238,8 +240,8 @@ def _leave_all_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """A thread that Gloo wakes while the interpreter goes down takes the process with it. Those
-    that wait for small messages come out while the links say their last words."""
+    """Ends all waits: a thread that Gloo wakes during interpreter shutdown crashes the process.
+    Threads that wait for small messages return while the links are joined."""
     for plane in list(_planes):
         plane.abort()
     for link in list(_links):
@@ -248,7 +250,7 @@ def _leave_all() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Where the connections of a plane end: listening ports of this process, and of the peers."""
+    """Addresses where a plane's connections end: listening ports of this process and of peers."""
 
     here: frozenset[Address]
     there: frozenset[Address]
@@ -262,26 +264,27 @@ class _Ends:
     def _are_of(self, candidate: socket.socket) -> bool:
         try:
             here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
-        except OSError:  # listening, or closed since: shutting a listener down kills the process
+        except OSError:  # listening or closed; shutting a listener down crashes the process
             return False
         return here in self.here or there in self.there
 
 
 def cut_connections(host: str, port: int) -> None:
-    """Ends this process's connections to host:port, and the waits of whoever uses them."""
+    """Closes this process's connections to host:port, which ends all waits on them."""
     targets = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     for candidate in _own_sockets():
         with closing(candidate):
             try:
                 there = candidate.getpeername()[:2]
-            except OSError:  # listening, or closed since
+            except OSError:  # listening or closed
                 continue
             if there[1] == port and there[0].removeprefix("::ffff:") in targets:
                 _shut_down(candidate)
 
 
 def _hear_last_words(work: Work) -> None:
-    """Of a connection that has ended: what came whole before is known at once."""
+    """Waits for a transfer on a closed connection: if it completed before, that is known at once.
+    Raises RuntimeError otherwise."""
     try:
         work.wait(timedelta(seconds=_LAST_WORDS_S))
     except RuntimeError as error:
@@ -289,7 +292,7 @@ def _hear_last_words(work: Work) -> None:
 
 
 def _settle(outcome: "Future[None]", error: RuntimeError | None) -> None:
-    """Unless it has been settled before."""
+    """Sets the outcome unless it is set already."""
     with suppress(InvalidStateError):
         if error is None:
             outcome.set_result(None)
@@ -306,7 +309,7 @@ def _keep_alive(connection: socket.socket) -> None:
 def _shut_down(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the peer was quicker: it is closed, which is what we want
+    except OSError:  # already closed by the peer
         return
 
 
@@ -320,7 +323,7 @@ def _listening() -> set[Address]:
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets; closing one leaves the original open."""
+    """Yields duplicates of this process's TCP sockets; closing one leaves the original open."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

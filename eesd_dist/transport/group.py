@@ -1,18 +1,18 @@
-"""Ranks that talk: transfers and collectives with deadlines whose errors name the peer.
+"""Transfers and collectives between ranks, with deadlines and errors that name the peer.
 
-`ProcessGroup` joins the processes of one epoch: tensors on the CPU go over Gloo, tensors on a
-GPU over NCCL, and callers do not see which. It never touches torch's process-global default group.
+`ProcessGroup` joins the processes of one epoch. Tensors on the CPU go over Gloo, tensors on a GPU
+over NCCL; callers do not see which. It never touches torch's process-global default group.
 
-On the CPU a collective is a handful of point-to-point transfers: each wait knows whom it waits for
-(so PeerLost names one peer), it skips Gloo's worker thread, and sums are always taken in rank
-order, in float32 for narrower types, whatever the size of the tensor. So all ranks hold the same
-bits, and a row's sum does not depend on the rows beside it (`numerics: invariant`).
+On the CPU a collective is a handful of point-to-point transfers. Each wait is for one peer (so
+PeerLost names it), Gloo's worker thread is not involved, and sums are always taken in rank order,
+in float32 for narrower types, whatever the size of the tensor. So all ranks hold the same bits, and
+a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
 
-RuntimeErrors of torch become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
-`_on_device`; what a computation raises after work was given up, in `names_who_is_lost`. Those that
-say that this rank's own device has failed are nobody else's fault, and name this rank. Every
-operation is counted by its kind: how many, bytes each way, seconds waited. A wait without a
-deadline is nobody's fault (there is no round to work on) and is not counted.
+torch's RuntimeErrors become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
+`_on_device`; errors of computations on the results of aborted GPU work, in `names_who_is_lost`.
+Errors that report a failure of this rank's own device name this rank. Every operation is counted by
+its kind: number, bytes each way, seconds waited. Waits without a deadline are not counted: there is
+no round to work on.
 """
 
 import logging
@@ -33,12 +33,12 @@ from eesd_dist.transport.rank_sums import WHOLE_BYTES, bytes_of_sum, sum_in_rank
 logger = logging.getLogger(__name__)
 
 OWN_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""What torch raises when this process's device cannot go on: a CUDA error, or its memory is full.
-NCCL's own errors (DistBackendError) are about a peer as a rule, and are none of them."""
+"""What torch raises when this process's device fails: a CUDA error, or out of memory. NCCL's errors
+(DistBackendError) are usually about a peer and are not among them."""
 
 
 class Tag(IntEnum):
-    """Streams of messages between one pair of ranks; each keeps its own order."""
+    """Streams of messages between one pair of ranks; messages of one stream stay in order."""
 
     COLLECTIVE = 0
     ROUND = 1
@@ -48,7 +48,7 @@ class Tag(IntEnum):
 
 
 class Transfer:
-    """One send or receive under way. The tensor belongs to it until `finish` returns."""
+    """One send or receive in progress. It owns the tensor until `finish` returns."""
 
     __slots__ = ("_arrivals", "_group", "_operation", "_peer", "_pending", "_tally", "_x")
 
@@ -63,7 +63,7 @@ class Transfer:
         tally: Tally,
         arrivals: int | None = None,
     ) -> None:
-        """`arrivals`: of something received, how many operations it completes; None: it is sent."""
+        """`arrivals`: number of operations that a receive completes; None for a send."""
         self._arrivals = arrivals
         self._group = group
         self._pending = pending
@@ -73,7 +73,7 @@ class Transfer:
         self._tally = tally
 
     def finish(self, *, timeout_s: float | None) -> Tensor:
-        """Waits for the transfer; None waits as long as the peer lives."""
+        """Waits for the transfer; None waits as long as the peer lives. Raises PeerLost."""
         if self._pending is None:  # on a GPU: ordered on the stream, watched by the plane
             self._group.check()
             self._count()
@@ -140,13 +140,13 @@ class ProcessGroup:
         return len(self.members)
 
     def doing(self, number: int | None, *, of: str = "round") -> None:
-        """Which round the collectives to come belong to, for errors to say; None: to none. Another
-        word than `round` where a stage counts something else."""
+        """Sets the round that errors of the following collectives name; None: no round. `of` is the
+        word for what is counted where that is not rounds."""
         self._round_id = number if of == "round" else None
         self._of_round = "" if number is None else f" of {of} {number}"
 
     def counts(self) -> GroupCounts:
-        """A snapshot; from any thread."""
+        """Returns a snapshot. From any thread."""
         tallies = (self._all_reduce, self._all_gather, self._broadcast, *self._by_tag.values())
         return GroupCounts(by_kind={tally.kind: tally.read() for tally in tallies if tally.number})
 
@@ -155,9 +155,9 @@ class ProcessGroup:
     ) -> Transfer:
         """Starts sending; `x` must not change before the transfer is finished.
 
-        On the CPU small messages are on their own from here, and finished at once: only of a
-        `confirmed` one it is known by then that the peer has asked for it. Before a group is left,
-        the last message has to be.
+        On the CPU a small message is copied and finishes at once, before the peer has asked for it.
+        A `confirmed` one finishes when the peer has asked for it; the last message before leaving a
+        group must be confirmed.
         """
         tally = self._by_tag[tag]
         tally.number += 1
@@ -173,7 +173,7 @@ class ProcessGroup:
         )
 
     def send(self, x: Tensor, *, to: int, tag: Tag = Tag.COLLECTIVE, operation: str) -> None:
-        """Returns when the peer has asked for it."""
+        """Sends `x` and waits until the peer has asked for it."""
         transfer = self.isend(x, to=to, tag=tag, operation=operation, confirmed=True)
         transfer.finish(timeout_s=self.timeout_s)
 
@@ -182,7 +182,7 @@ class ProcessGroup:
         return transfer.finish(timeout_s=self.timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum in rank order, the same bits on every rank; on the CPU in place."""
+        """Returns the sum in rank order, the same bits on every rank; on the CPU in place."""
         if self.size == 1:
             return x
         tally = self._all_reduce
@@ -215,12 +215,12 @@ class ProcessGroup:
         return self._exchange(x.contiguous(), tally=tally)
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        """`source`'s x on every rank; receivers' x must be contiguous and is overwritten."""
+        """Returns `source`'s x on every rank. Overwrites receivers' x, which must be contiguous."""
         finish_all(self.start_broadcast(x, source=source), timeout_s=self.timeout_s)
         return x
 
     def start_broadcast(self, x: Tensor, *, source: int = 0) -> list[Transfer]:
-        """A broadcast under way: `x` is whole, and may change, when its transfers are finished."""
+        """Starts a broadcast: `x` is complete, and may change, when the transfers are finished."""
         if self.size == 1 or x.numel() == 0:
             return []
         tally = self._broadcast
@@ -241,10 +241,10 @@ class ProcessGroup:
         ]
 
     def check(self) -> None:
-        """Raises PeerLost when work on the GPU was given up; its results must not be used."""
+        """Raises PeerLost when work on the GPU was aborted; its results must not be used."""
         if self._nccl is not None and self._nccl.lost is not None:
             raise PeerLost(
-                peer=self._everyone_else(),
+                peer=self._names_of_others(),
                 operation=self._nccl.lost,
                 reason=f"no answer within {self.timeout_s:g} s",
                 round_id=self._round_id,
@@ -253,8 +253,8 @@ class ProcessGroup:
 
     @contextmanager
     def names_who_is_lost(self) -> Iterator[None]:
-        """Around a rank's loop: once work on the GPU was given up its results are garbage, and
-        whatever is raised over them is that peer's loss."""
+        """Wraps a rank's loop: once work on the GPU was aborted its results are garbage, and any
+        error over them is raised as PeerLost."""
         try:
             yield
         except Exception:
@@ -262,7 +262,7 @@ class ProcessGroup:
             raise
 
     def abort(self, reason: str = "the group was aborted") -> None:
-        """Wakes every thread that waits in this group, here and at the peers. From any thread."""
+        """Ends every wait in this group, here and at the peers. From any thread."""
         if self._aborted is None:
             self._aborted = reason
             logger.info(
@@ -280,7 +280,7 @@ class ProcessGroup:
         return self.lost(peer, operation=operation, reason=reason, round_id=self._round_id)
 
     def lost(self, peer: int, *, operation: str, reason: str, round_id: int | None) -> PeerLost:
-        """The error that names this member of the group."""
+        """Returns the error that names this member of the group."""
         return PeerLost(
             peer=self.members[peer],
             operation=operation,
@@ -290,14 +290,14 @@ class ProcessGroup:
         )
 
     def _exchange(self, x: Tensor, *, tally: Tally) -> list[Tensor]:
-        """Every rank's x, in rank order; our own is x itself."""
+        """Returns every rank's x, in rank order; this rank's part is x itself."""
         operation = tally.kind + self._of_round
         parts = [x if peer == self._rank else torch.empty_like(x) for peer in range(self.size)]
         self._swap([x] * self.size, parts, operation=operation, tally=tally)
         return parts
 
     def _sum_by_shares(self, flat: Tensor, *, tally: Tally) -> None:
-        """Each rank sums one share of x for all: less to send than an exchange, the same bits."""
+        """Sums with one share of x per rank: sends less than an exchange, with the same bits."""
         operation = tally.kind + self._of_round
         shares = list(flat.tensor_split(self.size))
         mine = shares[self._rank]
@@ -316,7 +316,7 @@ class ProcessGroup:
         operation: str,
         tally: Tally,
     ) -> None:
-        """outgoing[peer] to each peer, incoming[peer] from it, within one deadline."""
+        """Sends outgoing[peer] and receives incoming[peer] for each peer, within one deadline."""
         receives = [
             self._start_recv(incoming[peer], source=peer, operation=operation, tally=tally)
             for peer in self._others
@@ -377,13 +377,13 @@ class ProcessGroup:
 
     @contextmanager
     def _on_device(self, operation: str, *, peer: int | None = None) -> Iterator[NcclPlane]:
-        """Where NCCL names nobody, and `peer` is None, the error names everyone else."""
+        """Yields the NCCL plane; its errors name `peer`, or all other ranks where that is None."""
         assert self._nccl is not None, f"{operation} of a CUDA tensor in a group built for the CPU"
         self.check()
         try:
             yield self._nccl
         except RuntimeError as error:
-            self.check()  # it was late before, and this is what follows from that
+            self.check()  # an earlier timeout may be the cause
             if isinstance(error, OWN_FAILURES):
                 raise own_failure(
                     error,
@@ -391,14 +391,14 @@ class ProcessGroup:
                     operation=f"{operation} (epoch {self.epoch})",
                 ) from error
             raise PeerLost(
-                peer=self._everyone_else() if peer is None else self.members[peer],
+                peer=self._names_of_others() if peer is None else self.members[peer],
                 operation=operation,
                 reason=self._aborted or _reason(error, timeout_s=self.timeout_s, waited_s=0.0),
                 round_id=self._round_id,
                 epoch=self.epoch,
             ) from error
 
-    def _everyone_else(self) -> str:
+    def _names_of_others(self) -> str:
         return " or ".join(self.members[peer] for peer in self._others) or self.members[self._rank]
 
 
@@ -410,7 +410,7 @@ def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
 
 
 def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineError:
-    """One of OWN_FAILURES, in our words."""
+    """Returns the EngineError for one of OWN_FAILURES."""
     return EngineError(f"{member} failed on its own device during {operation}: {_said(error)}")
 
 
@@ -418,7 +418,7 @@ _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ock
 
 
 def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
-    """Gloo's sentence in our words: what a person needs to know, then the first line of its own."""
+    """Returns what happened, in words for an operator, then the first line of Gloo's message."""
     said = _said(error)
     if "imed out" in said:
         return f"no answer within {timeout_s:g} s"

@@ -1,7 +1,7 @@
-"""Groups of a stage that need no connected processes: one rank alone, or ranks not connected yet.
+"""Groups without connections, and the handle that a rank keeps across epochs.
 
-`SingleGroup` is a stage of one rank. `UnconnectedGroup` is a rank whose peer ranks are not there
-yet. `GroupHandle` is what a rank keeps from one epoch's group to the next.
+`SingleGroup` is a stage of one rank. `UnconnectedGroup` is one rank of several before it has joined
+an epoch. `GroupHandle` refers to the group of the present epoch.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from eesd_dist.transport.thread_group import ThreadGroup
 
 
 class SingleGroup:
-    """A stage of one rank: nothing to exchange."""
+    """The group of a stage of one rank: nothing to exchange."""
 
     @property
     def rank(self) -> int:
@@ -37,10 +37,8 @@ class SingleGroup:
 
 
 class UnconnectedGroup:
-    """A rank of a stage whose ranks are not connected: weights may be loaded, and that is all.
-
-    A stage of one rank needs no connection.
-    """
+    """The group of a rank before it is connected to its peer ranks: weights can be loaded, and
+    every collective raises PeerLost. A stage of one rank needs no connection."""
 
     def __init__(self, *, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -69,7 +67,7 @@ class UnconnectedGroup:
         return PeerLost(
             peer=f"the other {self._size - 1} ranks",
             operation=operation,
-            reason="they have not met: join an epoch first",
+            reason="not connected: join an epoch first",
         )
 
 
@@ -77,8 +75,8 @@ AnyGroup = SingleGroup | UnconnectedGroup | ProcessGroup | ThreadGroup
 
 
 class GroupHandle:
-    """A rank's group, whatever epoch it is of: weights are loaded once and go from one epoch's
-    group to the next."""
+    """Refers to a rank's group of the present epoch, so that layers loaded once keep working when
+    the group is replaced."""
 
     def __init__(self, group: AnyGroup) -> None:
         self._rank, self._size = group.rank, group.size
@@ -97,7 +95,7 @@ class GroupHandle:
         return self._group
 
     def join(self, group: AnyGroup) -> None:
-        """Goes on with the next epoch's group; the same rank of as many."""
+        """Switches to the next epoch's group, which has the same rank and size."""
         assert (group.rank, group.size) == (self._rank, self._size), "a shard belongs to its rank"
         self._group = group
 
@@ -111,5 +109,5 @@ class GroupHandle:
         return self._group.broadcast(x, source=source)
 
     def counts(self) -> GroupCounts:
-        """Of the present epoch."""
+        """Returns the counts of the present epoch."""
         return self._group.counts()

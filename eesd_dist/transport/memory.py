@@ -1,7 +1,7 @@
 """Both ends of the verify channel in one process: the same order and errors, no sockets.
 
-`MemoryChannel` calls the verifier itself, in the thread that waits for the reply: nothing runs
-beside anything, so a test repeats exactly. `memory_pair` joins two threads of one process.
+`MemoryChannel` calls the verifier in the thread that waits for the reply: nothing runs
+concurrently, so a test repeats exactly. `memory_pair` connects two threads of one process.
 Neither copies: hidden states belong to the channel from `send` until their reply.
 """
 
@@ -21,12 +21,11 @@ Verify = Callable[[RoundHeader, Tensor, Tensor | None], VerifyReply]
 
 
 class MemoryChannel:
-    """A verify channel without a peer: rounds wait in line and are verified in `receive`.
+    """A verify channel without a peer: rounds are queued and verified in `receive`.
 
-    Several rounds may be outstanding; they are verified in the order they were sent. A reply that
-    nobody has computed is never announced on its own: `reply_is_here` says no the first
-    `late_by_polls` times it is asked about a round and yes from then on, so that drafting ahead can
-    be tried with any delay and always the same one. With 0 there is nothing to draft ahead of.
+    Several rounds may be outstanding; they are verified in the order they were sent. For each
+    round `reply_is_here` returns False the first `late_by_polls` times and True from then on, so
+    that drafting ahead can be tested with any fixed delay. With 0 nothing is drafted ahead.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class PairedChannel:
 
 
 class PairedSource:
-    """The verify thread's end of `memory_pair`. It waits for a round as long as the pair lives."""
+    """The verify thread's end of `memory_pair`. Waits for a round until the channel is closed."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class PairedSource:
 def memory_pair(
     *, timeout_s: float, peer: str = "verifier thread"
 ) -> tuple[PairedChannel, PairedSource]:
-    """Two ends joined by queues, one for each of two threads."""
+    """Returns two ends connected by queues, one for each of two threads."""
     rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
     replies: queue.SimpleQueue[VerifyReply] = queue.SimpleQueue()
     channel = PairedChannel(rounds, replies, timeout_s=timeout_s, peer=peer)
@@ -158,7 +157,7 @@ def memory_pair(
 
 
 def expect_round(reply: VerifyReply, round_id: int) -> None:
-    """Replies come in the order of their rounds; anything else is a broken verifier."""
+    """Raises WireError unless this is the reply to that round: replies come in round order."""
     if reply.round_id != round_id:
         raise WireError(f"found the reply to round {reply.round_id}, expected round {round_id}")
 

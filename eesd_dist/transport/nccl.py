@@ -1,10 +1,10 @@
-"""The plane that moves tensors between GPUs, and the deadline that NCCL does not have.
+"""Transfers and collectives between GPUs over NCCL, with the deadlines that NCCL lacks.
 
-NCCL's wait only orders streams: the host runs on, and a dead peer is a kernel that never ends. So
-nothing here blocks the host. Each piece of work is handed to a `Watchdog`, which asks whether it
-has finished and, when its deadline is past, aborts the communicator, so that the kernels end and
-whoever waits for the device wakes up; the group then raises PeerLost at its next check. A plane
-that nobody holds any more is aborted as well: a communicator keeps memory of its GPU.
+NCCL's wait only orders streams: the host runs on, and with a dead peer the kernel never ends. So
+nothing here blocks the host. A `Watchdog` polls each piece of work and aborts the communicator when
+the deadline has passed. The kernels then end, threads that wait for the device wake up, and the
+group raises PeerLost at its next check. A plane without references is aborted too: a communicator
+holds GPU memory.
 """
 
 import logging
@@ -36,7 +36,7 @@ class DeviceWork(Protocol):
 
 
 class CollectiveBackend(TransferBackend, Protocol):
-    """What torch's NCCL backend does and its type stubs leave out."""
+    """Methods of torch's NCCL backend that its type stubs lack."""
 
     def allreduce(self, tensors: list[Tensor], /) -> Work: ...
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
@@ -48,9 +48,9 @@ class CollectiveBackend(TransferBackend, Protocol):
 
 
 class Watchdog:
-    """Calls `on_late(operation)` once when work is not done by its deadline, in its own thread.
+    """Calls `on_late(operation)` once, in its own thread, when work misses its deadline.
 
-    Work finishes in the order it was started, so only the oldest piece is asked.
+    Work finishes in the order it was started, so only the oldest piece is polled.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Watchdog:
         self._watched.put((work, operation, time.monotonic() + self._timeout_s))
 
     def stop(self) -> None:
-        """Takes no lock of ours: the collector may call it in the midst of anything."""
+        """Ends the thread. Takes no lock: the garbage collector may call this at any point."""
         self._is_stopped = True
         self._watched.put(None)
 
@@ -98,7 +98,7 @@ class NcclPlane:
         ordered_sums: bool = True,
     ) -> None:
         """`ordered_sums`: sums over three ranks or more are taken in rank order, as `numerics:
-        invariant` needs them; else as NCCL finds quickest.
+        invariant` needs; otherwise in the order that NCCL chooses.
 
         Raises ConfigError for a device that is not one GPU.
         """
@@ -108,7 +108,7 @@ class NcclPlane:
             )
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
 
-        # torch's own watchdog would end the process; ours aborts the group, to be built again.
+        # torch's watchdog would end the process; this one aborts the group, to be built again.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         torch.cuda.set_device(device)
         options = ProcessGroupNCCL.Options()
@@ -124,10 +124,10 @@ class NcclPlane:
                 living(operation)
 
         self._watchdog = Watchdog(timeout_s=timeout_s, on_late=on_late)
-        # Once only: by the watchdog, by `abort`, or when nobody holds this any more.
+        # Runs once: from the watchdog, from `abort`, or when the plane is collected.
         self._end = weakref.finalize(self, _end, self._watchdog, self._backend)
-        self._end.atexit = False  # the driver takes back what an ending process has
-        try:  # the first collective builds the communicator; its wait, with a timeout, blocks
+        self._end.atexit = False  # the driver frees what an ending process holds
+        try:  # the first collective builds the communicator; a wait with a timeout blocks
             self._backend.allreduce([torch.zeros(1, device=device)]).wait(
                 timedelta(seconds=join_timeout_s)
             )
@@ -137,24 +137,25 @@ class NcclPlane:
 
     @property
     def lost(self) -> str | None:
-        """The operation that did not finish in time, or None while all is well."""
+        """The operation that missed its deadline, or None."""
         return self._lost
 
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
-        """With `ordered_sums` in rank order, whatever NCCL would choose; else in place."""
+        """Returns the sum: in rank order with `ordered_sums` over three ranks or more, otherwise
+        NCCL's own, in place."""
         if self._ordered_sums and self._size > 2:
             return sum_over_ranks(x, _NcclExchange(self, operation), size=self._size)
         self._order(self._backend.allreduce([x]), operation=operation)
         return x
 
     def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
-        """[G, *x.shape] every rank's x, in rank order."""
+        """Returns every rank's x, [G, *x.shape], in rank order."""
         parts = x.new_empty((self._size, *x.shape))
         self._order(self._backend._allgather_base(parts, x.contiguous()), operation=operation)
         return parts
 
     def all_to_all(self, x_GW: Tensor, *, operation: str) -> Tensor:
-        """[G, W] in row g what rank g had for this rank."""
+        """Returns [G, W]: in row g what rank g sent to this rank."""
         parts_GW = torch.empty_like(x_GW)
         work = self._backend.alltoall_base(parts_GW, x_GW.contiguous(), [], [])
         self._order(work, operation=operation)
@@ -169,10 +170,8 @@ class NcclPlane:
         self._order(self._backend.recv([x], source, 0), operation=operation)
 
     def isend(self, x: Tensor, *, to: int, operation: str) -> None:
-        """Unlike the others this orders nothing: later kernels here need not wait for the peer.
-
-        The caller keeps `x` unchanged until the peer has answered.
-        """
+        """Sends without ordering streams: later kernels do not wait for the peer. The caller keeps
+        `x` unchanged until the peer has answered."""
         self._watchdog.watch(self._backend.send([x], to, 0), operation=operation)
 
     def abort(self) -> None:
@@ -189,7 +188,7 @@ class NcclPlane:
 
 
 class _NcclExchange:
-    """The moves of one sum, under its name."""
+    """Implements `rank_sums.Exchange` for one sum, under its operation's name."""
 
     def __init__(self, plane: NcclPlane, operation: str) -> None:
         self._plane = plane

@@ -1,13 +1,13 @@
-"""How KV pages travel between two ranks: in chunks, each announced, counted and checked.
+"""Transfer of KV pages between two ranks, in chunks that are checked before they are written.
 
-Both ends know beforehand which pages of how many layers are to come, and cut them into the same
-chunks. A chunk's header, a message of the form that `wire` describes, says which one it is, and
-anything else than the expected one is a WireError before a byte is written: version, KV migration,
-layers, pages and size are compared, then the checksum of the bytes. The last message is the
-receiver's: only when it has written everything does the sender hear so. No chunk is larger than
-`MAX_CHUNK_BYTES`, unless a single page of a single layer is.
+Both ends know in advance which pages of how many layers are transferred, and cut them into the same
+chunks. A chunk's header, a message in the format of `wire`, identifies it. Anything but the
+expected chunk is a WireError before a byte is written: version, KV migration, layers, pages and
+size are compared, then the checksum of the bytes. The last message goes from the receiver to the
+sender, after everything is written. No chunk is larger than `MAX_CHUNK_BYTES`, unless a single page
+of a single layer is.
 
-What the bytes mean and where they lie is the callers' business.
+Callers decide what the bytes mean and where they are stored.
 """
 
 import time
@@ -39,7 +39,7 @@ class Chunk(Record, frozen=True, kw_only=True):
 
 
 class _Header(Record, frozen=True, kw_only=True):
-    """What a chunk says of itself; and, without one, that all are written."""
+    """Identifies a chunk; without a chunk, confirms that all are written."""
 
     migration: str
     index: Count
@@ -53,16 +53,17 @@ _headers = Decoder(_Header)
 
 
 Read = Callable[[Chunk], Tensor]
-"""The bytes of a chunk, on the CPU."""
+"""Returns the bytes of a chunk, on the CPU."""
 Write = Callable[[Chunk, Tensor], None]
 
 
 def chunks_of(
     page_bytes: Sequence[int], num_pages: int, *, max_bytes: int = MAX_CHUNK_BYTES
 ) -> Iterator[Chunk]:
-    """All layers of as many pages as fit; of a page that is too large, as many layers as fit.
+    """Yields chunks with all layers of as many pages as fit; when a single page does not fit, with
+    as many of its layers as fit.
 
-    `page_bytes`: the size of one page, layer by layer.
+    `page_bytes`: size of one page in each layer.
     """
     per_page = sum(page_bytes)
     at_once = max(1, max_bytes // per_page) if per_page else max(1, num_pages)
@@ -79,7 +80,7 @@ def chunks_of(
 
 
 def _runs(page_bytes: Sequence[int], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Consecutive layers of which one page each fits; a layer that is too large goes alone."""
+    """Yields runs of layers that fit with one page each; a layer that is too large is a run."""
     first = size = 0
     for layer, layer_bytes in enumerate(page_bytes):
         if layer > first and size + layer_bytes > max_bytes:
@@ -99,14 +100,14 @@ def send_pages(
     number: str,
     timeout_s: float,
 ) -> PageTraffic:
-    """The sending end, rank 0 of a group of two. Returns when the other end has written all.
+    """Sends the pages from rank 0 of a group of two, and waits until rank 1 has written them.
 
     Raises PeerLost when that takes longer than `timeout_s`, WireError for any other answer.
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
     for index, chunk in enumerate(chunks):
-        content_B = read(chunk)  # copied while the chunk before it is under way
+        content_B = read(chunk)  # copied while the chunk before it is being sent
         header = _encode(_header_of(chunks, index, content_B, number=number), group)
         clock.finish_last()
         clock.begin(group.isend(header, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
@@ -128,10 +129,10 @@ def receive_pages(
     number: str,
     timeout_s: float,
 ) -> PageTraffic:
-    """The receiving end, rank 1 of a group of two; `write` gets only bytes that were checked.
+    """Receives the pages at rank 1 of a group of two; `write` gets only bytes that were checked.
 
-    Raises PeerLost when the whole takes longer than `timeout_s`, WireError for any chunk that is
-    not the one this end expects.
+    Raises PeerLost when the transfer takes longer than `timeout_s`, WireError for any chunk but the
+    expected one.
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
@@ -154,7 +155,8 @@ def receive_pages(
 def _ask_for(
     group: ProcessGroup, index: int, chunk: Chunk
 ) -> tuple[Tensor, Tensor, tuple[Transfer, Transfer]]:
-    """Room for a chunk's header and bytes, whose size both ends know, and their arrivals."""
+    """Returns buffers for a chunk's header and bytes, and the transfers that fill them. Both ends
+    know the size."""
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8)
     name = _chunk_name(index)
@@ -169,7 +171,7 @@ def _ask_for(
 
 
 class _Clock:
-    """One deadline over all transfers of a KV migration."""
+    """Owns the deadline of all transfers of one KV migration."""
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
         self._peer = group.members[1 - group.rank]

@@ -1,9 +1,9 @@
-"""Sums over ranks whose bits depend on what the ranks hold, and on nothing else.
+"""Sums over ranks with bits that depend on the ranks' values and on nothing else.
 
-A library's all-reduce chooses its order of addition by message size, channels and topology, so that
-a row's sum changes with the rows beside it as soon as three ranks take part (two ranks add once,
-and a + b is b + a). Here every sum is taken in rank order, in float32 for narrower types, and
-rounded once. `numerics: invariant` rests on it; a plane only has to move tensors.
+A library's all-reduce chooses its order of addition by message size, channels and topology, so a
+row's sum changes with the other rows of the message as soon as three ranks take part (two ranks add
+once, and a + b is b + a). Here every sum is taken in rank order, in float32 for narrower types, and
+rounded once, as `numerics: invariant` needs. A plane only has to move tensors.
 
 Shapes: G ranks, N elements, W elements of one rank's share.
 """
@@ -16,25 +16,26 @@ from torch import Tensor
 from torch.nn import functional
 
 WHOLE_BYTES = 256 * 1024
-"""Up to here every rank gets everything from every other; above, each rank sums one share."""
+"""Up to this size every rank gets all data from every other; above it each rank sums one share."""
 
 
 class Exchange(Protocol):
-    """What moves tensors between the ranks of one group."""
+    """Moves tensors between the ranks of one group."""
 
     def gathered(self, x_N: Tensor) -> Tensor:
-        """[G, N] every rank's x, in rank order."""
+        """Returns every rank's x, [G, N], in rank order."""
         ...
 
     def swapped(self, x_GW: Tensor) -> Tensor:
-        """[G, W] in row g what rank g had for this rank."""
+        """Returns [G, W]: in row g what rank g sent to this rank."""
         ...
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """parts[0] + parts[1] + ..., one after the other in float32 and rounded once; a new tensor.
+    """Returns parts[0] + parts[1] + ..., added in this order in float32 and rounded once.
 
-    One addition per rank and never a reduction over an axis: on a GPU its order depends on shapes.
+    A new tensor. One addition per rank, never a reduction over an axis: the order of that depends
+    on shapes on a GPU.
     """
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -45,7 +46,8 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
-    """One exchange of everything, or shares swapped, summed and gathered; a new tensor."""
+    """Returns the sum as a new tensor: by one exchange of all data, or, above WHOLE_BYTES, by
+    swapping, summing and gathering shares."""
     flat_N = x.reshape(-1)
     if flat_N.nbytes <= WHOLE_BYTES:
         return sum_in_rank_order(exchange.gathered(flat_N).unbind()).view(x.shape)
@@ -56,7 +58,7 @@ def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
 
 
 def bytes_of_sum(size_bytes: int, *, size: int) -> int:
-    """Bytes that each rank sends, and receives, for a sum of so many bytes."""
+    """Returns the bytes that each rank sends, and receives, for a sum of a tensor of this size."""
     if size_bytes <= WHOLE_BYTES:
         return size_bytes * (size - 1)
     return 2 * size_bytes * (size - 1) // size

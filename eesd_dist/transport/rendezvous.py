@@ -1,9 +1,9 @@
-"""How ranks find each other: one store in a long-lived process, one group per epoch.
+"""Rendezvous of ranks: one store in a long-lived process, one group per epoch.
 
-The store is only needed while a group is being built; groups that exist go on without it. Nothing
-here decides who belongs to an epoch. Each rank connects to the store by itself: a client that
-waits for a key blocks everybody else who shares it. A store whose host is frozen takes connections
-and never answers, and torch's client then waits without a deadline: its connection is cut when the
+The store is needed only while a group is being built; existing groups do not use it. Nothing here
+decides which ranks belong to an epoch. Each rank connects to the store separately: a client that
+waits for a key blocks all threads that share it. A store on a frozen host accepts connections and
+never answers, and torch's client then waits without a deadline: its connection is cut when the
 deadline has passed.
 """
 
@@ -31,11 +31,11 @@ from eesd_dist.transport.nccl import NcclPlane
 
 _RETRY_S = 0.1
 _GRACE_S = 0.3
-"""Whoever waits within its own deadline says so first, and better."""
+"""Delay of the cut, so that waits with a deadline of their own fail first, with a better error."""
 
 
 class StoreHost:
-    """The store itself: keep it while groups are to be built. It listens on `address` alone."""
+    """Owns the store: keep it while groups are being built. It listens on `address` alone."""
 
     def __init__(
         self, *, address: str = "127.0.0.1", port: int = 0, timeout_s: float = 20.0
@@ -56,12 +56,12 @@ class StoreHost:
 
     @property
     def store(self) -> Store:
-        """A client of it, for a rank that lives in the host's process."""
+        """A client of the store, for a rank in this process."""
         return self._store
 
 
 def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
-    """A client of the store at address:port, for one rank."""
+    """Returns a client of the store at address:port, for one rank. Raises PeerLost."""
     deadline = time.monotonic() + timeout_s
     _wait_until_reachable(address, port, timeout_s=timeout_s)
     left_s = max(deadline - time.monotonic(), _RETRY_S)
@@ -81,7 +81,8 @@ def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
 
 
 def leave_store(address: str, port: int) -> None:
-    """Ends this process's connections to the store: who builds a group there raises PeerLost."""
+    """Closes this process's connections to the store: threads that build groups there raise
+    PeerLost."""
     cut_connections(address, port)
 
 
@@ -103,10 +104,11 @@ def build_group(
 
     `timeout_s` is the deadline of the group's waits; `join_timeout_s` that of joining (default: the
     same), which includes waiting for ranks that are still loading their weights.
-    `address` is the one under which the other ranks reach this host. `members` are the ranks' names
-    in errors, stage and rank ("verify rank 0"); without them they are called after the group. The
-    nodes they are on are learnt here. `ordered_sums`: on GPUs too sums are taken in rank order
-    (`NcclPlane`); on CPUs they always are.
+    `address` is the one at which the other ranks reach this host. `members` are the ranks' names
+    in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
+    ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
+    order on GPUs too (`NcclPlane`); on CPUs they always are. Raises PeerLost, or EngineError when
+    this rank's own device fails.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
@@ -173,7 +175,7 @@ def build_group(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """Where a rank is, as it says itself."""
+    """A rank's node and listening addresses, as the rank reports them."""
 
     node: str
     listens: frozenset[Address]
@@ -197,7 +199,8 @@ def _exchange_endpoints(
     timeout_s: float,
     operation: str,
 ) -> list[_Endpoint]:
-    """Where everybody is. Whoever is missing is named here, before Gloo begins to wait."""
+    """Returns the endpoints of all ranks. Raises PeerLost that names a missing rank, before Gloo
+    begins to wait."""
     deadline = time.monotonic() + timeout_s
     endpoints: list[_Endpoint] = []
     try:
@@ -222,7 +225,7 @@ def _exchange_endpoints(
 
 @contextmanager
 def _cut_off(address: str, port: int, *, after_s: float) -> Iterator[None]:
-    """Ends what still waits for the store by then, with an error in the thread that waits."""
+    """Cuts the connections to the store after `after_s`; threads that still wait for it raise."""
     timer = threading.Timer(after_s + _GRACE_S, cut_connections, args=(address, port))
     timer.daemon = True
     timer.start()
@@ -233,7 +236,7 @@ def _cut_off(address: str, port: int, *, after_s: float) -> Iterator[None]:
 
 
 def _address_of(store: Store) -> Address:
-    """Where a client's store listens, whatever prefixes it has been given."""
+    """Returns the address of a client's store, behind any number of prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     assert isinstance(store, TCPStore), "groups are built over a TCP store"
@@ -241,7 +244,8 @@ def _address_of(store: Store) -> Address:
 
 
 def _wait_until_reachable(address: str, port: int, *, timeout_s: float) -> None:
-    """Tries a bare connection first: TCPStore's own retries outlast their deadline, with noise."""
+    """Waits until a plain connection succeeds: TCPStore's own retries outlast their deadline and
+    fill the log. Raises PeerLost."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()

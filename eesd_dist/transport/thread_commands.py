@@ -1,7 +1,7 @@
-"""Commands of a draft stage whose ranks are threads of one process.
+"""The stream of commands of a draft stage with ranks that are threads of one process.
 
-The leading rank's `announce` puts a command into a queue of each follower. A follower waits for one
-as long as the stream is open; `timeout_s` bounds that wait where a test wants an error instead.
+Rank 0's `announce` puts a command into each follower's queue. A follower waits for one as long as
+the stream is open; tests bound that wait with `timeout_s` to get an error instead.
 """
 
 import queue
@@ -14,13 +14,13 @@ CommandQueue = queue.SimpleQueue[Command | None]
 
 
 class ThreadCommandSink:
-    """To followers that are threads of this process."""
+    """Sends commands to followers that are threads of this process."""
 
     def __init__(self, queues: Sequence[CommandQueue]) -> None:
         self._queues = tuple(queues)
 
     def join(self, queues: Sequence[CommandQueue]) -> None:
-        """The next epoch's followers, as many as before."""
+        """Switches to the next epoch's followers, as many as before."""
         assert len(queues) == len(self._queues), "a stage keeps its number of ranks"
         self._queues = tuple(queues)
 
@@ -55,14 +55,14 @@ class ThreadCommandSource:
 
 
 def command_queues(num_followers: int) -> list[CommandQueue]:
-    """One for each follower."""
+    """Returns one queue for each follower."""
     return [queue.SimpleQueue() for _ in range(num_followers)]
 
 
 def thread_commands(
     num_followers: int, *, timeout_s: float | None = None
 ) -> tuple[ThreadCommandSink, list[ThreadCommandSource]]:
-    """The leading end, and one for each follower."""
+    """Returns rank 0's end and one end for each follower."""
     queues = command_queues(num_followers)
     sources = [ThreadCommandSource(each, timeout_s=timeout_s) for each in queues]
     return ThreadCommandSink(queues), sources

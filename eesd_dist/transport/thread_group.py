@@ -1,9 +1,8 @@
 """A stage's ranks as threads of one process: the collectives of a `ProcessGroup` without a network.
 
-Sums are taken in rank order and rounded once, as a `ProcessGroup` does, so that ranks in threads
-and ranks in processes compute the same bits; the device does not matter. Every wait has a deadline,
-and its error names the ranks that did not take part. Used where several ranks are wanted and
-processes are not: the fuzz of `eesd_dist.bench.fuzz`, and tests.
+Sums are taken in rank order and rounded once, as in a `ProcessGroup`, so that ranks in threads and
+ranks in processes compute the same bits, on any device. Every wait has a deadline, and its error
+names the ranks that did not take part. Used by `eesd_dist.bench.fuzz` and by tests.
 """
 
 import threading
@@ -24,10 +23,10 @@ DEFAULT_TIMEOUT_S = 20.0
 
 
 class _Meeting:
-    """Where the ranks of one group hand each other tensors.
+    """Shared state through which the threads of one group exchange tensors.
 
-    Slots are kept for two collectives in turn: a rank that writes those of one has seen every rank
-    arrive at the one before it: none still reads what it overwrites.
+    Two sets of slots are used alternately. A rank that writes one set has seen every rank arrive at
+    the collective before it, so no rank still reads what it overwrites.
     """
 
     def __init__(self, *, members: Sequence[str], timeout_s: float) -> None:
@@ -40,10 +39,10 @@ class _Meeting:
         )
         self._arrived = [0] * len(members)
         self._reason: str | None = None
-        """Why the group has ended; None while it has not."""
+        """Reason why the group was aborted; None while it is not."""
 
     def exchange(self, x: Tensor, *, rank: int, operation: str) -> list[Tensor]:
-        """Every rank's x, in rank order. The tensors belong to all ranks: read only."""
+        """Returns every rank's x, in rank order. All ranks share the tensors: do not write them."""
         with self._condition:
             self._refuse_if_ended(operation)
             self._arrived[rank] += 1
@@ -95,7 +94,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """One rank's view of a group whose ranks are threads of this process."""
+    """One rank's view of a group of threads of this process."""
 
     def __init__(self, *, rank: int, meeting: _Meeting) -> None:
         self._rank = rank
@@ -120,12 +119,12 @@ class ThreadGroup:
         return [part.clone() for part in self._exchange(x.clone(), kind="all_gather")]
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        """`source`'s x on every rank; receivers' x is overwritten."""
+        """Returns `source`'s x on every rank; receivers' x is overwritten."""
         parts = self._exchange(x.clone(), kind="broadcast")
         return x if self._rank == source else x.copy_(parts[source])
 
     def counts(self) -> GroupCounts:
-        """A snapshot; from any thread."""
+        """Returns a snapshot. From any thread."""
         used = [tally for tally in self._tallies.values() if tally.number]
         return GroupCounts(by_kind={tally.kind: tally.read() for tally in used})
 
@@ -147,7 +146,7 @@ class ThreadGroup:
 def thread_group(
     size: int, *, name: str = "thread", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[ThreadGroup]:
-    """The views of all ranks, in rank order; `name` is the stage's, for errors."""
+    """Returns the views of all ranks, in rank order; `name` is the stage's name in errors."""
     meeting = _Meeting(members=[f"{name} rank {rank}" for rank in range(size)], timeout_s=timeout_s)
     return [ThreadGroup(rank=rank, meeting=meeting) for rank in range(size)]
 
@@ -159,8 +158,8 @@ def on_ranks(
     name: str = "thread",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Result]:
-    """What `work` returns on each rank, in rank order. A rank that fails ends the group, and its
-    error is raised rather than what follows from it on the others."""
+    """Runs `work` on each rank and returns the results in rank order. When a rank fails, the group
+    is aborted and that rank's error is raised, not the PeerLost of the other ranks."""
 
     def guarded(group: ThreadGroup) -> Result:
         try:

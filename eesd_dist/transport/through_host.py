@@ -1,7 +1,7 @@
-"""A channel between two stages on one GPU: what is sent goes through the host's memory.
+"""A channel between two stages on one GPU, through host memory.
 
-NCCL wants a GPU for each rank. The receiving end gets tensors on the CPU and puts them where its
-weights are.
+NCCL needs one GPU per rank. The receiving end gets tensors on the CPU and moves them to the device
+of its weights.
 """
 
 import torch
@@ -16,7 +16,7 @@ from eesd_dist.transport.contracts import (
 
 
 class ThroughHost:
-    """A `VerifyChannel` over one that wants its tensors on the CPU."""
+    """A `VerifyChannel` that copies tensors to the CPU for the channel below it."""
 
     def __init__(self, channel: VerifyChannel) -> None:
         self._channel = channel
@@ -42,7 +42,7 @@ class ThroughHost:
 
 
 class OntoDevice:
-    """A `RoundSource` whose rows came through the host, for ranks that share them on their GPUs."""
+    """A `RoundSource` that moves rows from the host to a GPU."""
 
     def __init__(self, source: RoundSource, device: torch.device) -> None:
         self._source = source

@@ -1,17 +1,15 @@
-"""How a message between ranks becomes bytes, and when bytes are refused.
+"""The wire format of messages between ranks: encoding, decoding and validation.
 
-A message is one frame of fixed size, so that a receiver can wait for it without knowing what
-comes. The frame begins with a prefix of fixed size: magic, version, and a `Prefix` with its
-checksum. What fits stands in the rest of the frame, since every further message costs a handshake:
-first the payload (one `Record`), then hidden states and draft probabilities. What does not fit
-(long prefill, wide models), or lies on a GPU, follows as tensors of its own. A record is a
-MessagePack array of its fields: doubles and 64-bit integers keep their bits. Arrays and tensors are
-raw little-endian bytes.
+A message is one frame of fixed size, so that a receiver can start a receive for it in advance. The
+frame begins with a prefix of fixed size: magic, version, and a `Prefix` with its checksum. The rest
+of the frame holds what fits, since every further message costs a handshake: first the payload (one
+`Record`), then hidden states and draft probabilities. What does not fit (long prefill, wide
+models), or is on a GPU, follows as separate tensors. A record is a MessagePack array of its fields:
+doubles and 64-bit integers keep their bits. Arrays and tensors are raw little-endian bytes.
 
-Nothing here is pickled, nothing here sends, and nothing here knows the peer. A message of another
-version or membership epoch, cut short, with a wrong checksum or with a field out of its bounds is
-a WireError that says what was found and what was expected. A length is believed only as far as
-there are bytes for it.
+Nothing here is pickled and nothing here sends. A message of another version or membership epoch,
+cut short, with a wrong checksum or with a field out of its bounds is a WireError that says what was
+found and what was expected. No length is trusted beyond the bytes that are there.
 """
 
 import ctypes
@@ -48,11 +46,11 @@ from eesd_dist.trees import first_misplaced
 MAGIC = 0x45455344  # "EESD"
 VERSION = 5
 ROUND_FRAME_BYTES = 32 << 10
-"""A small model's decode round, or a large one's header without its hidden states."""
+"""Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10
-"""The reply to 900 sampled rows; alternatives for log-probabilities may not fit."""
+"""Holds the reply to 900 sampled rows; alternatives for log-probabilities may not fit."""
 MAX_PAYLOAD_BYTES = 1 << 28
-"""Above it an announced size is a broken message rather than a large one."""
+"""A larger announced size is taken for a broken message."""
 _MAX_ELEMENTS = 1 << 33
 
 _FRONT = struct.Struct("<IHH84s")  # magic, version, bytes of the prefix, the prefix padded
@@ -78,7 +76,7 @@ class Kind(IntEnum):
 
 
 class TensorShape(Record, frozen=True, kw_only=True):
-    """A matrix announced by a prefix."""
+    """Shape and type of a matrix, announced in a prefix."""
 
     rows: Count
     columns: Count
@@ -93,7 +91,7 @@ class TensorShape(Record, frozen=True, kw_only=True):
 
 
 class Prefix(Record, frozen=True, kw_only=True):
-    """What a frame says of itself and of what follows it."""
+    """Describes a frame and what follows it."""
 
     kind: Kind
     epoch: int
@@ -108,13 +106,13 @@ class Prefix(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Ready to be sent: the frame, then what did not fit in it."""
+    """An encoded message: the frame, then what did not fit in it."""
 
     frame: Tensor
     overflow: Tensor | None
-    """The payload, when it is longer than the frame."""
+    """The payload, when the frame cannot hold it."""
     beside: tuple[Tensor, ...]
-    """Hidden states and draft probabilities, unless the frame holds a copy of them."""
+    """Hidden states and draft probabilities, when the frame holds no copy of them."""
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -130,7 +128,8 @@ class _Array(Record, frozen=True):
 
 
 def _array_to_record(x: object) -> _Array | None:
-    """What MessagePack has no form for: arrays here, and tensors, which travel as frames."""
+    """Encodes types that MessagePack lacks: arrays as records; tensors as None, since they travel
+    outside of the payload."""
     if isinstance(x, np.ndarray):
         return _Array(x.dtype.str, x.shape, x.tobytes())
     if isinstance(x, Tensor):
@@ -161,7 +160,7 @@ def reply_frame() -> Tensor:
 
 
 def empty_overflow(prefix: Prefix) -> Tensor | None:
-    """Room for the payload that follows the frame, or None when the frame holds it."""
+    """Returns a buffer for the payload that follows the frame, or None when the frame holds it."""
     if prefix.payload_is_inline:
         return None
     return torch.empty(prefix.payload_bytes, dtype=torch.uint8)
@@ -197,12 +196,12 @@ def encode_reply(reply: VerifyReply, *, epoch: int) -> Message:
 
 
 def encode_close(*, epoch: int, frame_bytes: int = ROUND_FRAME_BYTES) -> Message:
-    """No more rounds; in a frame of a reply's size, no more replies."""
+    """Encodes the end of the stream of rounds or, in a frame of a reply's size, of replies."""
     return message_of(Kind.CLOSE, epoch=epoch, round_id=0, content=None, frame_bytes=frame_bytes)
 
 
 def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
-    """Reads a frame's prefix, and refuses what this version and membership epoch cannot use."""
+    """Reads a frame's prefix. Raises WireError for another version or membership epoch."""
     data = _view(frame)
     if len(data) < PREFIX_BYTES:
         raise WireError(f"found a frame of {len(data)} bytes, expected {PREFIX_BYTES} or more")
@@ -264,8 +263,8 @@ def check_tree(parents: Parents) -> None:
 
 
 def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Hidden states and draft probabilities out of a frame that holds them, as tensors of their
-    own: results may depend on how memory is aligned, and a frame aligns them at random."""
+    """Copies hidden states and draft probabilities out of a frame that holds them. Not views:
+    results may depend on memory alignment, and their alignment in a frame is arbitrary."""
     start = PREFIX_BYTES + prefix.payload_bytes
     end = start
     found: list[Tensor | None] = []
@@ -282,7 +281,7 @@ def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor
 def receive_tensors(
     prefix: Prefix, frame: Tensor, receive: Callable[[Tensor], Tensor], *, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Hidden states and draft probabilities, out of the frame or received after it."""
+    """Returns hidden states and draft probabilities, from the frame or received after it."""
     if prefix.tensors_are_inline:
         return inline_tensors(prefix, frame)
     found: list[Tensor | None] = []
@@ -312,7 +311,7 @@ _T = TypeVar("_T")
 def decode_payload(
     decoder: Decoder[_T], prefix: Prefix, frame: Tensor, overflow: Tensor | None, *, expected: Kind
 ) -> _T:
-    """The record that a message carries, after its kind, size and checksum are checked."""
+    """Returns the record that a message carries, after checking its kind, size and checksum."""
     if prefix.kind is not expected:
         raise WireError(f"found a {prefix.kind.name} message, expected a {expected.name}")
     if prefix.payload_is_inline:
@@ -398,7 +397,7 @@ def _check(what: str, *, found: int, expected: int) -> None:
         raise WireError(f"{what}: found {found}, expected {expected}; the message is broken")
 
 
-# Raw copies: a chain of views costs more than the bytes when caches are cold, as in a real round.
+# Raw copies: with cold caches, as in a real round, a chain of views costs more than the copy.
 def _matrix(frame: Tensor, shape: TensorShape, *, offset: int) -> Tensor:
     x = shape.empty(torch.device("cpu"))
     ctypes.memmove(x.data_ptr(), frame.data_ptr() + offset, shape.size_bytes)
@@ -406,7 +405,7 @@ def _matrix(frame: Tensor, shape: TensorShape, *, offset: int) -> Tensor:
 
 
 def _raw(x: Tensor) -> bytes:
-    """The bytes of a tensor on the CPU, whatever its type."""
+    """Returns the bytes of a tensor on the CPU, of any type."""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 

@@ -121,7 +121,7 @@ def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None
     [
         (RunLayers(tokens=(), segments=()), "Expected `array` of length >= 1"),
         (RunHead(segments=(), input_TE=torch.zeros(0, 3)), "Expected `array` of length >= 1"),
-        (RunLogits(exit_AD=torch.zeros(0, 3)), "found 0 rows to guess after"),
+        (RunLogits(exit_AD=torch.zeros(0, 3)), "found 0 rows to draft from"),
         (MoveSlots(moves=()), "Expected `array` of length >= 1"),
     ],
 )
@@ -135,7 +135,7 @@ def test_rows_without_their_tensor_are_refused() -> None:
         RunHead(segments=(GOOD,), input_TE=torch.zeros(2, 3)), epoch=4, number=1
     )
     prefix = wire.decode_prefix(message.frame, epoch=4)
-    with pytest.raises(WireError, match="no rows beside command 1"):
+    with pytest.raises(WireError, match="no rows with command 1"):
         decode_command(prefix, message.frame, None, None)
     with pytest.raises(WireError, match="found 5 rows in a command, expected 2"):
         decode_command(prefix, message.frame, None, torch.zeros(5, 3))
