@@ -1,1 +1,1 @@
-"""Which process runs where, and what happens when one dies; the only package that imports Ray."""
+"""The Ray actors of a pipeline's ranks. Only this package imports Ray."""

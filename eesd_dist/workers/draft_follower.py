@@ -1,4 +1,4 @@
-"""A draft rank other than 0: its part of layers [0, N) and of the exit head, run on command."""
+"""A draft rank other than 0: runs its shard of layers [0, N) and of the exit head on command."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class FollowerEpoch:
         self._shard = shard
         self._heads = heads
         self._group = group
-        # Built now: from here on the drafting actor may announce.
+        # Built now: from here on the drafting actor may announce commands.
         self._source = DistCommandSource(group)
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class FollowerEpoch:
             with self._group.names_who_is_lost():
                 follow_commands(self._shard, self._source, heads=self._heads)
         finally:
-            self.abort()  # ranks that wait for this one need not wait for a deadline
+            self.abort()  # so that ranks that wait for this one fail before their deadline
 
     def abort(self) -> None:
         self._group.abort("the epoch was ended")

@@ -1,7 +1,7 @@
-"""Draft rank 0: builds the engine and brings it from one epoch to the next.
+"""Draft rank 0: builds the engine and connects it to the groups of each epoch.
 
-What outlives an epoch lies here: weights, pages, live requests, the exit head, the recorder and
-the beliefs of requests that the router has not heard of yet.
+Owns the state that outlives an epoch: weights, pages, live requests, the exit head, the recorder
+and the beliefs of requests that the router does not know yet.
 """
 
 import json
@@ -47,17 +47,17 @@ from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 
 class Recorder(RecorderSink, Protocol):
-    """Where verified rows are kept, given from outside."""
+    """Stores verified rows. Passed in by the service."""
 
     def counts(self) -> RecorderCounts: ...
     def flush(self) -> None:
-        """Returns when everything taken so far is on disk, or dropped."""
+        """Waits until everything taken so far is on disk or dropped."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ServingHead:
-    """An exit head as it was when it was loaded; its folder may have changed since."""
+    """Describes an exit head as it was loaded; its folder may have changed since."""
 
     report: HeadReport
     config: HeadConfig
@@ -66,17 +66,17 @@ class _ServingHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """Weights that no engine has taken yet."""
+    """Loaded weights that no engine uses yet."""
 
     shard: OwnShard
     handle: GroupHandle
     cost: CostModel | None
-    """What the engine would measure, where it is known."""
+    """The cost model that the engine would measure, where it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Followers:
-    """How an engine reaches the other draft ranks."""
+    """An engine's connection to the other draft ranks."""
 
     handle: GroupHandle
     commands: DistCommandSink
@@ -107,26 +107,26 @@ class EngineLeader:
         """`open_recorder` is called once, by the first engine that may record."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
-        """Names the exit head of the next engine; `load_head` changes it."""
+        """Includes the exit head of the next engine; `load_head` replaces it."""
         self._spans = tracing.rounds
         self._open_recorder = open_recorder
         self._recorder: Recorder | None = None
-        """None where nothing is recorded, or nothing has been drafted yet."""
+        """None where nothing is recorded, or no engine was built yet."""
         self._book = BeliefBook(discount=config.speculation.discount)
-        """For requests that the router has not heard of yet, and for when it is silent."""
+        """Beliefs about requests that the router does not know yet, and while it is silent."""
         self._head: _ServingHead | None = None
-        """What the newest engine drafts with; None when it drafts nothing."""
+        """The newest engine's exit head; None when it drafts nothing."""
         self._running: _Running | None = None
         """None while an engine is being built, and after a build that failed."""
         self._changing = threading.Lock()
         """Held while an engine is built and while its head is changed."""
         self._prepared: _Prepared | None = None
-        """None before the first `prepare`, and once an engine has taken it."""
+        """None before the first `prepare`, and once an engine uses the weights."""
         self._preparing = threading.Lock()
         """Held while weights are loaded."""
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []
-        """Groups of the newest epoch, until an epoch has them: rounds, then draft."""
+        """Groups of the newest epoch until `join` uses them: rounds, then draft."""
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address, store=self._page_store, layout=self._kv_layout
@@ -253,11 +253,11 @@ class EngineLeader:
     def _build(
         self, channel: VerifyChannel, epoch: Epoch, draft: Sequence[ProcessGroup]
     ) -> _Running:
-        """`draft` is the stage's group where it has several ranks."""
-        # A fallback records nothing: the drafting actor whose folder it is may be on its way.
+        """Builds an engine. `draft` holds the draft stage's group where it has several ranks."""
+        # A fallback records nothing: the drafting actor that owns the folder may be starting.
         if self._recorder is None and self._open_recorder is not None and not epoch.is_degraded:
             self._recorder = self._open_recorder()
-        # The requests of an engine that broke are gone; what they taught their classes is not.
+        # Requests of a failed engine are dropped; the pools they contributed to are kept.
         pools = self._book.priors()
         self._book = BeliefBook(discount=self._config.speculation.discount)
         self._book.adopt(pools)
@@ -281,7 +281,7 @@ class EngineLeader:
             shard=prepared.shard,
             cost=prepared.cost,
         )
-        # Until here a lost peer may have ended it: the next attempt need not load again.
+        # Cleared last: when a lost peer fails the build, the next attempt need not load again.
         self._prepared = None
         return _Running(engine=engine, followers=followers)
 
@@ -314,8 +314,8 @@ class LeaderEpoch:
 
 
 def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
-    """Returns None where nothing is ever drafted. Raises CheckpointError for a head that does not
-    fit the target."""
+    """Returns the configured exit head, or None where drafting is off. Raises CheckpointError for
+    a head that does not fit the target."""
     folder = layout.head_folder
     if folder is None or config.speculation.max_draft_tokens == 0:
         return None
@@ -337,8 +337,8 @@ def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
 def _require_compatible(
     folder: str, new: _ServingHead, *, serving: _ServingHead, sha256: str | None
 ) -> None:
-    """Raises CheckpointError where the new head differs in what the engine is built on. Kind and
-    draft vocabulary decide what a draft costs, which is measured only once."""
+    """Raises CheckpointError where the new head differs in a property that the engine depends on.
+    Kind and draft vocabulary are among them: drafting costs are measured only once."""
     if sha256 is not None:
         _require_same(folder, "digest", found=new.report.sha256, expected=sha256)
     for what in ("exit_layer", "reads_embedding", "layer", "kind", "draft_vocab_size"):
@@ -351,6 +351,6 @@ def _require_same(folder: str, what: str, *, found: object, expected: object) ->
         raise CheckpointError(
             file=folder,
             found=f"{what} {found}",
-            expected=f"{expected}, as the head has that is serving",
+            expected=f"{expected}, as in the present head",
             advice="restart the service with --head to change it",
         )

@@ -1,8 +1,7 @@
-"""The drafting actor: the round loop of one pipeline, and the streams its tokens leave by.
+"""The drafting actor: the round loop of one pipeline, and its token streams.
 
-It keeps live requests across epochs: when a verify rank is replaced, their streams pause and
-go on. It does not decide who belongs to an epoch (the pipeline does) and asks the router for
-nothing it would wait for.
+Live requests survive epochs: when a verify rank is replaced, their streams pause and continue. The
+pipeline decides which ranks belong to an epoch. The actor never waits for the router.
 """
 
 import asyncio
@@ -48,14 +47,14 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.25
 _ABORT_WAIT_S = 5.0
 _NUM_EMPTY = 2
-"""Turns in a row without a result: one may have begun a round, two say that there is none."""
+"""Steps in a row without a result: one may have begun a round; after two none is in flight."""
 _LEASE_MARGIN_S = 5.0
 _NUM_CANCELLED = 256
-"""More than have a cancellation and a submission on their way at the same time."""
+"""Cancelled submissions to remember: more than can be cancelled before they arrive."""
 
 
 class _RunningEpoch:
-    """This actor's part in one epoch: the loop that turns rounds, and the way to stop it."""
+    """Owns the round loop of one epoch, and stops it."""
 
     def __init__(self, part: DraftEpoch, *, name: str, deliver: Callable[[StepLike], None]) -> None:
         self.part = part
@@ -78,19 +77,19 @@ class _RunningEpoch:
                     return
 
     async def halt(self) -> bool:
-        """Ends the loop when no round is under way any more; whether it has."""
+        """Ends the loop once no round is in flight; returns whether it has ended."""
         self._halting.set()
         return await self.thread.ended_within(_ABORT_WAIT_S)
 
     async def stop(self) -> bool:
-        """Whether the loop has really ended."""
+        """Ends the loop; returns whether it has ended."""
         self._stopping.set()
         self.part.abort()
         return await self.thread.ended_within(_ABORT_WAIT_S)
 
 
 class _Connected:
-    """Connected groups, until an epoch has them."""
+    """The leader's connected groups, as something that `Joining` can abort."""
 
     def __init__(self, leader: EpochLeader) -> None:
         self._leader = leader
@@ -100,7 +99,7 @@ class _Connected:
 
 
 class DraftActor:
-    """One per pipeline. Its methods run in the actor's event loop, the rounds in a thread."""
+    """Draft rank 0 of a pipeline. Methods run in the actor's event loop, rounds in a thread."""
 
     def __init__(
         self,
@@ -122,11 +121,11 @@ class DraftActor:
         """None between epochs."""
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
-        """Requests whose reader left between epochs."""
+        """Requests with a reader that left between epochs."""
         self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
-        """Submissions that were cancelled when they were not here: lately."""
+        """Latest submissions that were cancelled while they were not here."""
         self._leases: set[asyncio.Task[None]] = set()
-        """One for each reservation of another pipeline's pages."""
+        """Expiry tasks of page leases and reservations."""
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
         self._router: RouterLink | None = None
@@ -146,15 +145,15 @@ class DraftActor:
         await asyncio.Event().wait()
 
     async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
-        """Loads its weights while there is no epoch for it; joining one then takes no load.
-        With the `cost` that was measured here before, it takes no measuring either."""
+        """Loads the weights before there is an epoch to join, so that joining is fast. With a
+        `cost` model measured before, joining measures none."""
         await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._leader.host_store)
 
     async def connect(self, epoch: Epoch) -> None:
-        """First half of an epoch's start: while the verify ranks join and load."""
+        """Opens the epoch's connections while the verify ranks join and load."""
 
         def connect() -> _Connected:
             self._leader.connect(epoch)
@@ -163,7 +162,7 @@ class DraftActor:
         await self._joining.enter(epoch, connect)
 
     async def join(self, epoch: Epoch) -> None:
-        """Second half, when they are ready for rounds: starts turning them."""
+        """Starts the round loop, once the verify ranks are ready for rounds."""
         anew = self._needs_new_engine
         part = await self._joining.enter(epoch, lambda: self._leader.join(epoch, anew=anew))
         self._needs_new_engine = False
@@ -177,8 +176,8 @@ class DraftActor:
         logger.info("joined: pipeline=%s epoch=%d", self._name, epoch.number)
 
     async def ended(self) -> LoopEnd:
-        """Waits for the end of the loop. Broken by a lost peer, live requests are kept; broken by
-        anything else, the engine is not to be trusted: it is built anew, and they are let go."""
+        """Waits for the end of the loop. After a lost peer live requests are kept. After any other
+        error they are evicted, and the next epoch gets a new engine."""
         running = self._running
         if running is None:
             return LoopEnd(error=None)
@@ -191,13 +190,13 @@ class DraftActor:
         return end
 
     async def halt(self) -> bool:
-        """Once its streams are let go: ends the rounds where no rank is in the middle of one. False
-        when they do not end."""
+        """Ends the loop between two rounds; call when all streams are evicted. Returns False when
+        the loop does not end."""
         running = self._running
         return running is None or await running.halt()
 
     async def leave(self) -> bool:
-        """Ends the part in this epoch; False when its loop, load or connecting cannot be
+        """Leaves the epoch. Returns False when the loop, a load or a connection attempt cannot be
         stopped."""
         running = self._running
         self._running = None
@@ -206,17 +205,18 @@ class DraftActor:
         return has_left and (running is None or await running.stop())
 
     async def submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """The request's tokens as they leave, then nothing; or the error that ended them."""
+        """Yields the request's emissions as they are made; an error that ends the stream is its
+        last item."""
         running = self._running
         if running is None or self._needs_new_engine:
             yield PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
             return
         request_id, submission = request.request_id, request.submission
-        if (request_id, submission) in self._cancelled:  # its reader's last word overtook it
+        if (request_id, submission) in self._cancelled:  # the cancellation arrived first
             yield EngineError(f"request {request_id} was cancelled")
             return
         earlier = self._mail.submission_of(request_id)
-        if earlier is not None and earlier < submission:  # it has overtaken that one's last word
+        if earlier is not None and earlier < submission:  # its cancellation has yet to arrive
             await self.cancel(request_id, earlier)
         try:
             box = self._mail.open(request)
@@ -239,16 +239,16 @@ class DraftActor:
             yield error
         finally:
             was_open = self._mail.close(request_id, submission)
-            if request_id not in self._mail:  # else it has come again
+            if request_id not in self._mail:  # otherwise a later submission is live
                 self._watch.left(request_id)
                 if is_admitted and self._router is not None:
                     self._router.observed((), (request_id,))
-            if was_open and not is_over:  # else whoever closed it has seen to that
+            if was_open and not is_over:  # otherwise it is dropped already
                 self._drop(request_id)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
-        """Frees what this submission of the request holds. Where there is none it may have ended,
-        or is still to come: Ray keeps no order between calls whose arguments differ in size."""
+        """Ends this submission of the request and frees its resources. If it is not here, it has
+        ended or is yet to arrive: Ray may reorder calls with arguments of different size."""
         if self._mail.close(request_id, submission):
             self._drop(request_id)
         else:
@@ -267,29 +267,29 @@ class DraftActor:
         )
 
     async def metrics(self) -> bytes:
-        """Prometheus' text, as of now."""
+        """Returns the present metrics in Prometheus' text format."""
         running = self._running
         load = running.part.load() if running is not None else None
         return self._watch.page(load, recorder=self._leader.recorder_counts())
 
     async def rounds(self) -> tuple[RoundStats, ...]:
-        """The latest rounds, oldest first."""
+        """Returns statistics of the latest rounds, oldest first."""
         return tuple(self._watch.rounds())
 
     async def loading(self) -> LoadReport | None:
-        """How much of its weights it has read; None before it was told to."""
+        """Returns the progress of loading weights; None before loading begins."""
         return self._leader.loading.report()
 
     async def flush(self) -> None:
-        """Sends spans and writes texts that still wait; before this process is taken down."""
+        """Sends pending spans and writes pending recordings; call before ending the process."""
         await asyncio.to_thread(self._watch.flush)
         await asyncio.to_thread(self._leader.flush)
 
     async def load_head(self, folder: str, sha256: str | None = None) -> HeadReport:
-        """Another exit head drafts from the next round on; no stream is interrupted. `sha256` is
-        its digest where the other draft ranks have read it.
+        """Drafts with another exit head from the next round on; no stream is interrupted. `sha256`
+        is its digest where the other draft ranks have read it.
 
-        Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
+        Raises CheckpointError or ConfigError for one that does not fit, and keeps the old one.
         """
         await asyncio.to_thread(lambda: self._leader.load_head(folder, sha256=sha256))
         head = (await self.control()).head
@@ -297,7 +297,7 @@ class DraftActor:
         return head
 
     async def control(self) -> ControlReport:
-        """What the controllers go by, and how the latest drafts fared."""
+        """Returns what the controllers work with, and the acceptance of the latest drafts."""
         report = await asyncio.to_thread(self._leader.control)
         drafted, accepted = self._watch.acceptance()
         return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
@@ -305,16 +305,15 @@ class DraftActor:
     # -- KV migration; the pipeline decides, see serve_app.pipeline.kv_migration ------------------
 
     async def kv_layout(self) -> KvLayout:
-        """What another pipeline has to agree in before pages may go to and fro."""
+        """Returns the layout that must match another pipeline's before pages can migrate."""
         return await asyncio.to_thread(lambda: self._leader.pages.layout())
 
     async def lease_pages(
         self, request_ids: Collection[RequestId] | None, timeout_s: float
     ) -> PageLease:
-        """Live requests' full pages (None: of all) stay as they are; their streams go on.
+        """Leases the full pages of live requests (None: of all); their streams go on.
 
-        A caller who is never heard of again loses the lease, not before its reservation's own
-        lease.
+        A lease that is not returned expires, later than the reservation it serves.
         """
         return await asyncio.shield(self._lease(request_ids, timeout_s=timeout_s))
 
@@ -326,16 +325,16 @@ class DraftActor:
         return lease
 
     async def return_pages(self, number: str) -> bool:
-        """Whether they held the same all the while. Between two epochs nobody knows: in the
-        verify ranks others may be writing, for whom these pages are free."""
+        """Returns whether the pages held the same content during the whole lease. False between
+        epochs: verify ranks may have overwritten the pages."""
         held = await asyncio.to_thread(lambda: self._leader.sharing.end_lease(number))
         return held and self._running is not None
 
     async def reserve_pages(self, lease: PageLease, timeout_s: float) -> Reservation:
-        """Room for another pipeline's pages; a caller who is never heard of again loses it.
+        """Reserves room for another pipeline's pages.
 
-        A rank has `timeout_s` to join its peer rank and as long again to write. When nobody has
-        adopted or abandoned the pages after that, nobody writes into them any more.
+        A rank has `timeout_s` to join its peer rank and as long again to write. A reservation that
+        is neither adopted nor abandoned expires after that, when no rank writes into it any more.
         """
         return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
 
@@ -347,11 +346,11 @@ class DraftActor:
         return reservation
 
     async def adopt_pages(self, number: str) -> bool:
-        """Every rank has written its part: whoever comes now finds the pages."""
+        """Makes reserved pages findable; call when every rank has written its part."""
         return await asyncio.to_thread(lambda: self._leader.sharing.adopt(number))
 
     async def abandon_pages(self, number: str) -> None:
-        """Every rank's `receive_pages` has ended, one way or the other."""
+        """Frees reserved pages; call when every rank's `receive_pages` has ended."""
         await asyncio.to_thread(lambda: self._leader.sharing.abandon(number))
 
     async def send_pages(self, link: PageLink) -> PageTraffic:
@@ -361,8 +360,8 @@ class DraftActor:
         return await asyncio.to_thread(lambda: self._leader.pages.receive(link))
 
     async def evict(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
-        """Ends these streams (None: all) with word of where they go on, or why they cannot go on
-        here; returns how many."""
+        """Ends these streams (None: all) with `error`, which says where they continue or why they
+        cannot continue here; returns how many."""
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
         for request_id in moved:
             self._mail.fail(request_id, error)
@@ -376,14 +375,14 @@ class DraftActor:
 
     async def _expire_lease(self, number: str, *, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        with suppress(EngineError):  # an engine that is being built has leased nothing
+        with suppress(EngineError):  # while an engine is being built there are no leases
             await self.return_pages(number)
 
     async def _expire_reservation(self, number: str, *, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
         await asyncio.to_thread(lambda: self._leader.sharing.close(number))
         await asyncio.sleep(2 * timeout_s + _LEASE_MARGIN_S)
-        with suppress(EngineError):  # an engine that is being built has no reservations
+        with suppress(EngineError):  # while an engine is being built there are no reservations
             await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:
@@ -402,7 +401,7 @@ class DraftActor:
             self._num_rounds += len(result.rounds)
             self._last_round_unix_s = time.time()
         if self._router is not None:
-            # An outcome of one that has left meanwhile would bring it back to the router.
+            # The router would admit an ended request again on an outcome of it.
             read = [
                 outcome
                 for outcome in result.outcomes

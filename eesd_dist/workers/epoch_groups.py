@@ -1,4 +1,4 @@
-"""Builds the process groups of one rank, one epoch after the other.
+"""Builds the process groups of one rank for each epoch.
 
 Groups are called `rounds` (drafting actor and verify rank 0), `verify` and `draft` (the ranks of a
 stage that has several). An epoch owns its groups: they are built together and end together.
@@ -27,9 +27,9 @@ class EpochGroups:
         self._config = config
         self.address = ray.util.get_node_ip_address()
         self._hosted: list[StoreHost] = []
-        """The newest store hosted here, when there is one."""
+        """The newest store hosted here, if any."""
         self._connecting: set[Address] = set()
-        """Stores where groups are being built."""
+        """Stores at which groups are being built."""
 
     def host_store(self) -> Address:
         store = StoreHost(address=self.address, timeout_s=self._config.parallel.timeout_s)
@@ -37,11 +37,11 @@ class EpochGroups:
         return Address(host=self.address, port=store.port)
 
     def rounds(self, epoch: Epoch, *, rank: int) -> ProcessGroup:
-        """The drafting actor (0) and verify rank 0 (1)."""
+        """Joins the drafting actor (0) and verify rank 0 (1)."""
         return self._build(epoch, "rounds", rank, (_DRAFTER, "verify rank 0"))
 
     def stage(self, epoch: Epoch, stage: StageName, *, rank: int) -> ProcessGroup:
-        """The ranks of a stage that has several. Raises ConfigError where they share a GPU."""
+        """Joins the ranks of a stage with several. Raises ConfigError where they share a GPU."""
         names: tuple[str, ...]
         if stage == "draft":
             names = (_DRAFTER, *(f"draft rank {r}" for r in range(1, epoch.num_draft_ranks)))
@@ -81,20 +81,20 @@ class EpochGroups:
             self._connecting.discard(epoch.store)
 
     def _device_of(self, epoch: Epoch, group: str) -> torch.device:
-        """Where the tensors lie that this group sends. Raises what a bad checkpoint raises."""
+        """Returns the device of the tensors that this group sends. Raises ConfigError."""
         through_host = epoch.shares_gpu or (epoch.is_degraded and group == "rounds")
         return torch.device("cpu") if through_host else layout_of(self._config).device
 
 
 @contextmanager
 def all_or_none() -> Iterator[list[ProcessGroup]]:
-    """For the groups of one epoch: when one of them, or the epoch that needs them, fails to
-    come about, the others end too, since they hold GPU memory."""
+    """Collects the groups of one epoch. When the block raises, all of them are aborted, since they
+    hold GPU memory."""
     groups: list[ProcessGroup] = []
     try:
         yield groups
     except BaseException:
-        abort_all(groups, "its epoch did not come about")
+        abort_all(groups, "its epoch could not be started")
         raise
 
 
@@ -105,7 +105,7 @@ def abort_all(groups: Sequence[ProcessGroup], reason: str) -> None:
 
 @contextmanager
 def naming_the_lost(groups: Sequence[ProcessGroup]) -> Iterator[None]:
-    """A failure of one of these groups leaves as PeerLost that names the lost rank."""
+    """Raises a failure of one of these groups as PeerLost that names the lost rank."""
     with ExitStack() as stack:
         for group in groups:
             stack.enter_context(group.names_who_is_lost())

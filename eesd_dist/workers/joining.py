@@ -1,8 +1,8 @@
-"""One join at a time, and none that outlives its epoch.
+"""Runs one join at a time, and discards joins of epochs that are over.
 
-Loading weights blocks a thread that nobody can stop, and so may connecting. Here stands which
-epoch was asked for last and whether it has been left, so that two loads never run side by side
-and one that ends too late is thrown away. What is loaded is none of its business.
+Loading weights blocks a thread that cannot be stopped, and connecting may too. `Joining` tracks the
+newest epoch and whether it was left, so that two loads never run at the same time and a late result
+is discarded.
 """
 
 import asyncio
@@ -26,12 +26,13 @@ class Joining:
         self._leave_wait_s = leave_wait_s
         self._loading = asyncio.Lock()
         self._newest = 0
-        """The latest epoch that asked for a join."""
+        """The latest epoch with a call of `enter`."""
         self._left = 0
         """Epochs up to this one are over."""
 
     async def enter(self, epoch: Epoch, load: Callable[[], EpochT]) -> EpochT:
-        """What `load` returns, from a thread; PeerLost when the epoch ended meanwhile."""
+        """Runs `load` in a thread and returns its result. Raises PeerLost when the epoch ended
+        before the load did."""
         self._newest = max(self._newest, epoch.number)
         async with self._loading:
             self._refuse_if_over(epoch)
@@ -44,7 +45,7 @@ class Joining:
         return part
 
     async def leave(self) -> bool:
-        """Ends every epoch asked for so far; False when a load of theirs goes on."""
+        """Ends all epochs so far. Returns False when a load of one of them is still running."""
         self._left = self._newest
         try:
             async with asyncio.timeout(self._leave_wait_s), self._loading:

@@ -1,7 +1,7 @@
-"""How far a rank is with reading its weights, for whoever asks, and a line in the log now and then.
+"""Progress of loading a rank's weights, for status reports and the log.
 
-Written by the thread that loads, read by the actor's event loop: what is handed over is one frozen
-value. Peak memory is the process's own since it was started, mapped files included.
+Written by the loading thread and read by the actor's event loop, as one frozen value. Peak memory
+is that of the process since its start, mapped files included.
 """
 
 import logging
@@ -20,7 +20,7 @@ _TELL_EVERY_S = 5.0
 
 
 class LoadWatch:
-    """One per actor process; a later load takes the place of an earlier one."""
+    """Keeps the progress of the latest load in an actor process."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -28,11 +28,11 @@ class LoadWatch:
         self._told_s = clock()
 
     def report(self) -> LoadReport | None:
-        """None before anything was loaded."""
+        """Returns the latest progress; None before loading begins."""
         return self._report
 
     def of(self, rank: str) -> Callable[[LoadProgress], None]:
-        """What the load of this rank tells its progress to."""
+        """Returns the progress callback for the load of this rank."""
 
         def saw(progress: LoadProgress) -> None:
             report = LoadReport(
@@ -47,7 +47,7 @@ class LoadWatch:
             if is_over or self._clock() - self._told_s >= _TELL_EVERY_S:
                 self._told_s = self._clock()
                 logger.info(
-                    "loading: %s %s after %.1f s, peak memory %.1f GB",
+                    "loading: rank=%s progress=%s seconds=%.1f peak_memory_gb=%.1f",
                     rank,
                     report.told,
                     report.seconds,
@@ -58,7 +58,7 @@ class LoadWatch:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this process has had; `ru_maxrss` may be that of the process before exec."""
+    """Returns the peak memory of this process; `ru_maxrss` may include the process before exec."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if found is not None:

@@ -1,4 +1,4 @@
-"""A rank's weights: read by the first caller that needs them, kept for every later epoch."""
+"""A rank's weights: loaded at the first use, kept for every later epoch."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoadedOnce(Generic[T]):
-    """Loads at the first `get`. A load that failed is repeated by the next one."""
+    """Loads at the first `get`. The next call repeats a failed load."""
 
     def __init__(self, load: Callable[[], T]) -> None:
         self._load = load
@@ -18,15 +18,16 @@ class LoadedOnce(Generic[T]):
         self._loaded: list[T] = []
 
     def get(self) -> T:
-        """From any thread; a second caller waits for the first one's load."""
+        """Returns the value, loading it if needed. From any thread; concurrent callers share one
+        load."""
         with self._loading:
             if not self._loaded:
                 self._loaded.append(self._load())
             return self._loaded[0]
 
     def present(self, wish: str) -> T:
-        """Returns what is loaded, at once. Raises EngineError that names the `wish` while nothing
-        is."""
+        """Returns the value without waiting. Raises EngineError that begins with `wish` while
+        nothing is loaded."""
         if not self._loaded:
             raise EngineError(f"{wish} now: this rank is being built; try again")
         return self._loaded[0]

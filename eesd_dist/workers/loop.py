@@ -1,8 +1,4 @@
-"""A blocking data-plane loop in a thread of an actor that goes on answering calls.
-
-It knows neither rounds nor ranks: something runs until it returns or raises, and whoever waits
-learns why it ended.
-"""
+"""A blocking data-plane loop in a thread of an actor, which keeps answering calls."""
 
 import asyncio
 import ctypes
@@ -17,12 +13,13 @@ from eesd_dist.workers.messages import LoopEnd
 logger = logging.getLogger(__name__)
 
 LOOP_THREAD = "eesd-loop"
-"""The operating system's name of a loop's thread: `top -H`, gdb and /proc show it."""
+"""The name of a loop's thread in the operating system, shown by `top -H`, gdb and /proc."""
 _PR_SET_NAME = 15
 
 
 class LoopThread:
-    """Runs `body` in a thread from now on; built in the event loop that waits for its end."""
+    """Runs `body` in a thread until it returns or raises. Must be built in the event loop that
+    waits for its end."""
 
     def __init__(self, body: Callable[[], None], *, name: str) -> None:
         self._body = body
@@ -33,7 +30,7 @@ class LoopThread:
         self._thread.start()
 
     async def end(self) -> LoopEnd:
-        """Waits until the loop has ended, and says why. Any number may wait."""
+        """Waits until the loop has ended and returns why. Any number of callers may wait."""
         return await asyncio.shield(self._end)
 
     async def ended_within(self, timeout_s: float) -> bool:
@@ -48,7 +45,7 @@ class LoopThread:
         except EesdError as raised:
             error = raised
             logger.warning("loop ended: loop=%s error=%s", self._name, raised)
-        except Exception as raised:  # a bug; the thread has nobody else to tell
+        except Exception as raised:  # a bug: nothing above would report it
             logger.exception("loop broke: loop=%s", self._name)
             error = EngineError(f"{self._name} broke: {type(raised).__name__}: {raised}")
         if not self._loop.is_closed():
@@ -60,6 +57,7 @@ class LoopThread:
 
 
 def _name_thread(name: str) -> None:
-    """Names the calling thread; before 3.14 Python names only its own object. Linux only."""
+    """Names the calling thread in the operating system, which Python does only since 3.14. Linux
+    only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

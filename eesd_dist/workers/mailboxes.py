@@ -1,10 +1,10 @@
-"""One mailbox per live request, between the loop that makes tokens and the streams they leave by.
+"""One mailbox per live request, between the round loop and the request's token stream.
 
-Lives in an actor's event loop. A slow reader is never waited for: emissions that pile up leave
-together. A mailbox outlives an epoch; what ends it is the last token, an error or its reader.
+Used in an actor's event loop only. The loop never waits for a slow reader: pending emissions are
+taken together. A mailbox outlives an epoch; it ends with the last token, an error or its reader.
 
-Tokens are on their way here while the next round is drafted. A request that was let go meanwhile
-and submitted again will make them anew: what an earlier submission made is not put into its box.
+Emissions are delivered while the next round is drafted. A request that was evicted and submitted
+again will generate those tokens again, so emissions of an earlier submission are not delivered.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> StreamItem:
-        """Everything that has arrived; tokens before the error that followed them."""
+        """Waits for and returns all pending emissions, or, when there are none, the error that
+        ended the stream."""
         while True:
             if self._emissions:
                 taken = tuple(self._emissions)
@@ -64,15 +65,15 @@ class Mailboxes:
         return box
 
     def submission_of(self, request_id: RequestId) -> int | None:
-        """Whose box stands under this id; None: there is none."""
+        """Returns the submission with an open box for this id, or None."""
         box = self._boxes.get(request_id)
         return None if box is None else box.submission
 
     def close(self, request_id: RequestId, submission: int | None = None) -> bool:
-        """Whoever still reads from it is told that the request was cancelled.
+        """Closes the request's box; a reader of it gets the error that the request was cancelled.
 
-        With a `submission` only that one's, and False where it is not there any more: that of a
-        later one may stand in its place.
+        With a `submission` only that submission's box is closed. Returns False when there is none:
+        a later submission may have replaced it.
         """
         found = self._boxes.get(request_id)
         if found is None or submission not in (None, found.submission):
@@ -82,8 +83,8 @@ class Mailboxes:
         return True
 
     def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
-        """Emissions of submissions whose reader has left are dropped. Returns whose came late: a
-        later submission's box is open."""
+        """Puts emissions into their boxes; drops those without one. Returns requests with late
+        emissions, which belong to an earlier submission than the open box."""
         late: set[RequestId] = set()
         for emission in emissions:
             box = self._boxes.get(emission.request_id)
@@ -96,11 +97,11 @@ class Mailboxes:
         return frozenset(late)
 
     def names(self) -> tuple[RequestId, ...]:
-        """Whose streams are open."""
+        """Returns the requests with an open stream."""
         return tuple(self._boxes)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
-        """Its reader gets the error after all that has arrived; the id is free again."""
+        """Ends the stream with an error, after all pending emissions, and frees the id."""
         self._boxes.pop(request_id).fail(error)
 
     def fail_all(self, error: EesdError) -> None:

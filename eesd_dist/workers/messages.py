@@ -1,9 +1,8 @@
-"""What the actors are told, what they answer, and what they need to be given.
+"""Arguments and results of the actors' methods.
 
-Values are frozen and travel between processes; nothing here imports torch, so that a pipeline
-replica, which only watches and passes on, stays thin. An item of a token stream is either the
-emissions of one or more rounds or the error that ended the stream: errors are handed over as
-values, because a raised one would reach the other side wrapped in Ray's own.
+Values are frozen and travel between processes. Nothing here imports torch, which keeps pipeline
+replicas small. An item of a token stream is either the emissions of one or more rounds or the error
+that ended the stream: errors travel as values, because Ray wraps raised ones.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ StreamItem = tuple[Emission, ...] | EesdError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a store listens."""
+    """The address of a rendezvous store."""
 
     host: str
     port: int
@@ -30,7 +29,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """One membership of a pipeline: who may talk to whom. A rank of an older one is ignored."""
+    """One membership of a pipeline's ranks. Messages of an older one are ignored."""
 
     number: int
     store: Address
@@ -39,10 +38,10 @@ class Epoch:
     num_draft_ranks: int = 1
     """The drafting actor included."""
     shares_gpu: bool = False
-    """Both stages on one GPU: rows go through the host, since NCCL wants a GPU for each rank."""
+    """Both stages use one GPU: rows go through the host, since NCCL needs one GPU per rank."""
     is_degraded: bool = False
-    """The draft ranks live in the verify ranks' processes, and draft nothing: rows go through the
-    host, and each stage has its own group on the GPUs all the same."""
+    """The draft ranks run in the verify ranks' processes, without drafting. Rows go through the
+    host; each stage still has its own group on the GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +55,15 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """How much of its weights a rank has read, and what memory that took."""
+    """Progress of loading a rank's weights, and the memory used."""
 
     bytes_done: int
     bytes_total: int
     piece: str
-    """Packed last: a layer, the embedding or the LM head; empty before the first."""
+    """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
     peak_memory_bytes: int
-    """Of the process since it was started, mapped files included."""
+    """Peak of the process since its start, mapped files included."""
 
     @property
     def is_over(self) -> bool:
@@ -72,7 +71,7 @@ class LoadReport:
 
     @property
     def told(self) -> str:
-        """For people: `43 % (12.0 of 28.0 GB)`."""
+        """The progress as text, like `43 % (12.0 of 28.0 GB)`."""
         share = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
         done, total = self.bytes_done / 1e9, self.bytes_total / 1e9
         return f"{share:.0%} ({done:.1f} of {total:.1f} GB)".replace("%", " %", 1)
@@ -80,14 +79,14 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopEnd:
-    """Why an actor's data-plane loop has ended; no error when it was asked to."""
+    """Why an actor's data-plane loop has ended; no error when it was stopped."""
 
     error: EesdError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStats:
-    """A drafting actor's counts, for whoever watches."""
+    """A drafting actor's counts, for status reports."""
 
     num_rounds: int
     last_round_unix_s: float
@@ -100,26 +99,26 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterNews:
-    """What the drafting actor tells the router, a few rounds at a time."""
+    """A drafting actor's message to the router, covering a few rounds."""
 
     pipeline: str
     admitted: tuple[tuple[RequestId, str], ...]
-    """Requests and their workload classes."""
+    """New requests and their workload classes."""
     outcomes: tuple[Outcome, ...]
     finished: tuple[RequestId, ...]
     known_priors: str | None = None
-    """Which pools the sender has, in the router's own words; None does not ask for any."""
+    """The id of the pools the sender has, as the router gave it; None asks for no pools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAdvice:
-    """What the router answers."""
+    """The router's reply."""
 
     plans: Mapping[RequestId, DraftPlan]
     priors: Priors | None = None
-    """What to warm new requests with; None where the sender knows it already, or did not ask."""
+    """Priors for new requests; None where the sender has them already, or did not ask."""
     priors_id: str = ""
-    """Which pools these are."""
+    """Identifies these pools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ class HeadReport:
 
     folder: str
     sha256: str
-    """Over its config, weights and calibration."""
+    """Digest of its config, weights and calibration."""
     exit_layer: int
     kind: str
     pipeline: str = ""
@@ -137,34 +136,34 @@ class HeadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlReport:
-    """What a drafting actor's controllers go by."""
+    """What a drafting actor's controllers work with."""
 
     head: HeadReport | None
-    """None drafts nothing."""
+    """None when nothing is drafted."""
     calibration: Mapping[str, object] | None
     cost: Mapping[str, object] | None
     """Seconds, as measured when the actor's engine was built."""
     recorder: RecorderCounts | None
     drafted_by_position: tuple[int, ...] = ()
-    """Lately: drafts longer than so many tokens."""
+    """Entry i: number of recent drafts with more than i tokens."""
     accepted_by_position: tuple[int, ...] = ()
-    """Of those, the ones in which that token was accepted."""
+    """Entry i: number of those in which token i was accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryOptions:
-    """Who watches, and under which name."""
+    """Where metrics and spans go, and the model's name in them."""
 
     model_name: str
     otlp_endpoint: str | None = None
     """OTLP over HTTP, when there is a collector."""
     trace_folder: str | None = None
-    """Spans as files, when there is none."""
+    """Folder for spans as files, when there is no collector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Room in a pipeline for another one's pages, and where the two meet."""
+    """Room in a pipeline for another pipeline's pages, and the store at which ranks connect."""
 
     pages: PageReservation
     store: Address
@@ -172,15 +171,15 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLink:
-    """One rank's end of a reservation: which of its pages go to its peer rank, or come from it."""
+    """One rank's end of a reservation: the pages that it sends to its peer rank or receives."""
 
     number: str
     epoch: int
-    """The receiving pipeline's, when it made room."""
+    """The receiving pipeline's epoch when the reservation was made."""
     store: Address
     rank_name: str
     ends: tuple[str, str]
     """Names of the sender and the receiver."""
     pages: tuple[int, ...]
-    """This end's, in the order that both ends keep."""
+    """Pages at this end, in the same order as at the other."""
     timeout_s: float

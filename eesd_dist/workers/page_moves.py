@@ -1,13 +1,13 @@
-"""One actor's part in handing live requests over to another pipeline, page by page.
+"""One actor's part in the KV migration of live requests to another pipeline.
 
-The drafting actor leases and reserves; every rank sends to its peer rank, or receives from it, over
-a group of these two alone that lasts for one reservation. All of it runs in threads of its own
-beside the rounds, and none of it decides: what fails here is computed again there.
+The drafting actor makes leases and reservations. Every rank sends pages to its peer rank, or
+receives them, over a group of two that lasts for one reservation. Everything runs in threads
+separate from the round loop. Pages that fail to migrate are computed again by the target pipeline.
 
-What must never happen is a late write: pages whose reservation is over may be some request's by
-then. So a rank writes only while it belongs to the epoch in which the reservation was made, and
-only until its own deadline; it leaves the epoch, under the same lock, before the drafting actor
-gives any page of it to somebody else.
+A late write must never happen: after a reservation is over its pages may belong to a request. So a
+rank writes only while it belongs to the epoch in which the reservation was made, and only until its
+own deadline. It leaves that epoch, under the same lock, before the drafting actor reallocates any
+of the pages.
 """
 
 import logging
@@ -31,17 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class PageSharing:
-    """Implements `roles.PageSharing`: leases of the engine's pages, and where their ranks meet."""
+    """Implements `roles.PageSharing`: leases and reservations of the engine's pages, and the
+    rendezvous stores of the reservations."""
 
     def __init__(self, *, address: str, kv_sharing: Callable[[], KvSharing]) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
         self._meetings: dict[str, StoreHost] = {}
-        """Where the two ends of each reservation's links find each other."""
+        """The rendezvous store of each reservation."""
 
     def forget(self) -> None:
-        """Closes every reservation: they belong to an epoch that is over."""
+        """Closes all reservations; their epoch is over."""
         self._meetings.clear()
 
     def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
@@ -87,7 +88,7 @@ class PageMoves:
         self._epoch = 0
 
     def enter(self, epoch: int) -> None:
-        """Nothing is written for reservations of epochs before this one, from now on."""
+        """Switches to this epoch: reservations of earlier ones are not written any more."""
         with self._writing:
             self._epoch = epoch
 
@@ -110,7 +111,7 @@ class PageMoves:
             group.abort("the pages were migrated")
 
     def receive(self, link: PageLink) -> PageTraffic:
-        deadline = time.monotonic() + 2 * link.timeout_s  # the joining has as long
+        deadline = time.monotonic() + 2 * link.timeout_s  # one timeout_s is for joining
         store = self._store()
 
         def write(chunk: Chunk, content: Tensor) -> None:
@@ -146,7 +147,7 @@ class PageMoves:
         if reason is not None:
             raise PeerLost(
                 peer=link.ends[1],
-                operation="taking over pages",
+                operation="receiving pages",
                 reason=reason,
                 epoch=link.epoch,
             )

@@ -1,6 +1,6 @@
-"""What is true of every process that an actor runs in.
+"""Settings of every process that runs an actor.
 
-Said once, when an actor is built: never at import, and never changed later.
+Applied once, when an actor is built: not at import, and not changed later.
 """
 
 import logging
@@ -16,9 +16,10 @@ from eesd_dist.workers.messages import ProcessInfo, TelemetryOptions
 
 
 def prepare_process() -> None:
-    """Nothing an actor needs lies on a hub, and one thread more than asked for is one too many.
+    """Sets up logging, and keeps libraries from contacting the Hugging Face hub and from starting
+    tokenizer threads.
 
-    What it logs goes to its stderr, which Ray keeps in a file of each process.
+    Logs go to stderr, which Ray keeps in a file per process.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for ours in ("eesd_dist", "serve_app"):
@@ -29,12 +30,12 @@ def prepare_process() -> None:
 
 
 PROCESS_LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""What Ray raises when the process behind a call is gone. It is no `RayActorError` where Ray's own
-memory monitor has ended it."""
+"""What Ray raises when the process behind a call has died. It is not a `RayActorError` where Ray's
+memory monitor has killed the process."""
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Variables that must stand before torch is imported, so before the process starts."""
+    """Returns variables that must be set before torch is imported, so before the process starts."""
     count = str(num_threads)
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
 
@@ -48,7 +49,7 @@ def process_info() -> ProcessInfo:
 
 
 def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
-    """By the options; off when they name neither a collector nor a folder."""
+    """Returns the tracing of these options; off when they name neither a collector nor a folder."""
     return make_tracing(
         process="-".join(process.split()),
         endpoint=options.otlp_endpoint,

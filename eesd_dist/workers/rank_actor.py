@@ -1,11 +1,11 @@
-"""An actor that obeys: weights, KV pages and no opinion, in either stage.
+"""The actor of a verify rank, or of a draft rank other than 0.
 
-A verify rank, or a rank of the draft stage beside the drafting actor. It joins the epochs it
-is told to join and runs their rounds in a thread until the channel is closed, a peer is lost or it
-is told to leave.
+Holds weights and KV pages, and makes no decisions. It joins the epochs it is told to join and runs
+their rounds in a thread until the channel is closed, a peer is lost or it is told to leave.
 
-A verify rank may hold a fallback: what a draft rank holds, drafting nothing. It is an actor like
-any other but for its process, and is reached through the one that it lives in.
+A verify rank may hold a fallback: an object with a draft rank's part of the target that drafts
+nothing. It has the interface of an actor, runs in the same process and is called through this
+actor.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class RankActor:
         self._running: _RunningEpoch | None = None
         """None between epochs."""
         self._fallback: DraftActor | RankActor | None = None
-        """A draft rank of the same number; None where there is to be none."""
+        """The fallback for the draft rank of the same number; None where there is none."""
         parallel = config.parallel
         if stage == "verify" and parallel.fallback and rank < parallel.draft_tensor_parallel_size:
             self._fallback = _fallback(config, name, rank, stages=stages, telemetry=telemetry)
@@ -83,16 +83,16 @@ class RankActor:
         await asyncio.Event().wait()
 
     async def prepare(self) -> None:
-        """Of a draft rank: loads its weights while there is no epoch for it."""
+        """Loads the weights of a draft rank before there is an epoch to join."""
         await asyncio.to_thread(self._draft_follower().prepare)
 
     async def fallback(self, method: str, *args: object) -> object:
-        """What the fallback in this process answers."""
+        """Calls a method of the fallback in this process and returns its result."""
         answer: object = await getattr(self._require_fallback(), method)(*args)
         return answer
 
     async def fallback_submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """A fallback's tokens, where it is the drafting actor's."""
+        """Yields the token stream of the drafting actor's fallback."""
         fallback = self._require_fallback()
         assert isinstance(fallback, DraftActor), "requests are for verify rank 0"
         async with aclosing(fallback.submit(request)) as items:
@@ -115,10 +115,10 @@ class RankActor:
         return self._draft
 
     async def load_head(self, folder: str) -> str:
-        """A rank of the draft stage reads its part of another exit head, and keeps it aside until
-        the drafting actor takes it. Returns the head's digest.
+        """Reads a draft rank's part of another exit head, and keeps it until a command of the
+        drafting actor switches to it. Returns the head's digest.
 
-        Raises CheckpointError or ConfigError when it does not fit.
+        Raises CheckpointError or ConfigError when the head does not fit.
         """
         return await asyncio.to_thread(self._draft_follower().load_head, folder)
 
@@ -129,7 +129,7 @@ class RankActor:
         return await running.thread.end()
 
     async def leave(self) -> bool:
-        """Ends the part in this epoch; False when its loop or load cannot be stopped."""
+        """Leaves the epoch. Returns False when the loop or a load cannot be stopped."""
         running = self._running
         self._running = None
         self._worker.disconnect()
@@ -137,30 +137,30 @@ class RankActor:
         return has_left and (running is None or await running.stop())
 
     async def kv_layout(self) -> KvLayout:
-        """What this rank's peer in another pipeline has to agree in."""
+        """Returns the layout that must match the peer rank's in another pipeline."""
         return await asyncio.to_thread(self._worker.pages.layout)
 
     async def send_pages(self, link: PageLink) -> PageTraffic:
-        """This rank's part of pages that are leased to another pipeline."""
+        """Sends this rank's part of pages that are leased to another pipeline."""
         return await asyncio.to_thread(self._worker.pages.send, link)
 
     async def receive_pages(self, link: PageLink) -> PageTraffic:
-        """This rank's part of another pipeline's pages; rounds go on beside it."""
+        """Receives this rank's part of another pipeline's pages, while rounds go on."""
         return await asyncio.to_thread(self._worker.pages.receive, link)
 
     async def loading(self) -> LoadReport | None:
-        """How much of its weights it has read; None before it was told to."""
+        """Returns the progress of loading weights; None before loading begins."""
         return self._worker.loading.report()
 
     async def flush(self) -> None:
-        """Sends spans that are still waiting; before this process is taken down."""
+        """Sends pending spans; call before ending the process."""
         await asyncio.to_thread(self._tracing.flush)
 
 
 def _worker_of(
     stages: StageFactory, config: EngineConfig, tracing: Tracing, *, stage: StageName, rank: int
 ) -> tuple[RankWorker, DraftFollower | None]:
-    """The rank's role; the second where it is a draft rank."""
+    """Returns the rank's role, and the same object as a DraftFollower where it is one."""
     if stage == "draft":
         follower = stages.draft_follower(config, tracing, rank=rank)
         return follower, follower
@@ -175,13 +175,14 @@ def _fallback(
     stages: StageFactory,
     telemetry: TelemetryOptions,
 ) -> DraftActor | RankActor:
-    """Of as many ranks as the draft stage has: the same sums in the same order, the same bits."""
+    """Builds a fallback. There are as many as draft ranks, so that sums have the same order and
+    the same bits."""
     plain = config.model_copy(
         update={
             "speculation": config.speculation.model_copy(
                 update={"max_draft_tokens": 0, "draft_ahead": False}
             ),
-            # On one device nothing overlaps, and two groups would wait for each other's kernels.
+            # On one device nothing overlaps, and kernels of two groups would block each other.
             "scheduler": config.scheduler.model_copy(update={"overlap": False}),
             "parallel": config.parallel.model_copy(update={"fallback": False}),
         }

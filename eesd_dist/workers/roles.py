@@ -112,7 +112,7 @@ class RankEpoch(Protocol):
 
 
 class DraftControl(Protocol):
-    """What may be asked of draft rank 0 while rounds go on."""
+    """Calls to draft rank 0 that are allowed while rounds go on."""
 
     def adopt(self, priors: Priors) -> None:
         """Sets the priors of new requests until the router has answered for them."""
@@ -127,30 +127,30 @@ class DraftControl(Protocol):
         ...
 
     def control(self) -> ControlReport:
-        """May take a moment: a head's files are read once."""
+        """Returns what the controllers work with. Slow the first time: reads the head's files."""
         ...
 
     def recorder_counts(self) -> RecorderCounts | None:
-        """Returns None where nothing is recorded."""
+        """Returns the recorder's counts; None where nothing is recorded."""
         ...
 
     def flush(self) -> None:
-        """Writes what is still to be recorded; before this process is taken down."""
+        """Writes pending recordings; call before ending the process."""
         ...
 
 
 class EpochLeader(Protocol):
-    """Draft rank 0 on its way from one epoch to the next."""
+    """Draft rank 0 between epochs."""
 
     def host_store(self) -> Address:
-        """Opens a new rendezvous store in this process and gives up the one before."""
+        """Opens a new rendezvous store in this process and closes the one before."""
         ...
 
     def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
-        """Loads the weights before there is an epoch to join; does nothing when they are there.
+        """Loads the weights before there is an epoch to join; does nothing when they are loaded.
 
-        `cost` is the cost model that the engine would measure, where it is known. Raises what a bad
-        checkpoint raises.
+        `cost` is the cost model that the engine would measure, where it is known. Raises
+        CheckpointError or ConfigError.
         """
         ...
 
@@ -167,7 +167,7 @@ class EpochLeader(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """Ends connections that are being opened, and opened ones that no epoch has. From any
+        """Ends connections that are being opened, and open ones that no epoch uses. From any
         thread."""
         ...
 
@@ -210,7 +210,7 @@ class DraftFollower(RankWorker, Protocol):
 
 
 class StageFactory(Protocol):
-    """Builds the role of a process, inside that process. Travels to it by pickle."""
+    """Builds the role of a process inside that process. Sent there by pickle."""
 
     def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader: ...
     def draft_follower(

@@ -1,9 +1,9 @@
-"""Carries outcomes to the router and its plans back, and lets nobody wait for either.
+"""Sends outcomes to the router and applies its plans, in a background task.
 
-It gathers what rounds have taught, sends it every so often and hands the answer on. A router that
-is slow, dead or gone costs nothing but its advice: news that cannot be delivered are dropped. Now
-and then it asks for the pools as well, so that a new request is warm before the router has heard
-of it.
+Outcomes of rounds are collected and sent at an interval. The round loop never waits for the router:
+when it is slow or dead, messages that cannot be delivered are dropped and only its plans are
+missing. At a longer interval it is asked for the pools too, so that a new request has a prior
+before the router knows the request.
 """
 
 import asyncio
@@ -48,21 +48,21 @@ class RouterLink:
         self._adopt = adopt
         self._priors_every_s = priors_every_s
         self._priors_id = ""
-        """Which pools are here; none at first."""
+        """Id of the pools received last; empty before the first."""
         self._asked_s = -math.inf
-        """When they were asked for last."""
+        """When pools were last asked for."""
         self._admitted: deque[tuple[RequestId, str]] = deque(maxlen=max_kept)
         self._outcomes: deque[Outcome] = deque(maxlen=max_kept)
         self._finished: deque[RequestId] = deque(maxlen=max_kept)
         self._news = asyncio.Event()
         self._is_silent = False
         self._task: asyncio.Task[None] | None = None
-        """None until there is an event loop to run in."""
+        """None until `start` is called in an event loop."""
 
     def start(self) -> None:
-        """Starts carrying; a second call changes nothing."""
+        """Starts the background task, if it is not running."""
         if self._task is None:
-            self._news.set()  # the first thing to ask for is what others have learnt
+            self._news.set()  # ask for the pools at once
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def admitted(self, request_id: RequestId, workload: str) -> None:
@@ -82,7 +82,7 @@ class RouterLink:
             await self._exchange()
 
     async def _something_to_say(self) -> None:
-        """News, or nothing for so long that somebody may have pinned or loaded other pools."""
+        """Waits for news, at most until the pools, which may have changed, are due again."""
         try:
             async with asyncio.timeout(self._priors_every_s):
                 await self._news.wait()
@@ -101,11 +101,11 @@ class RouterLink:
         try:
             async with asyncio.timeout(self._timeout_s):
                 advice = await self._ask(news)
-        except Exception as error:  # whatever befalls the router must not reach the rounds
+        except Exception as error:  # no failure of the router may reach the round loop
             if not self._is_silent:
-                logger.warning("router is silent, drafting goes on alone: error=%r", error)
+                logger.warning("router does not answer, drafting continues: error=%r", error)
             self._is_silent = True
-            self._asked_s = -math.inf  # whoever answers next may know other pools
+            self._asked_s = -math.inf  # a restarted router may have other pools
             return
         if self._is_silent:
             logger.info("router answers again")
@@ -115,7 +115,7 @@ class RouterLink:
             if advice.priors is not None:
                 self._adopt(advice.priors)
                 self._priors_id = advice.priors_id
-        except Exception:  # a bug; the plans to come may be better ones
+        except Exception:  # a bug; later plans may be valid
             logger.exception("plans not applied: pipeline=%s", self._pipeline)
 
     def _known_priors(self) -> str | None:
@@ -127,7 +127,8 @@ class RouterLink:
 
 
 def _counts(outcome: Outcome) -> Outcome:
-    """Without the evidence: beliefs are made of counts, and it is most of the message."""
+    """Returns the outcome without evidence, which beliefs do not use and which is most of its
+    size."""
     branches = tuple(replace(branch, evidence=_NO_EVIDENCE) for branch in outcome.branches)
     return replace(outcome, evidence=(), branches=branches)
 

@@ -1,6 +1,7 @@
 """Builds the model's stages inside the process that runs them.
 
-Travels through a pipeline replica, which never imports torch; so the imports stand in the methods.
+Imports are inside the methods: the factory passes through a pipeline replica, which never imports
+torch.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class EngineStages:
     ) -> DraftFollower:
         from eesd_dist.workers.draft_follower import ShardFollower
 
-        del tracing  # its time is part of the drafting actor's spans
+        del tracing  # a follower's time is part of the drafting actor's spans
         return ShardFollower(config, rank=rank)
 
     def verify_worker(self, config: EngineConfig, tracing: "Tracing", *, rank: int) -> RankWorker:

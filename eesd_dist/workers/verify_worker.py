@@ -1,4 +1,4 @@
-"""A verify rank: its share of layers [N, L), of the final norm and of the LM head."""
+"""A verify rank: runs its shard of layers [N, L), the final norm and the LM head."""
 
 import time
 
@@ -52,7 +52,7 @@ class StageVerifier:
                 self._handle.join(groups[-1])
             stage = self._stage.get()
             stage.span.paged.begin()
-            # Built now: from here on the drafting actor may send.
+            # Built now: from here on the drafting actor may send rounds.
             source = self._source(epoch, groups[0]) if self._rank == 0 else None
             return VerifyEpoch(stage, groups, source=source, rank=self._rank, spans=self._spans)
 
@@ -89,7 +89,8 @@ class VerifyEpoch:
         rank: int,
         spans: RoundSpans | None,
     ) -> None:
-        """`source` is rank 0's; the others follow it. `spans` is None where tracing is off."""
+        """`source` is None except on rank 0, which the others follow. `spans` is None where tracing
+        is off."""
         self._stage = stage
         self._groups = groups
         self._source = source
@@ -104,7 +105,7 @@ class VerifyEpoch:
                 else:
                     follow_rounds(self._stage, observe=self._record)
         finally:
-            self.abort()  # ranks that wait for this one need not wait for a deadline
+            self.abort()  # so that ranks that wait for this one fail before their deadline
 
     def abort(self) -> None:
         abort_all(self._groups, "the epoch was ended")

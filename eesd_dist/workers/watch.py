@@ -1,7 +1,7 @@
-"""What the drafting actor shows of itself: metrics, spans, the latest rounds.
+"""The drafting actor's telemetry: metrics, spans and the latest rounds.
 
-Fed from the statistics that rounds return, after their tokens have left; it measures only when
-requests came and when their tokens went. It can be left out without a trace in the rest.
+Works on the statistics that rounds return, after their tokens have left. It measures only when
+requests arrive and when their tokens leave.
 """
 
 import time
@@ -26,7 +26,7 @@ _ROUNDS_KEPT = 2048
 
 
 class _Watched:
-    """One live request, as seen from the drafting actor."""
+    """Times of one live request at the drafting actor."""
 
     def __init__(self, request: Request) -> None:
         self._is_resumed = bool(request.generated)
@@ -66,7 +66,7 @@ class _Watched:
 
 
 class DraftWatch:
-    """Lives in the drafting actor's event loop."""
+    """Turns round statistics into metrics and spans, in the drafting actor's event loop."""
 
     def __init__(self, tracing: Tracing, *, model_name: str) -> None:
         self._metrics = ServiceMetrics(model_name=model_name)
@@ -81,7 +81,7 @@ class DraftWatch:
         self._requests[request.request_id] = _Watched(request)
 
     def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
-        """`late`: whose emissions are those of an earlier submission."""
+        """Records a step. `late`: requests with emissions of an earlier submission."""
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
             if watched is None or emission.request_id in late:
@@ -96,15 +96,15 @@ class DraftWatch:
                 self._spans.record_round(stats)
 
     def left(self, request_id: RequestId) -> None:
-        """Its reader has gone, or it has failed."""
+        """Records that the request's reader has left, or that it has failed."""
         self._ended(request_id, FinishReason.ABORT)
 
     def sent_on(self, request_id: RequestId) -> None:
-        """It will be resumed, here or elsewhere."""
+        """Records that the request will be resumed, in this or another pipeline."""
         self._ended(request_id, None)
 
     def page(self, load: LoadLike | None, *, recorder: RecorderCounts | None = None) -> bytes:
-        """What a Prometheus server would scrape here."""
+        """Returns the page that a Prometheus server scrapes."""
         if load is not None:
             used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
             self._metrics.observe_load(
@@ -118,8 +118,8 @@ class DraftWatch:
         return tuple(self._rounds)
 
     def acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the latest rounds' drafts, by position: how many came so far, and how many of those
-        were accepted there."""
+        """Returns, by draft position, how many of the latest drafts reached it and how many of
+        those were accepted there."""
         rounds = self.rounds()
         return (
             _summed([stats.drafted_by_position for stats in rounds]),
