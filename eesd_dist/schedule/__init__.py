@@ -1,1 +1,1 @@
-"""Decides who runs in a round and which pages they hold, without a tensor."""
+"""Scheduling: which requests run in a round and which KV pages they hold. Uses no tensors."""

@@ -1,6 +1,6 @@
-"""Which requests can be served at all.
+"""Validates requests: refuses those that could never be served.
 
-Refuses what no waiting would help; whether there is room now is the scheduler's question.
+Whether there is room for a request now is decided by the scheduler.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ _NUM_SEEDS = 2**64
 
 
 class Gate:
-    """The limits of one engine, as a request meets them."""
+    """The limits of one engine on a request."""
 
     def __init__(
         self, *, max_model_len: int, vocab_size: int, num_pages: int, page_size: int
@@ -25,7 +25,7 @@ class Gate:
         self._page_size = page_size
 
     def check(self, request: Request) -> None:
-        """Raises RequestError saying what to change."""
+        """Raises RequestError that says what to change."""
         self._check_length(request)
         self._check_vocabulary((*request.prompt, *request.generated), param="prompt")
         biased = (token for token, _ in request.sampling.logit_bias)
@@ -60,14 +60,14 @@ class Gate:
             )
 
     def _check_numbers(self, sampling: SamplingParams) -> None:
-        """Each has a field of its size in a round's header: what does not fit breaks the round."""
+        """Checks that numbers fit their fields in a round's header: others would fail the round."""
         for param, number in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens)):
             if not 0 <= number <= _LARGEST:
                 raise RequestError(f"{param} is {number}: give 0 to {_LARGEST}", param=param)
         for param, value, is_allowed, expected in _reals(sampling):
             if not is_allowed:
                 raise RequestError(f"{param} is {value}: give {expected}", param=param)
-        # A checkpoint may name end tokens that its model never chooses: these do no harm.
+        # End tokens outside the vocabulary, as some checkpoints have, are never chosen: allowed.
         if any(not 0 <= token <= _LARGEST for token in sampling.stop_token_ids):
             raise RequestError(
                 f"stop_token_ids are {list(sampling.stop_token_ids)}: give 0 to {_LARGEST}",
@@ -80,7 +80,7 @@ class Gate:
 
     def _check_pages(self, request: Request) -> None:
         longest = min(len(request.prompt) + request.sampling.max_tokens, self._max_model_len)
-        # The last token leaves without having been computed itself.
+        # The last token is never computed, so it needs no position.
         num_needed = -(-(longest - 1) // self._page_size)
         if num_needed > self._num_pages:
             raise RequestError(
@@ -92,7 +92,8 @@ class Gate:
 
 
 def _reals(sampling: SamplingParams) -> Iterator[tuple[str, float, bool, str]]:
-    """Parameter, value, whether it is allowed, what is. Comparisons with NaN are false."""
+    """Yields parameter, value, whether it is allowed, and what is. Comparisons with NaN are
+    false."""
     s = sampling
     yield "temperature", s.temperature, 0.0 <= s.temperature < inf, "0 or more"
     yield "top_p", s.top_p, 0.0 <= s.top_p <= 1.0, "0 to 1"

@@ -1,6 +1,6 @@
-"""A request that is being served: its tokens so far, and how much of them is in the KV pages.
+"""A live request: its tokens so far, and how many of them are in the KV pages.
 
-Knows when its own text ends. Refuses to know who else is running and where pages come from.
+Decides when the text ends. Independent of other requests and of page allocation.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId, T
 class LiveRequest:
     """One request between its arrival and its last token.
 
-    `tokens` is all that may not be lost; pages, microbatch and `num_computed` are cache.
+    `tokens` must not be lost; pages, microbatch and `num_computed` can be recomputed.
     """
 
     __slots__ = (
@@ -55,20 +55,20 @@ class LiveRequest:
         self.num_prompt = len(request.prompt)
         self.tokens: list[TokenId] = [*request.prompt, *request.generated]
         self.max_len = min(self.num_prompt + request.sampling.max_tokens, max_model_len)
-        """Prompt and answer together never grow longer than this."""
+        """Maximum length of prompt and answer together."""
         self.max_draft_tokens = _draft_ceiling(request, service=max_draft_tokens)
         self.tree: TreeShape = tree if self.max_draft_tokens > 0 else "none"
-        """What its drafts look like."""
+        """The shape of its drafts."""
         self.max_tree_nodes = max_tree_nodes
         self.drafter = drafter
-        """Which of the exit heads that have served computed its pages."""
+        """Number of the exit head that computed its pages."""
         self.num_computed = 0
-        """Positions whose keys and values are valid in every stage."""
+        """Number of positions with valid keys and values in every stage."""
         self.pages: list[PageId] = []
         self.microbatch = 0
         self.num_cached_prompt_tokens = 0
         self.last_turn = 0
-        """Which turn of all turns was its last; who waited longest goes first if not all fit."""
+        """When it last ran, in turns of all requests; if not all fit, the lowest goes first."""
         self.in_flight = False
         self.is_aborted = False
 
@@ -86,7 +86,7 @@ class LiveRequest:
 
     @property
     def salt(self) -> str:
-        """Whose pages it can share: only a request that drafts fills the exit head's own KV."""
+        """Salt of its page digests: only requests that draft fill the exit head's own pages."""
         return salt_of(drafts=self.drafts, drafter=self.drafter)
 
     @property
@@ -95,23 +95,24 @@ class LiveRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last token has not been computed."""
+        """Whether only its last token has not been computed."""
         return len(self.tokens) - self.num_computed == 1
 
     @property
     def max_draft(self) -> int:
-        """Draft tokens of which each could still be wanted; the verifier's own token is extra."""
+        """Maximum useful draft length; the verifier's own token is not counted."""
         return max(0, min(self.max_draft_tokens, self.max_len - len(self.tokens) - 1))
 
     @property
     def max_nodes(self) -> int:
-        """Tokens of a drafted tree, `max_draft` levels deep at most; of a chain `max_draft`."""
+        """Maximum tokens of a drafted tree, which has at most `max_draft` levels; for a chain
+        `max_draft`."""
         if self.tree == "none":
             return self.max_draft
         return self.max_tree_nodes if self.max_draft > 0 else 0
 
     def extend(self, tokens: Sequence[TokenId]) -> FinishReason | None:
-        """Appends tokens up to the one that ends the text, and says why it ended if it did."""
+        """Appends tokens up to the one that ends the text; returns why it ended, or None."""
         sampling = self.request.sampling
         for token in tokens:
             may_stop = self.num_generated >= sampling.min_tokens
@@ -124,7 +125,7 @@ class LiveRequest:
 
 
 def salt_of(*, drafts: bool, drafter: int) -> str:
-    """Which pages requests can share, by whether they draft and with which exit head."""
+    """Returns the salt of page digests: requests share pages when it is equal."""
     return f"exit {drafter}" if drafts else "plain"
 
 

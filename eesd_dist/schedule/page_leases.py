@@ -1,14 +1,14 @@
-"""Pages that another pipeline reads here, or writes here, while rounds go on.
+"""Page leases and reservations: pages that another pipeline reads or writes while rounds go on.
 
-A live request's full pages never change again: what is left to compute lies behind them. So they
-are leased while the request goes on (copying before stopping, as live migration does: Llumnix,
-arXiv 2406.03243). A reservation is the other end: pages that are nobody's while foreign bytes
-arrive in them and that become cached pages, findable by their tokens, when all of them have come. A
-leased page is owned until it is returned and a reservation's page until it is adopted or abandoned,
-so that no round gets either of them in between.
+A live request's full pages never change: everything still to be computed comes after them. So they
+are leased while the request goes on (copy before stop, as in live migration: Llumnix, arXiv
+2406.03243). A reservation is the other end: pages without a request into which the leased content
+is copied. They become cached pages, findable by their tokens, once all of it has arrived. A leased
+page is owned until the lease is returned, and a reserved page until it is adopted or abandoned, so
+that no round gets either of them before.
 
-Losing the stores voids both: whoever comes back with a voided one is told so, and recomputation is
-always right. Refuses to know how bytes travel and who asks.
+Losing the stores voids both. Returning or adopting a voided one reports that, and the tokens are
+recomputed. How bytes travel is decided in other modules.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -20,17 +20,17 @@ from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import PageId, RequestId, TokenId
 
 _ANY = TokenId(0)
-"""The allocator never finds the page of the last token; behind full pages any other may stand."""
+"""Appended to look up full pages: the allocator never matches the page of the last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """What two pipelines must agree in before the one may go on from the other's pages."""
+    """Properties that must be equal in two pipelines for one to use the other's pages."""
 
     weights: str
-    """Path of the checkpoint, and a digest of samples of its files as they were when loaded."""
+    """Path of the checkpoint, and a digest of samples of its files at loading."""
     head: str
-    """Digest of the exit head; empty: nothing is drafted."""
+    """Digest of the exit head; empty when nothing is drafted."""
     dtype: str
     numerics: str
     split: int
@@ -40,12 +40,12 @@ class KvLayout:
     verify_ranks: int
     page_size: int
     machine: str
-    """What decides which routines compute, and so the last bit of a key."""
+    """Hardware properties that select the compute routines, and so decide a key's last bits."""
     finds_prefixes: bool
-    """Whether pages are findable at all."""
+    """Whether prefix caching is on."""
 
     def why_not(self, other: "KvLayout") -> str | None:
-        """The first difference in words; None: this pipeline's pages are as good as the other's."""
+        """Returns a description of the first difference; None when pages can migrate."""
         if not other.finds_prefixes:
             return "cache.prefix_caching is off there"
         for each in fields(self):
@@ -61,10 +61,10 @@ class LeasedPages:
 
     request_id: RequestId
     tokens: tuple[TokenId, ...]
-    """As many as the pages hold."""
+    """The tokens in the pages."""
     pages: tuple[PageId, ...]
     drafts: bool
-    """Whether the exit head's own pages are filled too."""
+    """Whether the exit head's pages are filled too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,43 +75,44 @@ class PageLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageReservation:
-    """Where the pages of a lease are to be written."""
+    """The pages into which those of a lease are copied."""
 
     number: str
     epoch: int
-    """The membership it was reserved in; of another one, nobody writes into its pages."""
+    """The epoch it was made in; ranks in another epoch do not write its pages."""
     moves: tuple[tuple[PageId, PageId], ...]
-    """(leased page, page here), without those whose tokens are findable here already."""
+    """(leased page, page here), without pages that are cached here already."""
     num_found: int
-    """Pages that were here already."""
+    """Pages that were cached here already."""
     num_refused: int
-    """Lent pages that found no room."""
+    """Leased pages for which there was no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTraffic:
-    """What one rank sent or received of a reservation."""
+    """What one rank sent or received for a reservation."""
 
     num_pages: int
     num_bytes: int
     seconds: float
-    """From the first chunk to the last word; the joining of the two ranks is not counted."""
+    """From the first chunk to the last message; connecting the two ranks is not counted."""
 
 
 class PageLeases:
-    """The leases and reservations of one allocator. Its owner's lock is its own."""
+    """The leases and reservations of one allocator. Not thread-safe: callers hold a lock."""
 
     def __init__(
         self, pages: PageAllocator, *, new_number: Callable[[], str] = lambda: uuid4().hex
     ) -> None:
-        """`new_number`: a name that no pipeline has ever used, so that nothing late is mistaken."""
+        """`new_number` returns a globally unique name, so that a late call never hits a wrong
+        lease."""
         self._pages = pages
         self._new_number = new_number
         self._leases: dict[str, list[PageId]] = {}
         self._reservations: dict[str, list[_Table]] = {}
 
     def lease(self, requests: Sequence[LeasedPages]) -> PageLease:
-        """One owner more for each page until the lease is returned."""
+        """Adds an owner to each page until the lease is returned."""
         number = self._new_number()
         leased = [page for request in requests for page in request.pages]
         self._pages.retain(leased)
@@ -119,7 +120,8 @@ class PageLeases:
         return PageLease(number=number, requests=tuple(requests))
 
     def end_lease(self, number: str) -> bool:
-        """Whether the pages held the same all the while; False when the stores were lost."""
+        """Releases the pages. Returns whether they held the same content during the whole lease;
+        False when the stores were lost."""
         leased = self._leases.pop(number, None)
         if leased is None:
             return False
@@ -135,10 +137,11 @@ class PageLeases:
         untouchable: Set[int],
         epoch: int = 0,
     ) -> PageReservation:
-        """Pages for what is not here yet, as far as there is room: a shorter prefix is one too.
+        """Reserves pages for the leased ones that are not cached here, as far as there is room: a
+        shorter prefix is useful too.
 
-        `num_kept` pages stay for those who run here; `untouchable` ones may still be read or
-        written by a round that was decided on.
+        `num_kept` pages stay free for requests of this pipeline; `untouchable` ones may still be
+        read or written by a planned round.
         """
         number = self._new_number()
         arriving: dict[PageId, PageId] = {}
@@ -172,7 +175,8 @@ class PageLeases:
         )
 
     def adopt(self, number: str) -> bool:
-        """All bytes are here: the pages are findable from now on. False when it was voided."""
+        """Makes the pages findable; call when all content has arrived. Returns False when the
+        reservation was voided."""
         tables = self._reservations.pop(number, None)
         if tables is None:
             return False
@@ -189,12 +193,12 @@ class PageLeases:
         return True
 
     def abandon(self, number: str) -> None:
-        """Nothing of it is registered; whoever calls this knows that nobody writes any more."""
+        """Frees the pages without making them findable; call when no rank writes any more."""
         for table in self._reservations.pop(number, ()):
             self._pages.release(table.pages)
 
     def void(self) -> None:
-        """The stores are lost: no lease and no reservation is worth anything."""
+        """Ends all leases and reservations; call when the stores are lost."""
         for leased in self._leases.values():
             self._pages.release(leased)
         self._leases.clear()
@@ -202,7 +206,7 @@ class PageLeases:
             self.abandon(number)
 
     def owned(self) -> Iterator[PageId]:
-        """Each page as often as it is owned here."""
+        """Yields each page as often as it is owned by a lease or reservation."""
         for leased in self._leases.values():
             yield from leased
         for tables in self._reservations.values():
@@ -212,7 +216,8 @@ class PageLeases:
     def _fresh(
         self, count: int, *, after: PageId | None, num_kept: int, untouchable: Set[int]
     ) -> list[PageId]:
-        """Up to `count` pages: as many as there is room for, in front of any untouchable one."""
+        """Allocates up to `count` pages: as many as there is room for, up to the first untouchable
+        one."""
         count = max(0, min(count, self._pages.num_free - num_kept))
         taken = self._pages.allocate(count, after=after) or []
         usable = list(takewhile(lambda page: page not in untouchable, taken))
@@ -228,5 +233,5 @@ class _Table:
 
 
 def _known(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
-    """Pages of a prefix that another request of the same lease begins with too."""
+    """Returns the pages here of a prefix shared with an earlier request of the same lease."""
     return [arriving[page] for page in takewhile(arriving.__contains__, leased)]

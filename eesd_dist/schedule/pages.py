@@ -1,14 +1,14 @@
-"""Which KV page belongs to whom.
+"""The allocator of KV pages.
 
 One allocator at rank 0 decides for every stage: page p is page p in each stage's store. A page is
 exactly one of
 
-    free      nobody's, and its content means nothing
-    cached    nobody's, but its content is findable by the tokens it was computed from
+    free      without an owner; its content means nothing
+    cached    without an owner, but findable by the tokens it was computed from
     owned     in the page table of one request, or of several that share a prefix
 
-Stages read consecutive pages without copying, so pages are handed out in runs as long as possible.
-This module knows page numbers and token ids; it refuses to know requests, rounds and tensors.
+Stages read consecutive pages without copying, so pages are allocated in runs as long as possible.
+This module deals with page numbers and token ids, not with requests, rounds or tensors.
 """
 
 import re
@@ -24,7 +24,7 @@ _HOLE = re.compile(b"\x01+")
 
 
 class PageAllocator:
-    """Hands out pages, counts their owners and remembers what full pages were computed from."""
+    """Allocates pages, counts their owners and keeps the digests of full pages' tokens."""
 
     def __init__(self, *, num_pages: int, page_size: int, prefix_caching: bool) -> None:
         self.num_pages = num_pages
@@ -35,34 +35,35 @@ class PageAllocator:
         self._num_owners = [0] * num_pages
         # Least recently used first; only pages without an owner.
         self._cached: OrderedDict[PageId, None] = OrderedDict()
-        # A page may know its digest without being findable: another had the same content first.
+        # A page may have a digest without being findable: another page had the content first.
         self._digest_of: dict[PageId, bytes] = {}
         self._page_of: dict[bytes, PageId] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that can be had now: free ones, and cached ones that would be evicted."""
+        """Pages that can be allocated now: free ones, and cached ones that would be evicted."""
         return self._num_unused + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Pages without an owner whose content is still findable."""
+        """Pages without an owner that are still findable."""
         return len(self._cached)
 
     def num_owners(self, page: PageId) -> int:
         return self._num_owners[page]
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that hold so many positions."""
+        """Returns the number of pages for so many positions."""
         return -(-num_positions // self.page_size)
 
     def allocate(
         self, count: int, *, after: PageId | None, expected: int = 0
     ) -> list[PageId] | None:
-        """`count` pages with one owner each, or None (and nothing taken) when there are not enough.
+        """Returns `count` pages with one owner each, or None when there are not enough.
 
-        They continue after page `after` while nobody owns what follows; otherwise a new run starts
-        where `expected` pages (these and those the request is likely to ask for later) have room.
+        They continue after page `after` as far as the pages there have no owner. Otherwise a new
+        run starts where `expected` pages (these and those the request is likely to need later)
+        have room.
         """
         if count > self.num_free:
             return None
@@ -75,25 +76,25 @@ class PageAllocator:
         return taken
 
     def retain(self, pages: Sequence[PageId]) -> None:
-        """One more owner for each page."""
+        """Adds an owner to each page."""
         for page in pages:
             if self._num_owners[page] == 0:
                 del self._cached[page]
             self._num_owners[page] += 1
 
     def release(self, pages: Sequence[PageId]) -> None:
-        """One owner less for each page; a page without any becomes cached or free."""
-        # The last page goes first, so that eviction eats a prefix from its far end.
+        """Removes an owner from each page; a page without owners becomes cached or free."""
+        # The last page is released first, so that eviction shortens a prefix from its end.
         for page in reversed(pages):
-            assert self._num_owners[page] > 0, f"page {page} was released by nobody"
+            assert self._num_owners[page] > 0, f"page {page} was released and has no owner"
             self._num_owners[page] -= 1
             if self._num_owners[page] == 0:
                 self._abandon(page)
 
     def match_prefix(self, tokens: Sequence[int], *, salt: str) -> list[PageId]:
-        """The longest run of full cached pages these tokens begin with, each with one more owner.
+        """Returns the longest prefix of these tokens in full pages, and adds an owner to each.
 
-        Never all of the tokens: the last one stays to be computed, since its row gets the verdict.
+        Never covers all tokens: the last one must be computed, since its row gets the verdict.
         """
         found: list[PageId] = []
         if not self._page_of:
@@ -125,13 +126,13 @@ class PageAllocator:
             self._page_of.setdefault(digest, pages[index])
 
     def forget_cached(self) -> None:
-        """No page is findable any more: a stage has lost its store."""
+        """Frees cached pages and forgets all digests; call when a stage has lost its store."""
         self._evict(len(self._cached))
         self._digest_of.clear()
         self._page_of.clear()
 
     def check(self) -> None:
-        """Raises AssertionError naming the law of conservation that broke, if one did."""
+        """Raises AssertionError that names a broken invariant, if there is one."""
         for page in map(PageId, range(self.num_pages)):
             states = {
                 "free": bool(self._is_free[page]),
@@ -139,17 +140,17 @@ class PageAllocator:
                 "owned": self._num_owners[page] > 0,
             }
             names = [name for name, holds in states.items() if holds]
-            assert len(names) == 1, f"page {page} is {names}: exactly one of {list(states)} is law"
+            assert len(names) == 1, f"page {page} is {names}, expected one of {list(states)}"
             assert not (states["free"] and page in self._digest_of), f"free page {page} is known"
         unused = self._is_free.count(_FREE)
         assert unused == self._num_unused, f"{unused} pages are free, counted {self._num_unused}"
         for digest, page in self._page_of.items():
-            assert self._digest_of.get(page) == digest, f"page {page} is found by foreign tokens"
+            assert self._digest_of.get(page) == digest, f"page {page} is found by other tokens"
         for page in self._cached:
-            assert self._is_findable(page), f"page {page} is cached, and no tokens find it"
+            assert self._is_findable(page), f"page {page} is cached and not findable"
 
     def _continue_run(self, start: PageId, limit: int) -> list[PageId]:
-        """Like `_take_run`, and cached pages in the way make room: cheaper than a second run."""
+        """Like `_take_run`, but evicts cached pages in the way: cheaper than a second run."""
         for page in map(PageId, range(start, min(start + limit, self.num_pages))):
             if page in self._cached:
                 self._evict_page(page)
@@ -158,7 +159,7 @@ class PageAllocator:
         return self._take_run(start, limit)
 
     def _take_run(self, start: int, limit: int) -> list[PageId]:
-        """At most `limit` consecutive free pages from `start` on."""
+        """Takes at most `limit` consecutive free pages from `start` on."""
         stop = start
         while stop < self.num_pages and stop - start < limit and self._is_free[stop]:
             self._is_free[stop] = 0
@@ -168,20 +169,20 @@ class PageAllocator:
         return [PageId(page) for page in range(start, stop)]
 
     def _start_of_run(self, room: int, *, at_least: int) -> int:
-        """Where a run that may grow to `room` pages best begins."""
+        """Returns the best start for a run that may grow to `room` pages."""
         start, stop = self._largest_hole()
         if stop - start < room and self._cached:
-            # A request reads its run in every round to come: worth as many of the coldest pages.
+            # The request reads the run in every round: worth evicting as many of the oldest pages.
             self._evict(room)
             start, stop = self._largest_hole()
         if start > 0 and self._num_owners[start - 1] > 0:
-            # The run before this hole may still grow: leave it half of what we can spare.
+            # The run before this hole may still grow: leave it half of the spare pages.
             size = stop - start
             start += max(0, size - (room if room <= size else at_least)) // 2
         return start
 
     def _largest_hole(self) -> tuple[int, int]:
-        """The longest run of free pages, the first of equals; (0, 0) when none is free."""
+        """Returns the first of the longest runs of free pages; (0, 0) when none is free."""
         spans = (match.span() for match in _HOLE.finditer(self._is_free))
         return max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
 
@@ -211,7 +212,8 @@ class PageAllocator:
         return digest is not None and self._page_of.get(digest) == page
 
     def _next_digest(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
-        """Names page `index` by all tokens up to its end; 128 bits, so that no two meet."""
+        """Returns the digest of all tokens up to the end of page `index`. 128 bits, so that
+        collisions can be neglected."""
         first = index * self.page_size
         content = array("q", tokens[first : first + self.page_size]).tobytes()
         return blake2b(parent + content, digest_size=16).digest()

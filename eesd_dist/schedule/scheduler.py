@@ -1,10 +1,10 @@
-"""Who runs in a round, with how many rows and in which pages.
+"""The scheduler: which requests run in a round, with how many rows and in which pages.
 
-Prefill chunks, decoding and drafting are one thing here: a request with known tokens that are not
-computed yet, and with room for a draft behind the last of them. Pages that run short cost drafts
-first and then the youngest request's place; tokens are never lost.
+Prefill chunks, decoding and drafting are the same: a request has known tokens that are not computed
+yet, and room for a draft after the last of them. When pages run short, drafts shrink first; then
+the youngest request is preempted. Tokens are never lost.
 
-Refuses to know tensors, stages, controllers and text. One thread owns a scheduler.
+Independent of tensors, stages, controllers and text. Not thread-safe: one thread owns a scheduler.
 """
 
 from bisect import insort
@@ -29,28 +29,28 @@ class PlanItem:
     start: int
     num_known: int
     is_final: bool
-    """The last known token is the request's last token: it gets a verdict and may draft."""
+    """The last known token is the request's last token: its row gets a verdict and may draft."""
     max_draft: int
-    """How many drafted tokens may follow one another."""
+    """Maximum length of a chain of drafted tokens."""
     pages: tuple[PageId, ...]
-    """Page table covering KV slots [0, start + num_known + max_draft), or as many as a tree has."""
+    """Page table covering KV slots [0, start + num_known + max_draft), or max_nodes for a tree."""
     max_nodes: int = 0
-    """Where the draft is a tree: how many tokens it may have."""
+    """Maximum tokens of the draft when it is a tree; 0 for a chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundPlan:
-    """A round's requests. Its microbatch takes no part in another one until this is committed."""
+    """A round's requests. Their microbatch joins no other round until this one is committed."""
 
     microbatch: int
     items: tuple[PlanItem, ...]
     preempted: tuple[RequestId, ...]
-    """Requests that lost their pages since the last plan and will be computed again."""
+    """Requests that lost their pages since the last plan and will be recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a round made of one final item."""
+    """A round's result for one final item."""
 
     tokens: tuple[TokenId, ...]
     """The accepted draft tokens, then the verifier's own."""
@@ -61,22 +61,22 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerUsage:
-    """How full the scheduler is now, and what it did so far."""
+    """Current occupancy of the scheduler, and its counts so far."""
 
     num_running: int
     num_waiting: int
     num_pages: int
     num_free_pages: int
-    """Free ones and cached ones that would be evicted."""
+    """Free pages and cached ones that would be evicted."""
     num_cached_pages: int
     num_preemptions: int
     num_prompt_tokens: int
-    """Of admitted requests, `num_cached_prompt_tokens` among them."""
+    """Prompt tokens of admitted requests, including `num_cached_prompt_tokens`."""
     num_cached_prompt_tokens: int
 
 
 class Scheduler:
-    """Continuous batching over one page allocator, in one microbatch or in two that take turns."""
+    """Continuous batching over one page allocator, in one microbatch or in two that alternate."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Scheduler:
         clock: Callable[[], float],
         tree: TreeConfig | None = None,
     ) -> None:
-        """`tree`: what drafts look like unless a request says otherwise; None: chains."""
+        """`tree`: default shape of drafts, which a request may override; None: chains."""
         self._config = config
         self._tree = tree or TreeConfig()
         self._pages = pages
@@ -106,7 +106,7 @@ class Scheduler:
         )
         self._num_microbatches = 2 if config.overlap else 1
         self._overlaps = self._num_microbatches == 2
-        # A page table's fair share: the room a new run is given where there is more than it needs.
+        # A page table's fair share: the room reserved for a new run to grow.
         self._fair_share = pages.num_pages // config.max_running
         self._waiting: list[LiveRequest] = []  # by ticket, so a preempted request comes first
         self._running: dict[RequestId, LiveRequest] = {}
@@ -124,8 +124,8 @@ class Scheduler:
         return self._num_microbatches
 
     def set_overlap(self, wanted: bool) -> None:
-        """Whether requests go into both microbatches from now on, or all into the first as soon as
-        they are at rest; where there is but one, nothing changes."""
+        """Sets whether requests go into both microbatches, or all into the first as soon as they
+        are not in flight. Does nothing where there is only one."""
         self._overlaps = wanted and self._num_microbatches == 2
 
     @property
@@ -140,9 +140,10 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def live(self, request_id: RequestId) -> LiveRequest | None:
-        """The request with this id, running or waiting.
+        """Returns the request with this id, running or waiting.
 
-        An aborted one only while its round is in flight and nobody waits under the same id.
+        An aborted one is returned only while its round is in flight and no request with the same
+        id waits.
         """
         running = self._running.get(request_id)
         if running is not None and not running.is_aborted:
@@ -163,10 +164,10 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Puts a request into the queue, or raises RequestError or QueueFull.
+        """Puts a request into the queue. Raises RequestError or QueueFull.
 
-        An aborted request's id is free again; who takes it waits until the round that the aborted
-        one is in has been committed, since results go by id.
+        An aborted request's id may be used again. The new request waits until the aborted one's
+        round is committed, since results are keyed by id.
         """
         self._gate.check(request)
         live = self.live(request.request_id)
@@ -175,7 +176,7 @@ class Scheduler:
                 f"request {request.request_id} is being served already: choose another id",
                 param="request_id",
             )
-        # A resumed request was let in once: the bound is for those that have no token yet.
+        # A resumed request was admitted before: the bound is for requests without a token.
         if not request.generated and len(self._waiting) >= self._config.max_waiting:
             raise QueueFull(num_waiting=len(self._waiting), limit=self._config.max_waiting)
         self._waiting.append(
@@ -195,7 +196,7 @@ class Scheduler:
     def abort(self, request_id: RequestId) -> bool:
         """Drops a request; one in flight keeps its pages until its round is committed.
 
-        False when there is no such request, or none any more. No emission follows.
+        Returns False when there is no such request. No emission follows.
         """
         live = self.live(request_id)
         if live is None or live.is_aborted:
@@ -208,7 +209,7 @@ class Scheduler:
         return True
 
     def plan(self, microbatch: int) -> RoundPlan | None:
-        """The next round of a microbatch; None when there is nothing it could do now."""
+        """Returns the next round of a microbatch; None when no request of it can run now."""
         self._balance()
         known = self._choose_decoding(microbatch)
         budget = self._config.token_budget - len(known)
@@ -219,7 +220,8 @@ class Scheduler:
         return self._depart(microbatch, known)
 
     def commit(self, plan: RoundPlan, results: Mapping[RequestId, Committed]) -> list[Emission]:
-        """What leaves after a round. `results` has an entry for each final item not aborted."""
+        """Commits a round and returns its emissions. `results` has an entry for each final item
+        that was not aborted."""
         assert plan in self._outstanding, "a plan is committed once, and not after a reset"
         self._outstanding.remove(plan)
         emissions = []
@@ -235,16 +237,16 @@ class Scheduler:
         return emissions
 
     def fail_all(self) -> list[RequestId]:
-        """Forgets every request, outstanding plan and cached page; returns whom to tell."""
+        """Drops all requests, outstanding plans and cached pages; returns the requests' ids."""
         failed = [live for live in self._in_order() if not live.is_aborted]
         self._lose_stores()
         self._waiting.clear()
         return [live.request_id for live in failed]
 
     def reset_computed(self) -> list[RequestId]:
-        """A stage has lost its store: every running request goes back to be computed again.
+        """Requeues all running requests for recomputation; call when a stage has lost its store.
 
-        Outstanding plans are void and must not be committed. Returns who was running.
+        Outstanding plans are void and must not be committed. Returns the ids of these requests.
         """
         victims = [live for live in self._running.values() if not live.is_aborted]
         self._lose_stores()
@@ -253,8 +255,8 @@ class Scheduler:
         return [live.request_id for live in victims]
 
     def change_drafter(self) -> None:
-        """Another exit head: pages that the one before it has seen are found no more by requests
-        that it may draft for. Running ones keep theirs."""
+        """Switches to the next exit head: requests that draft no longer find pages computed with
+        an earlier one. Running requests keep their pages."""
         self._drafter += 1
         for live in self._waiting:
             live.drafter = self._drafter
@@ -262,7 +264,8 @@ class Scheduler:
     def lease(
         self, request_ids: Collection[RequestId] | None, *, untouchable: Set[int]
     ) -> PageLease:
-        """The full pages of these running requests (None: of all), in front of untouchable ones."""
+        """Leases the full pages of these running requests (None: of all), up to the first
+        untouchable one of each."""
         leased = []
         for live in self._running.values():
             wanted = request_ids is None or live.request_id in request_ids
@@ -283,7 +286,8 @@ class Scheduler:
     def reserve(
         self, leased: Iterable[LeasedPages], *, untouchable: Set[int], epoch: int = 0
     ) -> PageReservation:
-        """Room for another pipeline's pages: what is left beside those who run or wait here."""
+        """Reserves pages for another pipeline's, of those that no request here is likely to
+        need."""
         return self.leases.reserve(
             tuple(leased),
             salt_of=lambda drafts: salt_of(
@@ -295,8 +299,8 @@ class Scheduler:
         )
 
     def _num_spoken_for(self) -> int:
-        """Free pages that its own requests may still ask for, each up to its fair share; beyond
-        that nobody has a right to any, and few answers get as long as they may."""
+        """Returns how many free pages to keep for requests of this pipeline, each up to its fair
+        share. They may need more, but few answers reach their maximum length."""
         num_entering = self._config.max_running - len(self._running)
         return sum(
             max(1, self._fair_need(live) - len(live.pages)) for live in self._running.values()
@@ -306,7 +310,7 @@ class Scheduler:
         )
 
     def _fair_need(self, live: LiveRequest) -> int:
-        """Pages that it may grow to."""
+        """Returns the pages that a request may grow to, at most its fair share."""
         return min(self._pages.pages_for(live.max_len - 1), self._fair_share)
 
     def check(self) -> None:
@@ -336,7 +340,7 @@ class Scheduler:
         )
 
     def _balance(self) -> None:
-        """While one microbatch has two requests more than the other, one that is at rest moves."""
+        """Evens out the microbatches by moving requests that are not in flight."""
         if not self._overlaps:
             for live in self._running.values():
                 if live.microbatch and not live.in_flight:
@@ -355,23 +359,24 @@ class Scheduler:
         in_second = sum(live.microbatch for live in self._running.values())
         return [len(self._running) - in_second, in_second]
 
-    # Choosing. `known` collects how many known tokens of each request the round computes.
+    # Choosing. `known` maps each request to the number of known tokens that the round computes.
 
     def _choose_decoding(self, microbatch: int) -> dict[LiveRequest, int]:
-        """Requests that need one row each; who waited longest goes first if not all fit."""
+        """Returns requests that need one row; if not all fit, those that ran least recently."""
         ready = [live for live in self._at_rest(microbatch) if live.is_decoding]
         if len(ready) > self._config.token_budget:
             ready.sort(key=lambda live: live.last_turn)
             del ready[self._config.token_budget :]
         short = [live for live in ready if self._num_missing(live, ahead=0) > 0]
         stuck = {live for live in short if not self._secure(live)}
-        # Whoever secured its own pages may still have lost them to an older request after that.
+        # A request that secured its pages may have lost them to an older one after that.
         return {v: 1 for v in ready if v not in stuck and v.request_id in self._running}
 
     def _choose_prefill(
         self, microbatch: int, known: dict[LiveRequest, int], *, budget: int
     ) -> int:
-        """Chunks of prompts already under way, the oldest first; returns the budget left."""
+        """Adds chunks of prompts that are partly computed, the oldest first; returns the budget
+        left."""
         for live in self._at_rest(microbatch):
             if budget <= 0:
                 break
@@ -381,9 +386,10 @@ class Scheduler:
         return budget
 
     def _admit(self, microbatch: int, known: dict[LiveRequest, int], *, budget: int) -> None:
-        """Lets the head of the queue in while it finds pages, a place and a row to begin with.
+        """Starts requests from the head of the queue while there are pages, room in the batch and
+        token budget.
 
-        Passed over is only who waits for an aborted request of the same id to leave.
+        Skips only requests that wait for an aborted one with the same id to leave.
         """
         while self._waiting and len(self._running) < self._config.max_running:
             joined = self._smaller_microbatch(prefer=microbatch)
@@ -406,11 +412,12 @@ class Scheduler:
     # Pages.
 
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
-        """Gives a waiting request the pages of all its known tokens, if one more would be left."""
+        """Gives a waiting request pages for all its known tokens, if one more would be left.
+        Returns whether it did."""
         live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
         num_cached = len(live.pages) * self._pages.page_size
         missing = self._num_missing(live, ahead=0)
-        # Alone, a request may take the very last page: nobody is there to need it.
+        # With no other running request it may take the last page.
         num_kept = 1 if self._running else 0
         if missing + num_kept > self._pages.num_free or not self._grow(live, missing):
             self._pages.release(live.pages)
@@ -430,11 +437,12 @@ class Scheduler:
         self._num_cached_prompt_tokens += live.num_cached_prompt_tokens
 
     def _num_missing(self, live: LiveRequest, *, ahead: int) -> int:
-        """Pages it lacks for its known tokens and `ahead` more."""
+        """Returns how many pages it lacks for its known tokens and `ahead` more."""
         return self._pages.pages_for(live.num_tokens + ahead) - len(live.pages)
 
     def _grow(self, live: LiveRequest, count: int) -> bool:
-        """Appends `count` pages to its table, or none when there are not so many."""
+        """Appends `count` pages to its table, or none when there are fewer; returns whether it
+        did."""
         added = self._pages.allocate(
             count,
             after=live.pages[-1] if live.pages else None,
@@ -444,9 +452,9 @@ class Scheduler:
         return added is not None
 
     def _secure(self, live: LiveRequest) -> bool:
-        """Gets pages for all known tokens of a running request, whoever has to give way.
+        """Gets pages for all known tokens of a running request, preempting others if needed.
 
-        False when it gave way itself or has to wait for a round that is in flight.
+        Returns False when the request was preempted itself or has to wait for a round in flight.
         """
         if live.request_id not in self._running:
             return False
@@ -464,7 +472,7 @@ class Scheduler:
         return True
 
     def _trim(self, lives: Iterable[LiveRequest]) -> None:
-        """Takes back pages that were meant for drafts."""
+        """Releases pages that were allocated for drafts."""
         for live in lives:
             surplus = -self._num_missing(live, ahead=0)
             if surplus > 0 and not live.in_flight:
@@ -478,7 +486,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _leave(self, live: LiveRequest) -> None:
-        """Out of the running, with its tokens and without its pages."""
+        """Removes a request from the running ones and releases its pages; its tokens stay."""
         del self._running[live.request_id]
         self._pages.release(live.pages)
         live.pages = []
@@ -527,11 +535,11 @@ class Scheduler:
         )
 
     def _draft_room(self, live: LiveRequest) -> tuple[int, int]:
-        """How far it may draft, and how many tokens, after getting what pages can be spared."""
+        """Allocates spare pages for a draft; returns its maximum depth and number of tokens."""
         max_nodes = live.max_nodes
         missing = self._num_missing(live, ahead=max_nodes)
         if missing > 0:
-            # A draft never takes the page that another request's known tokens may need next.
+            # A draft never takes a page that another request's known tokens may need next.
             num_spare = self._pages.num_free - (len(self._running) - 1)
             self._grow(live, max(0, min(missing, num_spare)))
             room = len(live.pages) * self._pages.page_size - live.num_tokens
@@ -546,7 +554,7 @@ class Scheduler:
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)
         num_kept = live.num_tokens - before
-        # The verifier's own token has no key or value yet: it is the next round's known token.
+        # The verifier's own token has no key and value yet: it is the next round's known token.
         self._advance(live, num_computed=live.num_tokens - 1)
         if finish_reason is not None:
             self._leave(live)

@@ -83,7 +83,7 @@ def test_a_shared_page_is_free_after_its_last_owner() -> None:
 
 def test_releasing_a_page_nobody_owns_is_a_bug_that_is_named() -> None:
     pages = make_pages(4)
-    with pytest.raises(AssertionError, match="page 3 was released by nobody"):
+    with pytest.raises(AssertionError, match="page 3 was released and has no owner"):
         pages.release([PageId(3)])
 
 
