@@ -1,4 +1,4 @@
-"""Decides which pipeline serves a request, and keeps the pooled beliefs."""
+"""Routing of requests to pipelines, and the beliefs pooled over requests."""
 
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.routing.choice import PipelineChoice, PipelineChooser

@@ -1,16 +1,15 @@
-"""What the service believes about acceptance: per workload class, and per live request.
+"""Beliefs about acceptance, per workload class and per live request.
 
-Decides the belief a new request starts with, what each outcome changes, and what a finished request
-leaves behind for the next. Refuses to know where requests run, how lengths are chosen, and any
-clock. Plain and picklable; a router actor stands around it, and every pipeline keeps a small one
-of its own for when the router is silent.
+Decides the belief that a new request starts with, how each outcome changes it, and what a finished
+request adds to the pool of its class. Uses no clock, and is plain and picklable. The router actor
+holds a book, and each pipeline holds a small one for when the router does not answer.
 
-A class's pool forgets a little with every request that joins it, and lends a newcomer its opinion
-at no more than `prior_weight` judged tokens: enough to start warm, too little to argue with a few
-rounds of the request's own. A class never met borrows from all the others together.
+A class's pool is discounted with every request that is added. It gives a new request a prior of at
+most `prior_weight` judged tokens: enough for a good start, and outweighed by a few rounds of the
+request itself. The prior of an unknown class is made of all pools together.
 
-Pinned, pools stay as they are: what a request is warmed with no longer depends on who came before
-it. Its own rounds still teach it, and nobody else.
+Pinned pools do not change: the prior of a request no longer depends on earlier requests. Its
+own rounds still update its own belief.
 """
 
 import json
@@ -30,12 +29,12 @@ from eesd_dist.types import Outcome, RequestId
 _VERSION = 1
 _ENTRIES_AT_A_TIME = 64
 _PAUSE_S = 0.001
-"""Encoding holds the interpreter's lock: after a millisecond of it, others have a turn."""
+"""Pause between pieces of a snapshot: encoding holds the GIL, and other threads must run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What the router tells a draft stage about one request's next rounds."""
+    """The router's plan for the next rounds of one request."""
 
     request_id: RequestId
     belief: Belief
@@ -43,7 +42,7 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priors:
-    """Every class's pool, to be handed to whoever warms requests with them."""
+    """The pools of all classes, from which priors of new requests are made."""
 
     pools: Mapping[str, Belief]
     is_pinned: bool
@@ -51,20 +50,23 @@ class Priors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Live:
-    """One request under way."""
+    """The beliefs about one live request."""
 
     workload: str
     belief: Belief
     """Prior and own rounds together: what the controller uses."""
     own: Belief
-    """Own rounds alone: what the pool gets, so that no prior is ever counted twice."""
+    """Own rounds alone: what is added to the pool, so that no prior is counted twice."""
     page: int
-    """On which page of the book it was last heard of."""
+    """The page of the book when it was last admitted or observed."""
 
 
 class BeliefBook:
-    """Bounded: when there are too many, the live request longest unheard of goes, and leaves what
-    it taught in its pool. An outcome costs the same however many requests live."""
+    """Pools of all classes, and beliefs of live requests.
+
+    Bounded: when there are too many live requests, the one without an outcome for the longest time
+    is folded into its pool. The cost of an outcome does not depend on the number of requests.
+    """
 
     def __init__(
         self,
@@ -87,10 +89,11 @@ class BeliefBook:
         self._is_pinned = False
         self._version = 0
         self._of_all: tuple[int, Belief] | None = None
-        """All pools together, and the version they had; None before anybody asked."""
+        """All pools merged, and their version; None before the first use."""
 
     def admit(self, request_id: RequestId, workload: str = "default") -> DraftPlan:
-        """The first plan of a request. Admitted again (resumed elsewhere) it keeps its belief."""
+        """Adds a request and returns its first plan. Admitted again (resumed in another pipeline)
+        it keeps its belief."""
         live = self._live.get(request_id)
         if live is not None:
             live = replace(live, page=self._page)
@@ -102,8 +105,8 @@ class BeliefBook:
         return DraftPlan(request_id=request_id, belief=live.belief)
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[RequestId, DraftPlan]:
-        """The next plan of every request heard of. One never met (the router was restarted) is
-        admitted on the way."""
+        """Updates beliefs and returns the next plan of each request. Admits unknown requests, as
+        they occur after a restart of the router."""
         heard: dict[RequestId, Belief] = {}
         for outcome in outcomes:
             request_id = outcome.request_id
@@ -125,14 +128,14 @@ class BeliefBook:
         }
 
     def finish(self, request_id: RequestId) -> None:
-        """Folds what the request taught into its class; unknown requests are nothing to us."""
+        """Adds the request's own rounds to the pool of its class; ignores unknown requests."""
         live = self._live.pop(request_id, None)
         if live is not None:
             self._leave(live)
 
     def turn_page(self) -> int:
-        """Requests not heard of since the page before was begun have ended where nobody could say
-        so; what they taught is folded. Returns how many there were."""
+        """Begins a page. Requests without an outcome since the previous page began are taken for
+        ended and finished. Returns how many there were."""
         self._page += 1
         count = 0
         while self._live:
@@ -144,24 +147,23 @@ class BeliefBook:
         return count
 
     def prior(self, workload: str) -> Belief:
-        """What a new request of this class starts with."""
+        """Returns the belief that a new request of this class starts with."""
         pool = self._pools.get(workload)
         if pool is None:
             pool = self._all_together()
         return replace(pool.bounded(self._prior_weight), num_rounds=0)
 
     def pools(self) -> Mapping[str, Belief]:
-        """Every class's pooled belief, to be looked at."""
+        """Returns a copy of the pooled beliefs by class."""
         return dict(self._pools)
 
     def priors(self) -> Priors:
         return Priors(pools=self.pools(), is_pinned=self._is_pinned)
 
     def adopt(self, priors: Priors) -> None:
-        """Takes over somebody's pools in place of its own; live requests keep their beliefs.
+        """Replaces the pools; live requests keep their beliefs.
 
-        May be called while another thread uses the book: what that one has in hand is one request's
-        worth of learning, and it is that much that may be lost.
+        May be called while another thread uses the book: at most the update of one request is lost.
         """
         self._is_pinned = priors.is_pinned
         self._pools = OrderedDict(priors.pools)
@@ -169,7 +171,7 @@ class BeliefBook:
 
     @property
     def version(self) -> int:
-        """Another number, other pools."""
+        """Changes whenever the pools change."""
         return self._version
 
     @property
@@ -177,12 +179,12 @@ class BeliefBook:
         return self._is_pinned
 
     def pin(self) -> None:
-        """From now on the pools stay as they are."""
+        """Stops updates of the pools."""
         self._is_pinned = True
         self._version += 1
 
     def unpin(self) -> None:
-        """They learn again, from the requests that end from now on."""
+        """Resumes updates of the pools, from requests that end from now on."""
         self._is_pinned = False
         self._version += 1
 
@@ -191,11 +193,11 @@ class BeliefBook:
         return len(self._live)
 
     def live_by_workload(self) -> Mapping[str, int]:
-        """How many requests of each class are under way."""
+        """Returns the number of live requests of each class."""
         return dict(self._num_live_of)
 
     def copy(self) -> "BeliefBook":
-        """Another book that knows the same: to be looked at, or saved, while this one goes on."""
+        """Returns a copy, to be read or saved while this book changes."""
         twin = BeliefBook(
             discount=self._discount,
             pool_discount=self._pool_discount,
@@ -212,7 +214,7 @@ class BeliefBook:
         return twin
 
     def snapshot(self) -> dict[str, object]:
-        """Everything learnt, as plain JSON."""
+        """Returns the whole state as plain JSON."""
         return {
             "version": _VERSION,
             "pinned": self._is_pinned,
@@ -221,7 +223,7 @@ class BeliefBook:
         }
 
     def restore(self, snapshot: Mapping[str, object]) -> None:
-        """Takes over a snapshot whole; what this book knew before is gone."""
+        """Replaces the whole state by a snapshot. Raises ConfigError for one that is invalid."""
         if snapshot.get("version") != _VERSION:
             raise ConfigError(
                 f"belief snapshot: found version {snapshot.get('version')!r}, expected "
@@ -235,9 +237,9 @@ class BeliefBook:
         self._version += 1
 
     def save(self, file: Path) -> None:
-        """Whole or not at all: a reader and a crash see the old file or the new one.
+        """Writes a snapshot atomically: readers, also after a crash, see the old file or the new.
 
-        Meant for a thread, on a copy: it lets the others run again and again on its way.
+        Call it in a thread, on a copy: it pauses regularly to let other threads run.
         """
         _write_whole(file, self._pieces())
 
@@ -245,7 +247,7 @@ class BeliefBook:
         self.restore(read_snapshot(file))
 
     def _pieces(self) -> Iterator[str]:
-        """The snapshot as JSON text, a little at a time."""
+        """Yields the snapshot as JSON text in small pieces."""
         head = json.dumps(priors_to_json(self.priors()))
         yield head.removesuffix("}") + ', "live": ['
         entries = iter(self._live.items())
@@ -287,7 +289,7 @@ class BeliefBook:
 
 
 def priors_to_json(priors: Priors) -> dict[str, object]:
-    """A snapshot of pools alone: what an operator saves, pins and loads."""
+    """Returns a snapshot of the pools alone, which operators save, pin and load."""
     return {
         "version": _VERSION,
         "pinned": priors.is_pinned,
@@ -296,19 +298,19 @@ def priors_to_json(priors: Priors) -> dict[str, object]:
 
 
 def pools_from_json(snapshot: Mapping[str, object]) -> Mapping[str, Belief]:
-    """The pools of a snapshot, with or without live requests in it."""
+    """Returns the pools of a snapshot, which may also contain live requests."""
     book = BeliefBook()
     book.restore(snapshot)
     return book.pools()
 
 
 def write_snapshot(file: Path, snapshot: Mapping[str, object]) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically."""
     _write_whole(file, [json.dumps(snapshot)])
 
 
 def read_snapshot(file: Path) -> Mapping[str, object]:
-    """Raises CheckpointError for a file that is none."""
+    """Reads a snapshot. Raises CheckpointError for a file that is not one."""
     try:
         snapshot = json.loads(file.read_text())
     except (OSError, ValueError) as error:

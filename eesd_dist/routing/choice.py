@@ -1,21 +1,21 @@
-"""Which pipeline an ingress sends a request to: where its prefix lies, unless others are idler.
+"""Load balancing: chooses the pipeline for a request by cached prefix and load.
 
-Decides from what pipelines have said of themselves, at second hand and a little late, and from
-what this ingress has sent to them since. Refuses to know how they are reached and what is in their
-caches: it remembers which prompts went where, which is a guess about caches and need be no more,
-since a wrong one costs time alone. The clock and the dice come from outside.
+Based on the pipelines' reports, which are slightly old, and on the requests that this ingress has
+sent since. Cache contents are estimated from which prompts went where: a wrong estimate costs only
+time. The clock and the random numbers are passed in.
 
-What a pipeline has to compute before and beside a request is counted in prompt tokens:
+The work that a pipeline has to do before and during a request is measured in prompt tokens:
 
     cost = (prompt tokens not expected in its cache + R * live requests) / speed
 
-with R = `request_tokens`, what a live request still costs those beside it. The cheapest takes the
-request: load and locality in one currency, as in Preble's exploration and exploitation (Srivatsa
-et al., arXiv 2407.00023, section 4). Long prompts would still pile up where the longest of them
-lies, so that beyond `max_imbalance` requests more than the idlest has, a cached prefix counts for
-nothing: SGLang's cache-aware router (arXiv 2312.07104) has the same two regimes. Without a cached
-prefix only two pipelines drawn at random are compared, so that ingresses which act on the same old
-reports do not all choose the same one (Mitzenmacher, "The power of two choices", IEEE TPDS 2001).
+with R = `request_tokens`, the cost of a live request to the others. The request goes to the lowest
+cost: load and locality in one unit, as in Preble's exploration and exploitation (Srivatsa et al.,
+arXiv 2407.00023, section 4). Requests with a long common prefix would still pile up on one
+pipeline, so a cached prefix is ignored on a pipeline with over `max_imbalance` requests more than
+the least loaded one: SGLang's cache-aware router (arXiv 2312.07104) has the same two regimes.
+Without a cached prefix only two pipelines drawn at random are compared, so that ingresses with the
+same old reports do not all choose the same one (Mitzenmacher, "The power of two choices", IEEE TPDS
+2001).
 """
 
 from array import array
@@ -28,25 +28,25 @@ from random import Random
 from eesd_dist.routing.directory import Listed, PipelineId, PipelineReport
 
 _AS_FAST = 0.8
-"""A pipeline this near to the fastest counts as equal: speeds were measured once, on machines that
-did other things as well."""
+"""Pipelines with at least this share of the fastest one's speed count as equal: speeds are measured
+once, on machines with other load."""
 _MAX_CHANGES = 1024
-"""So many are told apart by when they were; of more, the oldest become one: a router that is silent
+"""Maximum changes kept with their own time; the oldest are merged, so that a router that is silent
 for an hour costs neither memory nor time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineChoice:
-    """Where a request goes."""
+    """The pipeline chosen for a request."""
 
     pipeline: PipelineId
     address: str
     num_cached_tokens: int
-    """Of its prompt, as far as is known here."""
+    """Estimated number of its prompt tokens in the pipeline's cache."""
 
 
 def block_digests(tokens: Sequence[int], *, block_size: int, max_blocks: int) -> list[bytes]:
-    """Names for the full blocks a text begins with; each stands for all tokens up to its end."""
+    """Returns digests of the full blocks a text begins with, each of all tokens up to its end."""
     digests: list[bytes] = []
     parent = b""
     for index in range(min(len(tokens) // block_size, max_blocks)):
@@ -57,7 +57,7 @@ def block_digests(tokens: Sequence[int], *, block_size: int, max_blocks: int) ->
 
 
 class PrefixMemory:
-    """The prefixes a pipeline was sent lately; forgets the longest unused when it is full."""
+    """The prefixes sent to a pipeline lately; evicts the least recently used when full."""
 
     def __init__(self, *, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -67,7 +67,7 @@ class PrefixMemory:
         return len(self._blocks)
 
     def remember(self, digests: Sequence[bytes]) -> None:
-        # The last block goes first, so that a prefix is forgotten from its far end.
+        # The last block is inserted first, so that eviction shortens a prefix from its end.
         for digest in reversed(digests):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
@@ -75,7 +75,7 @@ class PrefixMemory:
             self._blocks.popitem(last=False)
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """How many blocks from the first on."""
+        """Returns how many blocks are known, from the first one on."""
         for count, digest in enumerate(digests):
             if digest not in self._blocks:
                 return count
@@ -88,16 +88,16 @@ class _Pipeline:
 
     report: PipelineReport
     heard_s: float
-    """On this ingress's clock: when the pipeline said so."""
+    """Time of the report on this ingress's clock."""
     memory: PrefixMemory
     num_own: int = 0
     """Live requests of this ingress."""
     changes: deque[tuple[float, int]] = field(default_factory=deque)
-    """When this ingress's requests came and went, as far as the report may not know of it."""
+    """Starts (+1) and ends (-1) of this ingress's requests that the report may not include."""
     num_unheard: int = 0
-    """All of these together."""
+    """Sum of these changes."""
     suspected_s: float = float("-inf")
-    """When it was last seen to fail."""
+    """When it last failed."""
 
     @property
     def load(self) -> int:
@@ -138,7 +138,7 @@ class PipelineChooser:
         request_tokens: float = 128.0,
         max_imbalance: float = 16.0,
     ) -> None:
-        """`max_blocks` are remembered of each pipeline: as many as its cache has pages."""
+        """`max_blocks` are remembered for each pipeline: as many as its cache has pages."""
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock
@@ -148,16 +148,16 @@ class PipelineChooser:
         self._max_imbalance = max_imbalance
         self._pipelines: dict[PipelineId, _Pipeline] = {}
         self._heard_s: dict[PipelineId, float] = {}
-        """When each was heard of last; kept longer than what it said."""
+        """Time of each pipeline's last report; kept longer than the report."""
         self._refreshed_s = float("-inf")
         self._answering_s = float("-inf")
-        """Since when the directory has answered without a long silence."""
+        """Since when the directory has answered without a long pause."""
 
     def refresh(self, listed: Iterable[Listed]) -> None:
-        """What the directory says now.
+        """Takes over the directory's list.
 
-        One it does not name any more is forgotten once it has been silent for long: a directory
-        that was just restarted names none.
+        A pipeline that is not listed any more is forgotten only when its last report has expired: a
+        directory that was just restarted lists none.
         """
         now_s = self._clock()
         if now_s - self._refreshed_s > self._expiry_s:
@@ -187,9 +187,10 @@ class PipelineChooser:
         excluded: Collection[str] = (),
         only: str | None = None,
     ) -> PipelineChoice | None:
-        """The pipeline for a request with these known tokens, which counts as sent there.
+        """Returns the pipeline for a request with these known tokens, and counts it as sent there.
 
-        With `only`, that one when it takes requests. None: nothing is known that does.
+        With `only` no other pipeline is considered. Returns None when no known pipeline takes
+        requests.
         """
         usable = {
             name: pipeline
@@ -216,7 +217,7 @@ class PipelineChooser:
         )
 
     def admitted(self, choice: PipelineChoice | None, *, by: PipelineId) -> None:
-        """Whoever has the request now need not be who was chosen for it."""
+        """Records that pipeline `by` has the request, which may differ from the chosen one."""
         if choice is not None and choice.pipeline == by:
             return
         if choice is not None:
@@ -225,21 +226,22 @@ class PipelineChooser:
             self._pipelines[by].change(+1, now_s=self._clock())
 
     def ended(self, pipeline: PipelineId, tokens: Sequence[int] = ()) -> None:
-        """A request is no longer there; `tokens` are all it had computed, prompt included."""
+        """Records that a request has left a pipeline; `tokens` are its computed tokens, prompt
+        included."""
         known = self._pipelines.get(pipeline)
         if known is not None:
             known.change(-1, now_s=self._clock())
             known.memory.remember(self._digests(tokens))
 
     def lost(self, pipeline: PipelineId) -> None:
-        """It was seen to fail; it is not chosen before it has been heard of again."""
+        """Records that a pipeline failed; it is not chosen before its next report."""
         known = self._pipelines.get(pipeline)
         if known is not None:
             known.suspected_s = self._clock()
 
     def is_gone(self, pipeline: PipelineId) -> bool:
-        """Not heard of for long by a directory that has answered all the while: if anybody still
-        waits for its words, nothing will come. Twice as long as it takes to be forgotten."""
+        """Returns whether the pipeline has sent no report for twice `expiry_s` while the directory
+        answered: waiting for it is useless."""
         now_s = self._clock()
         is_answering = now_s - self._refreshed_s <= self._expiry_s
         has_looked = now_s - self._answering_s > 2 * self._expiry_s
@@ -247,7 +249,7 @@ class PipelineChooser:
         return is_answering and has_looked and now_s - heard_s > 2 * self._expiry_s
 
     def describe(self) -> list[dict[str, object]]:
-        """Plain JSON, for tests and an operator's eyes."""
+        """Returns plain JSON, for tests and operators."""
         return [
             {
                 "pipeline": name,
@@ -269,7 +271,7 @@ class PipelineChooser:
         digests: Sequence[bytes],
         num_tokens: int,
     ) -> dict[PipelineId, int]:
-        """Prompt tokens a pipeline need not compute; 0 where too much else is going on."""
+        """Returns prompt tokens that each pipeline need not compute; 0 where its load is high."""
         # The last token is always computed: its row gets the verdict.
         findable = digests[: max(0, num_tokens - 1) // self._block_size]
         busy = {name: pipeline.load / speeds[name] for name, pipeline in usable.items()}
@@ -284,7 +286,7 @@ class PipelineChooser:
     def _compared(
         self, speeds: dict[PipelineId, float], cached: dict[PipelineId, int]
     ) -> set[PipelineId]:
-        """Those with the longest cached prefix, and two drawn at random, fast ones more often."""
+        """Returns those with the longest cached prefix and two random ones, weighted by speed."""
         most = max(cached.values())
         holders = {name for name, count in cached.items() if count == most > 0}
         drawn: set[PipelineId] = set()
@@ -297,7 +299,7 @@ class PipelineChooser:
 
 
 def _speeds(pipelines: dict[PipelineId, _Pipeline]) -> dict[PipelineId, float]:
-    """Relative to the fastest; one that nobody measured is taken to be as fast."""
+    """Returns speeds relative to the fastest; an unmeasured pipeline counts as 1."""
     weights = [p.report.weight for p in pipelines.values() if p.report.weight is not None]
     fastest = max(weights, default=1.0)
     speeds = {

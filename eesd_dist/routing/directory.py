@@ -1,10 +1,9 @@
-"""Which pipelines there are, how busy they are, and which one takes a request.
+"""The directory of pipelines: membership by heartbeat, and a choice by load.
 
-Decides membership by heartbeat and placement by load. Refuses to know what a pipeline is made of
-and how it is reached: an address is a word it passes on. The clock and the dice come from outside.
+An address is passed on and never used here. The clock and the random numbers are passed in.
 
-Between two heartbeats the directory counts what it has handed out itself, so that a burst does not
-all land on the pipeline that was idle a moment ago.
+Between two heartbeats the directory counts its own assignments, so that a burst does not all go to
+the pipeline that was idle at the last heartbeat.
 """
 
 from collections.abc import Callable, Collection
@@ -17,39 +16,39 @@ from eesd_dist.errors import CapacityError
 PipelineId = NewType("PipelineId", str)
 
 _KEPT_FOR = 24.0
-"""So many times `expiry_s` is a silent ingress named, before it is forgotten."""
+"""A silent ingress is reported for this many times `expiry_s`, then forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """An exit head that pipelines took while they ran."""
+    """An exit head that running pipelines switched to."""
 
     in_place_of: str
-    """What their configuration says; pipelines configured otherwise are not meant."""
+    """The head in their configuration; pipelines with another one are not affected."""
     head: str
-    """Its folder."""
+    """Folder of the new head."""
     taken_unix_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
-    """What a pipeline says of itself with every heartbeat."""
+    """A pipeline's heartbeat."""
 
     pipeline_id: PipelineId
     address: str
-    """How callers reach it; not looked at here."""
+    """How callers reach it; not interpreted here."""
     app: str = ""
-    """Which service it belongs to: a request of one is never handed to another's pipelines."""
+    """The service it belongs to; requests never go to another service's pipelines."""
     num_running: int = 0
     num_waiting: int = 0
     is_ready: bool = True
-    """False has lost a worker, or has not got them all yet: nothing comes out of it now."""
+    """False while workers are missing: it generates no tokens now."""
     draining: bool = False
-    """True takes no new request, and goes on with the old ones."""
+    """True: takes no new requests and finishes the old ones."""
     weight: float | None = None
-    """Its speed, in whatever unit its kind has in common; None where nobody measured it."""
+    """Its speed, in a unit common to all pipelines; None where it was not measured."""
     promotion: Promotion | None = None
-    """None drafts with the exit head of its configuration."""
+    """None: drafts with the exit head of its configuration."""
 
     @property
     def takes_requests(self) -> bool:
@@ -58,22 +57,22 @@ class PipelineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A report as an ingress gets to see it: second hand."""
+    """A report as the directory passes it to an ingress."""
 
     report: PipelineReport
     age_s: float
-    """Seconds since the pipeline said so."""
+    """Seconds since the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRecord:
-    """A pipeline as the directory sees it."""
+    """The directory's record of a pipeline."""
 
     report: PipelineReport
     heard_s: float
-    """On the directory's own clock."""
+    """Time of the heartbeat on the directory's clock."""
     num_assigned: int = 0
-    """Handed out since the last heartbeat, which may not know of them yet."""
+    """Requests assigned since the last heartbeat."""
 
     @property
     def load(self) -> int:
@@ -81,7 +80,7 @@ class PipelineRecord:
 
 
 class PipelineDirectory:
-    """Records live from heartbeat to heartbeat."""
+    """The known pipelines. A record expires without a heartbeat."""
 
     def __init__(
         self,
@@ -97,10 +96,10 @@ class PipelineDirectory:
         self._choice = choice
         self._records: dict[PipelineId, PipelineRecord] = {}
         self._promotions: dict[str, Promotion] = {}
-        """The latest for each configuration; they outlive who reported them."""
+        """The latest for each configuration; kept when the reporting pipeline is gone."""
 
     def heartbeat(self, report: PipelineReport) -> None:
-        """Joins, or says again that it is there and how busy it is."""
+        """Adds a pipeline, or updates its record."""
         if report.promotion is not None:
             self._note(report.promotion)
         self._records[report.pipeline_id] = PipelineRecord(report=report, heard_s=self._clock())
@@ -109,7 +108,7 @@ class PipelineDirectory:
         self._records.pop(pipeline_id, None)
 
     def expire(self) -> tuple[PipelineId, ...]:
-        """Forgets the silent ones and names them."""
+        """Removes pipelines without a recent heartbeat and returns them."""
         deadline = self._clock() - self._expiry_s
         silent = tuple(i for i, record in self._records.items() if record.heard_s < deadline)
         for pipeline_id in silent:
@@ -121,11 +120,11 @@ class PipelineDirectory:
         return tuple(self._records.values())
 
     def promotion(self, in_place_of: str) -> Promotion | None:
-        """What a new pipeline of this configuration is to draft with, when it is not that."""
+        """Returns the promoted head for pipelines configured with this one, or None."""
         return self._promotions.get(in_place_of)
 
     def listed(self, app: str | None = None) -> tuple[Listed, ...]:
-        """What the pipelines of one service have said last, and how long ago; None: of all."""
+        """Returns the last reports of one service's pipelines, with their age; None: of all."""
         now_s = self._clock()
         return tuple(
             Listed(report=record.report, age_s=now_s - record.heard_s)
@@ -136,12 +135,11 @@ class PipelineDirectory:
     def choose(
         self, *, app: str | None = None, excluded: Collection[PipelineId] = ()
     ) -> PipelineReport:
-        """The pipeline for one more request; `excluded` are those the caller has seen fail.
+        """Returns the pipeline for one more request and counts it as assigned there.
 
-        Of one service; None: of all that this directory knows.
-
-        `two_choices` takes the less busy of two drawn at random: nearly as even as looking at all
-        of them, and steadier when many routers act on old reports.
+        `app` limits the choice to one service; `excluded` are pipelines that the caller has seen
+        fail. `two_choices` takes the less busy of two drawn at random: nearly as even as comparing
+        all, and more stable when many routers act on old reports. Raises CapacityError.
         """
         candidates = [
             record
@@ -153,7 +151,7 @@ class PipelineDirectory:
         if not candidates:
             raise CapacityError(
                 f"no pipeline takes requests now: {len(self._records)} known, all of them "
-                f"draining, unavailable, another service's or among the {len(excluded)} that just "
+                f"draining, unavailable, of another service or among the {len(excluded)} that just "
                 "failed; try again in a moment"
             )
         if self._choice == "two_choices" and len(candidates) > 2:
@@ -161,7 +159,7 @@ class PipelineDirectory:
         return self._assign(self._least_loaded(candidates))
 
     def describe(self) -> list[dict[str, object]]:
-        """Plain JSON, for an operator's eyes."""
+        """Returns plain JSON, for operators."""
         now_s = self._clock()
         return [
             asdict(record.report) | {"load": record.load, "silent_s": now_s - record.heard_s}
@@ -184,11 +182,11 @@ class PipelineDirectory:
 
 
 class IngressRoll:
-    """Which ingresses ask for the pipelines, and which have ceased to.
+    """Tracks which ingresses ask for the pipelines, and which have stopped asking.
 
-    Silence is measured in time in which the roll itself was called. A process that stood still, or
-    was starved, has heard nobody: of a long pause between two calls little counts. A new roll knows
-    nobody and misses nobody.
+    Silence is measured on a clock that runs only while the roll is called: of a pause between two
+    calls at most half of `expiry_s` counts, since a process that was stopped or starved could not
+    hear any ingress. A new roll reports no ingress as silent.
     """
 
     def __init__(self, *, clock: Callable[[], float], expiry_s: float = 5.0) -> None:
@@ -196,15 +194,15 @@ class IngressRoll:
         self._expiry_s = expiry_s
         self._called_s = clock()
         self._turned_s = 0.0
-        """Time so far without the long pauses."""
+        """Time so far on that clock."""
         self._heard_s: dict[str, float] = {}
-        """When each was heard of last, in that time."""
+        """Time of each ingress's last call on that clock."""
 
     def heard(self, ingress: str) -> None:
         self._heard_s[ingress] = self._turn()
 
     def silent(self) -> frozenset[str]:
-        """Those heard of before, and not for twice `expiry_s`; forgets who is silent for long."""
+        """Returns ingresses without a call for twice `expiry_s`; forgets those silent for long."""
         now_s = self._turn()
         oldest_s = now_s - _KEPT_FOR * self._expiry_s
         self._heard_s = {i: heard_s for i, heard_s in self._heard_s.items() if heard_s >= oldest_s}

@@ -1,1 +1,1 @@
-"""How a token is chosen from logits: the coupled rule, and rejection sampling beside it."""
+"""Sampling: how a token is chosen from logits, by the coupled rule or by rejection sampling."""

@@ -1,7 +1,6 @@
-"""What the exit head's logits say of its own certainty, for the controllers.
+"""Measures of the exit head's certainty, for the controllers.
 
-Plain numbers, computed from the raw logits before a token is drafted from them. Whether to draft
-it is decided elsewhere.
+Plain numbers, computed from the raw logits before a token is drafted from them.
 
 Shapes: S rows, V columns.
 """
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 class Certainty(NamedTuple):
-    """How sure the head is of its next token; the fields of `eesd_dist.types.Evidence`."""
+    """The exit head's certainty about its next token; fields as in `eesd_dist.types.Evidence`."""
 
     top1_prob: float
     top2_margin: float
@@ -23,14 +22,15 @@ class Certainty(NamedTuple):
 
 
 def evidence_of(logits_SV: Tensor) -> list[Certainty]:
-    """One Certainty per row of float32 logits; on the host, where NumPy is three times torch."""
+    """Returns one Certainty per row of float32 logits, computed with NumPy on the host, which is
+    three times as fast as torch there."""
     scores_SV = logits_SV.detach().cpu().numpy()
     rows_S = np.arange(scores_SV.shape[0])
     best_S = scores_SV.argmax(axis=-1)
     below_SV = scores_SV - scores_SV[rows_S, best_S][:, None]
     weights_SV = np.exp(below_SV)
     mass_S = weights_SV.sum(axis=-1)
-    # a masked token weighs nothing and is -inf below the best; it must add 0, not nan
+    # a masked token has weight 0 and distance -inf; it must add 0, not nan
     expected_S = np.einsum("sv,sv->s", weights_SV, np.maximum(below_SV, -1e4))
     entropy_S = np.log(mass_S) - expected_S / mass_S
     weights_SV[rows_S, best_S] = 0.0

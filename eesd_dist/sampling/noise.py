@@ -1,16 +1,15 @@
-"""Noise that anyone can make again: a pure function of (seed, position, stream, token).
+"""Reproducible noise: a pure function of (seed, position, stream, token).
 
-The stages of a pipeline, the shards of a vocabulary and a replica that resumes somebody else's
-request all need the same noise without talking to each other. It is made by hashing, with no
-state, and by nothing but 32-bit integer operations and single IEEE float32 operations. So its bits
-do not depend on the device, nor on the rows or the shard computed beside it. This file knows
-nothing of logits or requests.
+The stages of a pipeline, the shards of a vocabulary and a replica that resumes a request need the
+same noise without communication. It is computed by hashing, without state, with 32-bit integer
+operations and single IEEE float32 operations only. So its bits do not depend on the device, the
+batch or the sharding.
 
 Shapes: S rows, V tokens.
 
-Two tokens of one row have ids of a fixed difference, so the hash of an id must break up every such
-difference by itself: two multiplication rounds do not (docs/exactness.md has the figures), three
-with a key word before each do. `eesd bench noise` draws what the claim rests on.
+Two tokens of one row have ids of a fixed difference, so the hash must decorrelate ids of every
+difference: two multiplication rounds do not (docs/exactness.md has the figures), three with a key
+word before each do. `eesd bench noise` measures this.
 
 Sources: keys by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants of
 Stafford's variant 13); tokens by triple32 (Wellons, "hash-prospector", 2018), keyed.
@@ -31,7 +30,7 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15
 
 
 NOISE_VERSION = 2
-"""Sampled texts of another version of the noise are other texts."""
+"""Sampled texts differ between versions of the noise."""
 
 _TRIPLE_1 = int32(0xED5AD4BB - (1 << 32))
 _TRIPLE_2 = int32(0xAC4C1B51 - (1 << 32))
@@ -43,34 +42,34 @@ _HALF, _PER_2_32 = float32(0.5), float32(2.0**-32)
 
 
 class Stream(IntEnum):
-    """What a number is used for; different streams are independent."""
+    """The purpose of a random number; different streams are independent."""
 
     CHOICE = 0
     """The verifier's choice, and the coupled draft of it."""
     ACCEPT = 1
-    """The coin of rejection sampling."""
+    """Acceptance in rejection sampling."""
     DRAFT = 2
     """Drafts of rejection sampling, at depth 0; depth d is stream DRAFT + d."""
 
 
 def noise_key(seed: int, position: int, stream: int = Stream.CHOICE) -> int:
-    """64 well-mixed bits for one row; any Python integers will do."""
+    """Returns 64 well-mixed bits for one row; arguments may be any Python integers."""
     key = _mix_64(seed)
     key = _mix_64(key + position)
     return _mix_64(key + stream)
 
 
 def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
-    """[S, V] float32 draws of the standard Gumbel distribution, one row per key of `noise_key`.
+    """Returns float32 draws [S, V] of the standard Gumbel distribution, one row per `noise_key`.
 
     Made from 32-bit uniforms u as -log(-log(u)): values lie in [-3.13, 22.88], and the upper tail,
-    which decides who wins an argmax, has float32's full relative resolution.
+    which decides an argmax, has float32's full relative resolution.
     """
     return neg_log(exponential(hash_ids(keys, ids_V)))
 
 
 def uniform(key: int) -> float:
-    """One number strictly between 0 and 1, from a key of `noise_key`."""
+    """Returns a number strictly between 0 and 1 from a `noise_key`."""
     return ((key >> 12) + 0.5) * 2.0**-52
 
 
@@ -82,11 +81,12 @@ def _mix_64(x: int) -> int:
 
 
 def hash_ids(keys: Sequence[int], ids_V: Tensor) -> Tensor:
-    """[S, V] uniform 32-bit integers: a bijection of the token id, chosen by the row's 96 bits.
+    """Returns uniform 32-bit integers [S, V]: a bijection of the token id, chosen by the row's 96
+    key bits.
 
-    triple32 with a key word before each of its three multiplications. Its first xor-shift is left
-    out: it changes no id below 2^17, and the key word spreads larger ones as well. So with key
-    words of zero this is triple32 itself for ids below 2^17.
+    This is triple32 with a key word before each of its three multiplications and without its first
+    xor-shift. That changes no id below 2^17, and the key word spreads larger ones as well. With key
+    words of zero this equals triple32 for ids below 2^17.
     """
     words_S3 = torch.from_numpy(_key_words(keys)).to(ids_V.device)
     first_S1, second_S1, third_S1 = words_S3.tensor_split(3, dim=1)
@@ -97,24 +97,24 @@ def hash_ids(keys: Sequence[int], ids_V: Tensor) -> Tensor:
 
 
 def _key_words(keys: Sequence[int]) -> npt.NDArray[np.int32]:
-    """[S, 3] 32-bit words of each row: its key's halves, and a half of the key mixed once more."""
+    """Returns 32-bit words [S, 3]: the halves of each key, and a half of the key mixed again."""
     wide_S2 = np.array([(key, _mix_64(key)) for key in keys], dtype="<u8").reshape(-1, 2)
     return wide_S2.view("<i4")[:, :3]
 
 
 def _xor_shifted(x: Tensor, num_bits: Tensor, mask: Tensor) -> Tensor:
-    """x ^ (x >>> num_bits); torch shifts int32 with its sign, which the mask removes."""
+    """Returns x ^ (x >>> num_bits). torch extends the sign of int32; the mask removes it."""
     return (x >> num_bits).bitwise_and_(mask).bitwise_xor_(x)
 
 
 def exponential(h: Tensor) -> Tensor:
-    """-log(u) for u = 1 - (h + 1/2) / 2^32, h read as unsigned; precise at both ends.
+    """Returns -log(u) for u = 1 - (h + 1/2) / 2^32, h read as unsigned; precise at both ends.
 
     With y = (h + 1/2) / 2^32 and h read as *signed*, u is 1 - y for y > 0 and -y for y < 0, so
-    that the small one of u and 1 - u is always at hand unrounded.
+    that the smaller of u and 1 - u is always available unrounded.
     """
     y = h.float().add_(_HALF).mul_(_PER_2_32)
     one_or_zero = y.ceil()
     u = one_or_zero - y
-    lost = one_or_zero.sub_(u).sub_(y)  # what rounding took from u: log(u + lost) = log(u) + lost
+    lost = one_or_zero.sub_(u).sub_(y)  # rounding error of u: log(u + lost) = log(u) + lost
     return neg_log(u).sub_(lost)

@@ -1,12 +1,12 @@
-"""What happens to logits before a token is chosen: edits, temperature, filters, in this order.
+"""Logits processing before a token is chosen: edits, temperature, filters, in this order.
 
 1. edits of single logits: forbidden tokens and logit_bias, then the repetition penalty (prompt and
    output), then presence and frequency penalties (output only);
 2. temperature;
-3. filters, each seeing what the one before left: top_k, top_p, min_p.
+3. filters, each applied to what the one before left: top_k, top_p, min_p.
 
 Order and meaning are those of vLLM and of transformers' logits processors. Rows of one kind are
-treated together, and no row's result depends on the rows beside it. Nothing here draws anything.
+processed together, and no row's result depends on the other rows. No randomness is used.
 
 Shapes: S rows, V columns (a vocabulary, a shard of it, or a draft vocabulary), R rows of one kind.
 """
@@ -25,28 +25,28 @@ from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.row_rules import RowRule
 
 _ALIGNED_COLUMNS = 4
-"""Float32 columns of one aligned read on a GPU."""
+"""Number of float32 columns in one aligned read on a GPU."""
 
 _EVERYTHING = 2.0
-"""As a top_p: more than all tokens have, those whose mass is rounded to 0 included."""
+"""A top_p that keeps all tokens, including those with a mass that rounds to 0."""
 
 _Ids = npt.NDArray[np.int64]
 
 
 class Columns(Protocol):
-    """Which token each column of the logits speaks of."""
+    """Maps columns of the logits to token ids and back."""
 
     def ids(self, like: Tensor) -> Tensor:
-        """Token ids of all columns, on `like`'s device."""
+        """Returns the token ids of all columns, on `like`'s device."""
         ...
 
     def columns_of(self, token_ids: _Ids) -> _Ids:
-        """The column of each token; negative where it has none."""
+        """Returns the column of each token; negative where it has none."""
         ...
 
 
 class VocabularyShard:
-    """Consecutive token ids, from `start` on: a whole vocabulary or a rank's part of it."""
+    """Consecutive token ids from `start` on: a full vocabulary or a rank's shard of it."""
 
     def __init__(self, *, start: int, size: int) -> None:
         self._start = start
@@ -62,7 +62,7 @@ class VocabularyShard:
 
 
 class DraftVocabulary:
-    """A truncated vocabulary: column c speaks of target token `vocab_ids[c]`."""
+    """A truncated vocabulary: column c is target token `vocab_ids[c]`."""
 
     def __init__(self, vocab_ids: Tensor) -> None:
         self._vocab_ids = vocab_ids
@@ -79,9 +79,10 @@ class DraftVocabulary:
 
 
 def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
-    """Edited logits over temperature, filtered tokens at -inf; greedy rows are only edited.
+    """Returns edited logits divided by temperature, filtered tokens at -inf; greedy rows are only
+    edited.
 
-    The argument is not changed; it is returned as it is when there is nothing to do.
+    Does not change its argument, and returns it when there is nothing to do.
     """
     scores_SV = logits_SV
     if any(rule.edits_logits for rule in rules):
@@ -89,7 +90,7 @@ def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> 
         _edit_(scores_SV, rules, columns)
     if any(rule.temperature != 1.0 and not rule.is_greedy for rule in rules):
         divisors = [1.0 if rule.is_greedy else rule.temperature for rule in rules]
-        # a tensor, since dividing by a number may become a multiplication with its reciprocal
+        # by a tensor: a division by a number may become a multiplication by its reciprocal
         scores_SV = scores_SV / _column(divisors, like=scores_SV)
     filtered = [row for row, rule in enumerate(rules) if rule.is_filtered]
     if not filtered:
@@ -102,7 +103,7 @@ def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> 
 
 
 class _Edits:
-    """Single logits to change, (row, token, amount), found on the host and applied at once."""
+    """Edits of single logits, (row, token, amount), collected on the host and applied at once."""
 
     def __init__(self) -> None:
         self._rows: list[_Ids] = []
@@ -117,7 +118,7 @@ class _Edits:
     def apply_(
         self, x_SV: Tensor, columns: Columns, change: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Puts change(logit, amount) in each logit's place, where this vocabulary has it."""
+        """Replaces each logit by change(logit, amount), for tokens in this vocabulary."""
         if not self._rows:
             return
         column = columns.columns_of(np.concatenate(self._ids))
@@ -151,7 +152,7 @@ def _ids(tokens: Sequence[int]) -> _Ids:
 
 
 def _biases_of(rule: RowRule) -> tuple[_Ids, npt.NDArray[np.float32]]:
-    """What to add to which token; forbidden tokens get -inf, whatever the bias says."""
+    """Returns tokens and the amounts to add; -inf for forbidden tokens, whatever their bias."""
     bias_of: dict[int, float] = {}
     for token_id, bias in rule.logit_bias:
         bias_of[token_id] = bias_of.get(token_id, 0.0) + bias
@@ -160,19 +161,20 @@ def _biases_of(rule: RowRule) -> tuple[_Ids, npt.NDArray[np.float32]]:
 
 
 def _discourage(x: Tensor, penalty: Tensor) -> Tensor:
-    """Keskar et al. 2019 (CTRL), section 4.1, with the sign handled as everybody does since."""
+    """Applies the repetition penalty of Keskar et al. 2019 (CTRL), section 4.1; negative logits are
+    multiplied, as is common since."""
     return torch.where(x > 0, x / penalty, x * penalty)
 
 
 def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
-    """Every filter comes down to the lowest score that stays, so that rows are masked once."""
+    """Masks filtered tokens. Each filter gives a lowest score to keep, so rows are masked once."""
     vocab_size = scores_RV.shape[-1]
     top_k = [min(rule.top_k, vocab_size) or vocab_size for rule in rules]
     top_p = [rule.top_p if rule.top_p < 1.0 else _EVERYTHING for rule in rules]
     min_p = [rule.min_p for rule in rules]
     lowest_R1 = torch.full_like(scores_RV[:, :1], -torch.inf)
     if max(min_p) > 0.0:
-        # on the host: every device's library rounds a logarithm in its own way
+        # on the host: device libraries round logarithms differently
         below = [math.log(p) if p > 0.0 else -torch.inf for p in min_p]
         lowest_R1 = scores_RV.amax(dim=-1, keepdim=True) + _column(below, like=scores_RV)
     if min(top_k) == vocab_size and min(top_p) > 1.0:
@@ -180,7 +182,7 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
 
     sorted_RV = _descending(scores_RV)
     kth_R1 = sorted_RV.gather(-1, _column(top_k, like=scores_RV).long() - 1)
-    lowest_R1 = lowest_R1.maximum(kth_R1)  # all that equal the k-th stay
+    lowest_R1 = lowest_R1.maximum(kth_R1)  # ties with the k-th are kept
     if min(top_p) < 1.0:
         if min(top_k) < vocab_size:
             sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
@@ -196,17 +198,18 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
 
 
 def _descending(x_RV: Tensor) -> Tensor:
-    """Each row's values from the largest down. NumPy's sort is ten times torch's on a CPU."""
+    """Returns each row's values in descending order. On a CPU NumPy sorts ten times as fast as
+    torch."""
     if x_RV.device.type == "cpu":
         return torch.from_numpy(np.sort(x_RV.detach().numpy(), axis=-1)).flip(-1)
     return x_RV.sort(dim=-1, descending=True).values
 
 
 def _num_in_nucleus(sorted_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """[R, 1] the fewest leading tokens with a mass of top_p, at least one.
+    """Returns [R, 1]: the smallest number of leading tokens with a mass of top_p, at least one.
 
     Holtzman et al. 2019 (arXiv 1904.09751). Masses are integers, so that their sums are the same
-    in any order: a parallel scan of floats on a GPU gives other sums from run to run.
+    in any order: a parallel scan of floats on a GPU gives different sums from run to run.
     """
     mass_RV = mass_of(sorted_RV - sorted_RV[:, :1]).cumsum(dim=-1)
     enough_R1 = (top_p_R1 * mass_RV[:, -1:].double()).ceil_().long()
@@ -216,7 +219,7 @@ def _num_in_nucleus(sorted_RV: Tensor, top_p_R1: Tensor) -> Tensor:
 def _without_excess(
     scores_RV: Tensor, sorted_RV: Tensor, edge_R1: Tensor, num_kept_R1: Tensor
 ) -> Tensor:
-    """Where more tokens equal the nucleus' last score than fit into it, the smallest ids stay."""
+    """Masks ties that exceed the nucleus: of tokens with its last score the smallest ids stay."""
     room_R1 = num_kept_R1 - (sorted_RV > edge_R1).sum(dim=-1, keepdim=True)
     equal_RV = scores_RV == edge_R1
     return scores_RV.masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > room_R1), -torch.inf)
@@ -227,13 +230,14 @@ def _column(values: Sequence[float], *, like: Tensor, dtype: torch.dtype = torch
 
 
 def log_total(x_SV: Tensor) -> Tensor:
-    """[S, 1] logsumexp of each row; through log_softmax, which never mixes or splits rows."""
+    """Returns the logsumexp of each row, [S, 1], by log_softmax, which never mixes or splits
+    rows."""
     return x_SV.amax(dim=-1, keepdim=True) - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
 
 
 def log_probabilities(x_SV: Tensor) -> Tensor:
-    """log_softmax of each row. On a GPU its order of summation depends on how a row's first element
-    is aligned: rows of an odd length are filled up with tokens of no probability."""
+    """Returns log_softmax of each row. Its order of summation on a GPU depends on the alignment of
+    a row's first element, so rows of an odd length are padded with tokens of probability 0."""
     missing = -x_SV.shape[-1] % _ALIGNED_COLUMNS
     if not missing or not x_SV.is_cuda:
         return x_SV.log_softmax(dim=-1)

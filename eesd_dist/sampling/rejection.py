@@ -1,14 +1,14 @@
-"""Rejection sampling, the published way to verify a draft; beside the coupled rule, not under it.
+"""Rejection sampling, the published method to verify a draft; an alternative to the coupled rule.
 
-A token drawn from the head's distribution q is kept with probability min(1, p / q) under the
-target's p; the first one lost is replaced by a draw from what p has over q, and a draft that
-survives whole is followed by a draw from p: Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1;
-Chen et al. 2023 (arXiv 2302.01318), Algorithm 2. p and q are the *processed* distributions:
-penalties, temperature and filters come first. The text has the target's distribution, but unlike
-the coupled rule's it depends on what was drafted.
+A token drawn from the head's distribution q is accepted with probability min(1, p / q) under the
+target's p. The first rejected one is replaced by a draw from max(0, p - q), normalised; a fully
+accepted draft is followed by a draw from p. Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1;
+Chen et al. 2023 (arXiv 2302.01318), Algorithm 2. p and q are the *processed* distributions, after
+penalties, temperature and filters. The text has the target's distribution, but unlike the coupled
+rule's it depends on what was drafted.
 
-Every random number is keyed by (seed, position, what it is for), so a run can be repeated. Drafts
-are keyed by their depth as well: a position drafted anew in a later round gets new noise.
+Every random number is keyed by (seed, position, purpose), so a run can be repeated. Drafts are
+keyed by their depth as well: a position that is drafted again in a later round gets new noise.
 
 Shapes: S rows of the target, K drafted tokens, C chains, V the target's vocabulary.
 """
@@ -29,12 +29,12 @@ from eesd_dist.types import TokenId, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSample:
-    """Tokens drawn from the head's own distribution, and that distribution."""
+    """Tokens drawn from the head's distribution, and that distribution."""
 
     tokens: Tensor
     """[S] int64 target ids."""
     probs: Tensor
-    """[S, V] over the target's vocabulary, float32; what `reject` wants as draft_probs_KV."""
+    """[S, V] over the target's vocabulary, float32; argument draft_probs_KV of `reject`."""
 
 
 def draft_sample(
@@ -45,7 +45,7 @@ def draft_sample(
     vocab_ids: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> DraftSample:
-    """Draws one token per row, `depths[s]` tokens after the last one that was certain.
+    """Draws one token per row, `depths[s]` tokens after the last known one.
 
     A truncated draft vocabulary is given by `vocab_ids` and the target's `vocab_size`.
     """
@@ -72,7 +72,7 @@ def reject(
     draft_tokens: Sequence[int],
     rules: Sequence[RowRule],
 ) -> tuple[int, int]:
-    """How many tokens of one chain survive, and the token after them.
+    """Returns how many tokens of one chain are accepted, and the token after them.
 
     `target_logits` [K + 1, V] and `rules` have one row more than the draft: the bonus token's.
     """
@@ -86,7 +86,7 @@ def reject_all(
     drafts: Sequence[Sequence[int]],
     rules: Sequence[RowRule],
 ) -> list[Verdict]:
-    """The same for many chains at once; rows stand chain by chain, each with its bonus row last."""
+    """Verifies many chains at once; rows are ordered by chain, each with its bonus row last."""
     first_rows = list(accumulate((len(draft) + 1 for draft in drafts), initial=0))
     assert first_rows.pop() == target_logits_SV.shape[0] == len(rules), "K + 1 rows per chain"
     columns = VocabularyShard(start=0, size=target_logits_SV.shape[-1])
@@ -96,7 +96,7 @@ def reject_all(
         for first, draft in zip(first_rows, drafts, strict=True)
         for depth in range(len(draft))
     ]
-    q_SV = torch.zeros_like(p_SV)  # no draft has a bonus row: p has all of p over nothing
+    q_SV = torch.zeros_like(p_SV)  # stays 0 in bonus rows, where the residual is p
     q_SV[draft_rows] = draft_probs_KV
     tokens = [token for draft in drafts for token in draft]
     survives = iter(_survives(p_SV, q_SV, draft_rows, tokens, rules))
@@ -111,7 +111,7 @@ def reject_all(
 
 
 def probabilities(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
-    """The distribution each row's token is drawn from; all of it on one token when greedy."""
+    """Returns the distribution each row's token is drawn from; one token has all when greedy."""
     scores_SV = processed(logits_SV, rules, columns)
     probs_SV = scores_SV.softmax(dim=-1)
     greedy = [row for row, rule in enumerate(rules) if rule.is_greedy]
@@ -128,7 +128,7 @@ def _survives(
     tokens: Sequence[int],
     rules: Sequence[RowRule],
 ) -> list[bool]:
-    """Whether each drafted token, taken alone, is kept."""
+    """Returns for each drafted token whether it is accepted, regardless of those before it."""
     coins = [uniform(noise_key(rules[r].seed, rules[r].position, Stream.ACCEPT)) for r in rows]
     coin_K = torch.tensor(coins, dtype=torch.float64, device=p_SV.device)
     p_K, q_K = p_SV[rows, tokens].double(), q_SV[rows, tokens].double()
@@ -137,16 +137,16 @@ def _survives(
 
 
 def _num_leading(claims: Sequence[bool]) -> int:
-    """How many hold before the first that does not."""
+    """Returns how many are true before the first false one."""
     return sum(takewhile(bool, claims))
 
 
 def _residual(p_CV: Tensor, q_CV: Tensor) -> Tensor:
-    """max(0, p - q), not normalised; p itself where rounding left nothing."""
+    """Returns max(0, p - q), not normalised; p where rounding left only zeros."""
     rest_CV = (p_CV - q_CV).clamp_min_(0.0)
     return torch.where(rest_CV.sum(dim=-1, keepdim=True) > 0.0, rest_CV, p_CV)
 
 
 def _draw(weights_SV: Tensor, keys: Sequence[int], columns: Columns) -> Tensor:
-    """[S] columns drawn in proportion to the weights, by the Gumbel-max trick."""
+    """Returns columns [S] drawn in proportion to the weights, by the Gumbel-max trick."""
     return first_max(gumbel(keys, columns.ids(weights_SV)).add_(weights_SV.log()))

@@ -1,8 +1,7 @@
-"""What one row of logits has to be judged by: its request's parameters at one position.
+"""Sampling parameters of one row of logits: its request's parameters at one position.
 
-Plain values only. A row's history is its own (the request's tokens plus the draft tokens before
-it), so that penalties mean the same with speculation on and off. How a rule is applied stands in
-`processors` and `rule`.
+Plain values only. A row's history is the request's tokens plus the draft tokens before it, so that
+penalties mean the same with speculation on and off. `processors` and `rule` apply a rule.
 """
 
 from collections.abc import Sequence
@@ -14,16 +13,16 @@ from eesd_dist.trees import depths_of, path_to
 from eesd_dist.types import SamplingParams
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are taken as 0, as vLLM does: dividing by them overflows."""
+"""Temperatures below this are taken as 0, as in vLLM: dividing by them overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """How the token at `position` is chosen from its row of logits."""
+    """The parameters for choosing the token at `position` from its row of logits."""
 
     seed: int
     position: int
-    """Of the token being chosen, the prompt's first token being 0."""
+    """Position of the token being chosen; 0 is the prompt's first token."""
     temperature: float
     top_p: float
     top_k: int
@@ -37,7 +36,7 @@ class RowRule:
     stop_token_ids: tuple[int, ...]
     num_prompt: int
     history: Sequence[int] = ()
-    """All tokens before `position` when `needs_history`; else it may be empty."""
+    """All tokens before `position` if `needs_history`; otherwise it may be empty."""
     top_logprobs: int | None = None
 
     @classmethod
@@ -73,14 +72,14 @@ class RowRule:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are cut by rank or mass; a greedy choice survives every such cut."""
+        """Whether tokens are filtered by rank or mass, which never affects a greedy choice."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property
     def needs_full_row(self) -> bool:
-        """Whether a vocabulary shard must see the others' logits to choose.
+        """Whether a vocabulary shard needs the other shards' logits to choose.
 
-        Penalties, biases and forbidden tokens act on single logits, so a shard does its own.
+        Penalties, biases and forbidden tokens act on single logits, so they need no others.
         """
         return self.is_filtered
 
@@ -94,7 +93,7 @@ class RowRule:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that may not be chosen yet: the stops, while the text is too short to end."""
+        """Tokens that must not be chosen yet: stop tokens, before min_tokens are generated."""
         too_short = self.position - self.num_prompt < self.min_tokens
         return self.stop_token_ids if too_short else ()
 
@@ -105,7 +104,7 @@ class RowRule:
 
 
 def rules_of(segment: Segment) -> list[RowRule]:
-    """One rule per judged row of a segment, in row order."""
+    """Returns one rule per sampled row of a segment, in row order."""
     needs_history = (
         segment.repetition_penalty != 1.0
         or segment.presence_penalty != 0.0
@@ -135,14 +134,14 @@ def rules_of(segment: Segment) -> list[RowRule]:
 
 
 def _positions_after(segment: Segment) -> list[int]:
-    """Of the token that follows each row."""
+    """Returns the position of the token that follows each row."""
     num_known = segment.num_known
     after_known = [segment.start + row + 1 for row in range(num_known)]
     return after_known + [segment.start + num_known + d for d in depths_of(segment.parents)]
 
 
 def _tokens_up_to(segment: Segment, row: int) -> tuple[int, ...]:
-    """The segment's tokens that a row has seen, its own last: in a tree its ancestors' alone."""
+    """Returns the segment's tokens up to and including this row; in a tree only its ancestors."""
     num_known = segment.num_known
     if row < num_known:
         return segment.tokens[: row + 1]

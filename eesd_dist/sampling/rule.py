@@ -1,17 +1,18 @@
-"""One rule decides every token: argmax over v of filtered_logits(v) / temperature + gumbel(v).
+"""The coupled rule chooses every token: argmax over v of filtered_logits(v) / temperature +
+gumbel(v).
 
-The noise depends on (seed, position, token) alone, and temperature 0 drops it. So an exit head
-that applies the same rule to its own logits drafts what the target is likely to choose, the draft
-is accepted when both choose the same, and the text is that of plain decoding, whatever was
-drafted. A shard of the vocabulary needs only its own slice of the noise. Of equals the smallest
-token id wins, on any sharding. This file knows nothing of rounds, pages or channels.
+The noise depends on (seed, position, token) only, and is left out at temperature 0. An exit head
+that applies the same rule to its own logits drafts what the target is likely to choose. A draft is
+accepted when both choose the same, so the text is that of plain decoding, whatever was drafted. A
+shard of the vocabulary needs only its slice of the noise. Of equal scores the smallest token id
+wins, on any sharding.
 
 Sources: the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv 1411.0030);
 drafting and verifying with common noise (Daliri, Musco and Suresh, arXiv 2408.07978): accepted
 with a probability between (1 - TV) / (1 + TV) and 1 - TV.
 
-Shapes: S sampled rows, F rows that need the whole vocabulary, V columns of the logits, n reported
-alternatives, G ranks, W numbers that a rank tells the others of a row.
+Shapes: S sampled rows, F rows that need the full vocabulary, V columns of the logits, n reported
+alternatives, G ranks, W numbers per row that a rank sends to the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +51,8 @@ __all__ = [
 ]
 
 WIDEST_GAP = 30.0
-"""Where filters leave one token its runner-up is infinitely far below; no more than this is
-reported, since what the noise never bridges is all the same."""
+"""Largest gap that is reported. Where filters leave one token the gap is infinite; noise never
+bridges a gap of this size, so larger ones make no difference."""
 
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
@@ -59,31 +60,31 @@ _Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """The target's own tokens, one per row, and what it thought of them."""
+    """The target's tokens, one per row, and their log-probabilities."""
 
     tokens: _Ints
     """[S]"""
     logprobs: _Floats
-    """[S] under the raw logits at temperature 1; empty when no row wants them."""
+    """[S] under the raw logits at temperature 1; empty when no row asks for them."""
     top_ids: _Ints
-    """[S, n] best first, n the largest `top_logprobs` of the rows."""
+    """[S, n] best first, n being the largest `top_logprobs` of the rows."""
     top_logprobs: _Floats
     """[S, n]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChoice:
-    """What the exit head would have the target choose."""
+    """The exit head's prediction of the target's choice."""
 
     tokens: Tensor
-    """[S, b] int64 target ids, best first: what the head draws, then its alternatives under the
-    same noise."""
+    """[S, b] int64 target ids, best first: the head's choice, then its alternatives under the same
+    noise."""
     scores: Tensor
-    """[S, b] of those tokens; -inf where a filter leaves a row fewer."""
+    """[S, b] scores of those tokens; -inf where a filter leaves fewer."""
     gaps: Tensor
-    """[S] score of the best less that of the runner-up (`Evidence.gap`)."""
+    """[S] score of the best minus that of the runner-up (`Evidence.gap`)."""
     perturbed: Tensor
-    """[S, V] the scores these are the maxima of, in the head's own columns."""
+    """[S, V] scores of all tokens, in the head's columns."""
 
 
 def choose(
@@ -94,9 +95,9 @@ def choose(
     vocab_start: int = 0,
     joined: Callable[[Tensor], Tensor] = lambda x_SV: x_SV,
 ) -> TokenChoice:
-    """The rule, on float32 logits of this rank's shard; every rank returns the same TokenChoice.
+    """Applies the rule to float32 logits of this rank's shard; all ranks return the same result.
 
-    `joined`: all columns of rows of which each rank has its shard's, which may differ in width.
+    `joined` gathers all columns of rows from the ranks' shards, which may differ in width.
     """
     assert len(rules) == logits_SV.shape[0], "one rule per row"
     if group is None or group.size == 1:
@@ -111,10 +112,10 @@ def draft_choice(
     vocab_ids: Tensor | None = None,
     width: int = 1,
 ) -> DraftChoice:
-    """The same rule on the exit head's logits, with the noise of the target's token ids.
+    """Applies the rule to the exit head's logits, with the noise of the target's token ids.
 
-    `vocab_ids` [V] names the target token of each column of a truncated draft vocabulary; `width`
-    is how many tokens are wanted of every row.
+    `vocab_ids` [V] is the target token of each column of a truncated draft vocabulary; `width` is
+    the number of tokens to return per row.
     """
     columns = _columns_of(logits_SV, vocab_ids)
     scores_SV = perturbed(logits_SV, rules, columns)
@@ -130,7 +131,7 @@ def draft_choice(
 
 
 def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
-    """The scores whose maximum is the choice: processed logits, plus noise in sampled rows."""
+    """Returns the scores to maximise: processed logits, plus noise in rows that are not greedy."""
     scores_SV = processed(logits_SV, rules, columns)
     noisy = [row for row, rule in enumerate(rules) if not rule.is_greedy]
     if not noisy:
@@ -145,14 +146,16 @@ def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> 
 
 
 def first_max(x_SV: Tensor) -> Tensor:
-    """[S] where each row is largest; of equals the first. NumPy's is ten times torch's on a CPU."""
+    """Returns the first column [S] with each row's maximum. On a CPU NumPy is ten times as fast as
+    torch."""
     if x_SV.device.type == "cpu":
         return torch.from_numpy(x_SV.detach().numpy().argmax(axis=-1))
     return x_SV.argmax(dim=-1)
 
 
 def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Columns and values [S, b] of each row's largest, best first; of equals the first column."""
+    """Returns columns and values [S, b] of each row's largest, best first; of equals the first
+    column."""
     count = min(count, x_SV.shape[-1])
     if x_SV.device.type != "cpu":
         ranked = x_SV.sort(dim=-1, descending=True, stable=True)
@@ -175,7 +178,8 @@ def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
 
 
 def _num_top(rules: Sequence[RowRule]) -> int | None:
-    """How many alternatives to report of every row; None when nobody wants log-probabilities."""
+    """Returns how many alternatives to report per row; None when no row asks for
+    log-probabilities."""
     return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
 
 
@@ -214,7 +218,7 @@ def _choose_together(
     vocab_start: int,
     joined: Callable[[Tensor], Tensor],
 ) -> TokenChoice:
-    """Local maxima, one exchange of a few numbers per row, and whole rows only for filters."""
+    """Chooses from all shards: exchanges a few numbers per row, and full rows only for filters."""
     columns = VocabularyShard(start=vocab_start, size=logits_SV.shape[-1])
     full = [row for row, rule in enumerate(rules) if rule.needs_full_row]
     local = [row for row, rule in enumerate(rules) if not rule.needs_full_row]
@@ -229,7 +233,7 @@ def _choose_together(
     report_SW = [] if num_top is None else [_report(logits_SV, num_top, vocab_start)]
     told_SW = torch.cat([best_S3, *report_SW], dim=-1)
     told_GSW = torch.stack(group.all_gather(told_SW)).cpu().numpy()
-    # ranks stand in the order of their ids: the first maximum has the smallest
+    # shards are in the order of token ids: the first maximum has the smallest id
     winner_S = told_GSW[:, :, 0].argmax(axis=0)
     _, token_S, raw_S = told_GSW[winner_S, np.arange(len(rules)), :3].T
     if num_top is None:
@@ -247,8 +251,8 @@ def _best(
 
 
 def _report(logits_SV: Tensor, num_top: int, vocab_start: int) -> Tensor:
-    """What log-probabilities need of a shard: its logsumexp, its largest logits and their ids, as
-    many from every rank."""
+    """Returns what log-probabilities need from a shard: its logsumexp, its `num_top` largest logits
+    and their ids, padded to the same width on every rank."""
     best = logits_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
     missing = (0, num_top - best.values.shape[-1])
     values_Sn = functional.pad(best.values.double(), missing, value=-torch.inf)
@@ -280,6 +284,6 @@ def _reported_choice(
 def _ordered(
     ids: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Each row by falling value, equals by rising id."""
+    """Returns each row sorted by descending value, equal values by ascending id."""
     order = np.lexsort((ids, -values), axis=-1)
     return np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)
