@@ -1,1 +1,1 @@
-"""Turns returned statistics into metrics and spans; decides nothing for the engine."""
+"""Metrics and spans, made from the statistics that the engine returns."""

@@ -1,18 +1,17 @@
 """Prometheus metrics of one process, fed from the statistics that rounds and requests return.
 
-Names are vLLM's with the prefix `eesd_`, so that dashboards port by search and replace. It decides
-names, labels and buckets; it refuses to measure anything itself. Acceptance rate in PromQL:
+Names are vLLM's with the prefix `eesd_`, so that dashboards can be ported by search and replace.
+Nothing is measured here. Acceptance rate in PromQL:
 
     rate(eesd_spec_decode_num_accepted_tokens_total[5m]) /
     rate(eesd_spec_decode_num_draft_tokens_total[5m])
 
-A hop's bytes are those of rank 0 of its group: `sent` by it, `received` by it. Between the stages
-they are counted where rounds are drafted, there sent and from there received. A hop's seconds are
-spent waiting; those of the way back are in `draft_to_verify`, since without a common clock nobody
-can tell the two ways apart.
+A hop's bytes are those that rank 0 of its group sent and received. Between the stages they are
+counted at the draft stage. A hop's seconds are time spent waiting. `draft_to_verify` includes the
+way back, since the two directions cannot be separated without a common clock.
 
-Generated tokens are counted by rounds, prompt tokens by requests; each is counted once when one
-process is told of both, and when two processes are told of one each.
+Generated tokens are counted from rounds, prompt tokens from requests, so that each is counted once
+whether one process observes both or two processes observe one each.
 """
 
 from dataclasses import dataclass
@@ -44,23 +43,23 @@ _STAGE_S = tuple(0.0001 * 2**i for i in range(16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimings:
-    """One request's stay in the process that served it, or the only one."""
+    """Timings of one request in this process, which may have served only part of it."""
 
     num_prompt_tokens: int
-    """0 where it was resumed: who had it first has counted them."""
+    """0 for a resumed request: the process that served it first has counted them."""
     finish_reason: FinishReason | None
-    """None: it was sent on, and ends elsewhere or later."""
+    """None: it was evicted to be resumed later or in another pipeline."""
     queue_s: float
     e2e_s: float | None
     """None where it did not both begin and end here."""
     time_to_first_token_s: float | None = None
-    """None when it ended before its first token, or had it elsewhere."""
+    """None when it ended before its first token, or was resumed here."""
     inter_token_s: tuple[float, ...] = ()
-    """Between one emission and the next, divided by the tokens of the latter."""
+    """Time between two emissions, divided by the tokens of the second."""
 
 
 class ServiceMetrics:
-    """One registry of its own, so that two services in one process do not mix."""
+    """Metrics in a separate registry, so that two services in one process do not mix."""
 
     def __init__(self, *, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -112,8 +111,7 @@ class ServiceMetrics:
             "hop",
         )
         self._recorded: RecorderCounts | None = None
-        """What was last told of the recorder; None where there is none, and then no metric
-        either."""
+        """Last counts of the recorder; None where there is no recorder, and so no metrics of it."""
         self._begin_at_zero()
 
     def observe_load(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
@@ -164,7 +162,7 @@ class ServiceMetrics:
             self._inter_token.observe(seconds)
 
     def observe_recorder(self, counts: RecorderCounts) -> None:
-        """Totals since the process began; the first call makes the metrics appear."""
+        """Takes totals since the process began; the first call creates the metrics."""
         before = self._recorded
         if before is None:
             before = RecorderCounts(num_written=0, num_dropped=0, num_bytes=0)
@@ -177,11 +175,11 @@ class ServiceMetrics:
         self._recorder_bytes.set(counts.num_bytes)
 
     def render(self) -> bytes:
-        """The page a Prometheus server scrapes; its type is CONTENT_TYPE."""
+        """Returns the page that a Prometheus server scrapes, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
 
     def _begin_at_zero(self) -> None:
-        """A rate needs a first sample at zero: without it the first event is invisible."""
+        """Creates all label values: a rate needs a first sample at zero to show the first event."""
         for reason in FinishReason:
             self._finished.labels(self._model_name, reason.value)
         for stage in STAGES:
@@ -212,5 +210,5 @@ class ServiceMetrics:
 
 
 def _num_drafts(stats: RoundStats) -> int:
-    """A request drafted in this round exactly when it drafted position 0."""
+    """Returns how many requests drafted in this round: those that drafted position 0."""
     return stats.drafted_by_position[0] if stats.drafted_by_position else 0

@@ -1,8 +1,8 @@
 """Names of spans and attributes, in one place.
 
-`eesd.*` is our own namespace: no convention knows speculation. The `gen_ai.*` names are those of
-open-telemetry/semantic-conventions-genai, all still in development; they are kept here as
-constants because the released Python package marks its own as deprecated.
+`eesd.*` is this project's namespace: no convention covers speculation. The `gen_ai.*` names are
+those of open-telemetry/semantic-conventions-genai, all still in development. They are constants
+here because the released Python package marks its own as deprecated.
 """
 
 SPAN_ROUTE = "eesd.route"

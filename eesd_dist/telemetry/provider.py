@@ -1,4 +1,4 @@
-"""The OpenTelemetry SDK of one process, and where its spans go. Imported where tracing is on."""
+"""Sets up the OpenTelemetry SDK and its exporters. Imported only where tracing is on."""
 
 import json
 from base64 import b64decode
@@ -19,7 +19,7 @@ from eesd_dist.telemetry.round_spans import PROMISED_SPAN_ID, random_id
 
 _EXPORT_TIMEOUT_S = 5.0
 _SCHEDULE_DELAY_MS = 500.0
-"""A process that is killed loses the spans of this long."""
+"""A process that is killed loses at most the spans of this time."""
 _MAX_WAITING = 8192
 _IDS = {"traceId", "spanId", "parentSpanId"}
 
@@ -27,7 +27,7 @@ _IDS = {"traceId", "spanId", "parentSpanId"}
 def make_provider(
     process: str, *, service: str, endpoint: str | None, folder: Path | None
 ) -> TracerProvider:
-    """A provider of its own; nothing global is touched."""
+    """Returns a new provider; does not change the global one."""
     provider = TracerProvider(
         resource=Resource({"service.name": service, "service.instance.id": process}),
         id_generator=_Ids(),
@@ -48,7 +48,7 @@ def make_provider(
 
 
 class OtlpJsonFile(SpanExporter):
-    """Appends one export request a line, the file format of OpenTelemetry's collector."""
+    """Appends one export request per line, in the file format of OpenTelemetry's collector."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class OtlpJsonFile(SpanExporter):
 
 
 def _otlp_json(spans: Sequence[ReadableSpan]) -> str:
-    """Protobuf's JSON, except for ids: it spells bytes in base64, OTLP/JSON wants ids in hex."""
+    """Returns Protobuf's JSON with ids in hex, as OTLP/JSON requires, instead of base64."""
     request = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
     for resource in request["resourceSpans"]:
         for scope in resource["scopeSpans"]:
@@ -75,7 +75,7 @@ def _otlp_json(spans: Sequence[ReadableSpan]) -> str:
 
 
 class _Ids(IdGenerator):
-    """Random ids, and for a round's span the one that its header has carried."""
+    """Generates random ids, except for a round's span: that gets the id in the round's header."""
 
     def __init__(self) -> None:
         self._random = Random()

@@ -1,4 +1,4 @@
-"""The spans of one HTTP request, and W3C trace context as it travels with the request.
+"""The spans of one HTTP request, and the W3C trace context that is passed with the request.
 
 chat MODEL                    ingress       INTERNAL, gen_ai.* attributes
   eesd.route                  ingress
@@ -22,14 +22,14 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def context_of(traceparent: str | None) -> Context:
-    """Returns the context to open a span in. It is empty, and the span begins a trace, when the
-    client has sent no traceparent or one that is not W3C's."""
+    """Returns the context to open a span in. It is empty, so that the span begins a trace, when the
+    client has sent no traceparent or an invalid one."""
     carrier = {} if traceparent is None else {"traceparent": traceparent}
     return _PROPAGATOR.extract(carrier, context=Context())
 
 
 def traceparent_of(span: Span) -> str | None:
-    """Returns what makes other processes' spans children of `span`; None outside of any trace."""
+    """Returns the traceparent that makes other spans children of `span`; None without a trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=set_span_in_context(span, Context()))
     return carrier.get("traceparent")
@@ -62,7 +62,7 @@ def request_span(
 def route_span(
     tracer: Tracer, *, traceparent: str | None, request_id: str
 ) -> AbstractContextManager[Span]:
-    """Opens the span of a request's way to a pipeline, which the caller adds when it is known."""
+    """Opens the span of routing a request; the caller adds the pipeline when it is chosen."""
     return _open(tracer, names.SPAN_ROUTE, traceparent, {names.REQUEST_ID: request_id})
 
 
@@ -75,7 +75,7 @@ def response_attributes(
     num_output_tokens: int,
     num_cached_tokens: int = 0,
 ) -> Attributes:
-    """Returns what the request's span gets when the answer is complete."""
+    """Returns the attributes of the request's span that are known when the answer is complete."""
     return {
         names.GEN_AI_RESPONSE_ID: response_id,
         names.GEN_AI_RESPONSE_MODEL: model,
@@ -90,9 +90,11 @@ def response_attributes(
 def _open(
     tracer: Tracer, name: str, traceparent: str | None, attributes: Attributes
 ) -> Iterator[Span]:
-    """Ends the span with its block; an exception leaves type and message, logs have the traceback.
+    """Opens a span for the block. An exception is recorded with type and message; logs have the
+    traceback.
 
-    The span does not become the current one: a stream is closed in another context than it began.
+    The span does not become the current one: a stream may be closed in another context than it was
+    opened in.
     """
     parent = context_of(traceparent)
     with tracer.start_span(name, parent, attributes=attributes, record_exception=False) as span:
@@ -104,5 +106,5 @@ def _open(
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as OTLP's integers can hold them."""
+    """Returns the same 64 bits as a signed integer, as in OTLP."""
     return (seed + 2**63) % 2**64 - 2**63

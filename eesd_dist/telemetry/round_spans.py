@@ -5,7 +5,8 @@
       eesd.verify.rank            verify rank, joined by the ids in the round's header
 
 A round serves many requests. Every traced one gets an `eesd.round` span in its own trace, so that
-each trace is whole; the stages stand under the first one only, and the others link to it.
+each trace is complete. The stages' spans are children of the first of these only; the others link
+to it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,20 +29,20 @@ from eesd_dist.telemetry.request_spans import Attributes, context_of
 from eesd_dist.types import RoundStats
 
 PROMISED_SPAN_ID = create_key("promised-span-id")
-"""In the current context: the id of the next span, which a round's header has carried already."""
+"""Context key of the id for the next span, which was sent in a round's header."""
 
 
 class RoundSpans:
-    """Writes spans after their rounds, with the times those had, so that nothing is measured twice
-    and tokens leave first. A process that does not trace has no such object."""
+    """Writes the spans of a round after the round, from its statistics, so that tokens leave first
+    and nothing is measured twice. Exists only where tracing is on."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._random = Random()
 
     def ids(self, traceparents: Sequence[str | None]) -> tuple[int, int]:
-        """Returns trace id and span id that the round of these requests will have, for its header;
-        zeros when none of them is traced."""
+        """Returns trace id and span id for the header of a round of these requests; zeros when
+        none of them is traced."""
         first = next(_sampled(traceparents), None)
         if first is None:
             return 0, 0
@@ -73,7 +74,7 @@ class RoundSpans:
         started_unix_s: float,
         seconds: float,
     ) -> None:
-        """On a verify rank: its part of the round whose header carried these ids."""
+        """Writes a verify rank's span, under the round's span with these ids from the header."""
         if span_id == 0:
             return
         parent = SpanContext(trace_id, span_id, True, TraceFlags(TraceFlags.SAMPLED))
@@ -118,13 +119,13 @@ class RoundSpans:
 
 
 def random_id(source: Random, num_bits: int) -> int:
-    """Returns an id that is not zero, which would mean none. `source` is not the `random` module:
-    processes that seed it alike would have the same ids."""
+    """Returns an id that is not zero (zero means none). `source` is not the `random` module:
+    processes with equal seeds of it would have equal ids."""
     return source.getrandbits(num_bits) | 1
 
 
 def _sampled(traceparents: Sequence[str | None]) -> Iterator[Context]:
-    """The contexts of those requests that ask for a trace."""
+    """Yields the contexts of requests with a sampled trace."""
     for traceparent in traceparents:
         context = context_of(traceparent)
         if get_current_span(context).get_span_context().trace_flags.sampled:
@@ -132,7 +133,7 @@ def _sampled(traceparents: Sequence[str | None]) -> Iterator[Context]:
 
 
 def _stages(stats: RoundStats) -> tuple[tuple[str, float, Attributes], ...]:
-    """One after the other, as the round's statistics tell them apart."""
+    """Returns name, seconds and attributes of each stage, in order."""
     return (
         (names.SPAN_PLAN, stats.plan_s, {}),
         (names.SPAN_DRAFT, stats.draft_s, {names.DRAFT_TOKENS: stats.num_drafted}),

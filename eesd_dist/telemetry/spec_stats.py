@@ -1,8 +1,8 @@
 """The `metrics.speculative_decoding` object of one response, in vLLM's shape.
 
-Clients that read vLLM's per-request acceptance metrics read ours unchanged. A step is a round that
-verified a draft; rounds of plain decoding are left out, and the bonus token is in the mean
-acceptance length and in nothing else.
+Clients of vLLM's per-request acceptance metrics can read it unchanged. A step is a round that
+verified a draft; rounds of plain decoding are not counted. The bonus token is counted in the mean
+acceptance length only.
 """
 
 from typing import TypedDict
@@ -22,10 +22,10 @@ class SpeculativeDecoding(TypedDict):
 
 
 class SpecStats:
-    """Counts of one request, whatever its length."""
+    """Acceptance counts of one request, in constant memory."""
 
     def __init__(self, *, num_spec_tokens: int) -> None:
-        """`num_spec_tokens` is the ceiling on one draft."""
+        """`num_spec_tokens` is the maximum length of one draft."""
         self._num_spec_tokens = num_spec_tokens
         self._by_length: dict[int, list[int]] = {}
 
@@ -55,7 +55,7 @@ class SpecStats:
         }
 
     def _histogram(self) -> list[int]:
-        """Dense, of length num_spec_tokens + 1."""
+        """Returns a dense list of length num_spec_tokens + 1."""
         histogram = [0] * (max(self._num_spec_tokens, *self._by_length, 0) + 1)
         for row in self._by_length.values():
             for number, count in enumerate(row):

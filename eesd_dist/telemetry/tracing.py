@@ -1,7 +1,7 @@
-"""Where the time of a request went: tracing of one process, on the OpenTelemetry API.
+"""Tracing of one process, on the OpenTelemetry API.
 
-Off, the tracer is the API's no-op, the SDK is not loaded, and the round loop makes no span call.
-It refuses to know the environment: endpoint and folder are handed in at the rim.
+When off, the tracer is the API's no-op, the SDK is not loaded, and the round loop makes no span
+call. Environment variables are not read here: endpoint and folder are passed in.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ class Tracing:
         """None where tracing is off."""
 
     def flush(self) -> None:
-        """Sends what is waiting; to be called before a process is killed. Where nobody listens the
-        exporter logs it and gives up within seconds."""
+        """Sends pending spans; call before a process is killed. If the collector does not answer,
+        the exporter logs that and gives up within seconds."""
         if self._provider is not None:
             self._provider.force_flush(_FLUSH_TIMEOUT_MS)
 
@@ -44,8 +44,8 @@ def make_tracing(
     endpoint: str | None = None,
     folder: Path | None = None,
 ) -> Tracing:
-    """OTLP over HTTP when there is an endpoint, else OTLP-JSON lines in `<folder>/<process>.jsonl`
-    when there is a folder, else nothing.
+    """Returns tracing that exports OTLP over HTTP when there is an endpoint, otherwise OTLP-JSON
+    lines to `<folder>/<process>.jsonl` when there is a folder, otherwise nothing.
 
     `process` names this process in every trace (service.instance.id).
     """

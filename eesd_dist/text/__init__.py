@@ -1,4 +1,4 @@
-"""Turns text into token ids and back; ids inside, text at the rim."""
+"""Tokenization, detokenization and stop strings. The engine itself works on token ids only."""
 
 from eesd_dist.text.assembler import TextAssembler, TextDelta, TextFinish
 from eesd_dist.text.pieces import Pieces

@@ -1,7 +1,7 @@
-"""Turns one request's emissions into its text, and decides where the text ends.
+"""Turns one request's emissions into text, and decides where the text ends.
 
-A text ends at a stop string, at a stop token, or where the engine ended it. What might still become
-a stop string is held back.
+A text ends at a stop string, at a stop token, or where the engine ended it. Text that might still
+become part of a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ class TextDelta:
     """What one emission adds to a text."""
 
     text: str
-    """What may be shown now; later than its tokens when it might have become a stop string."""
+    """Text to show now. Text that might become a stop string is shown later than its tokens."""
     pieces: tuple[str, ...]
     """Per token, the text that it completed, shown or not."""
     tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Per token, when the request asked for them."""
+    """Per token, if the request asked for them."""
     finish_reason: TextFinish | None
     stop_reason: str | int | None
-    """The stop string or stop token that ended the text; None for the model's own end."""
+    """The stop string or stop token that ended the text; None for the model's end token."""
 
 
 class TextAssembler:
-    """The text of one request while it grows."""
+    """Assembles the text of one request from its emissions."""
 
     def __init__(
         self,

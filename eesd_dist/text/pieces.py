@@ -1,10 +1,10 @@
-"""Which bytes one token stands for.
+"""The bytes of each token.
 
-Read off the decoder that tokenizer.json describes. Llama-family tokenizers are of two kinds:
-byte-level BPE (Llama 3, Qwen), where every character of a token names a byte, and SentencePiece
-with byte fallback (Llama 1 and 2, Mistral), where a token is text with a mark for the space or
-one raw byte `<0x..>`. A token's bytes never depend on its neighbours, which is what makes exact
-incremental decoding possible. Other decoders are refused. Knows nothing of prompts or requests.
+Derived from the decoder in tokenizer.json. Llama-family tokenizers are of two kinds: byte-level BPE
+(Llama 3, Qwen), where every character of a token stands for a byte, and SentencePiece with byte
+fallback (Llama 1 and 2, Mistral), where a token is text with a marker for the space, or one raw
+byte `<0x..>`. A token's bytes never depend on its neighbours, so incremental decoding is exact.
+Other decoders are refused.
 """
 
 import re
@@ -18,7 +18,7 @@ _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the rest is moved above 255."""
+    """Returns GPT-2's alphabet: printable Latin-1 maps to itself, the rest to above 255."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in printable]
     itself = {chr(byte): byte for byte in printable}
@@ -30,19 +30,19 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How a vocabulary entry becomes bytes."""
+    """Converts vocabulary entries to bytes."""
 
     kind: Literal["byte-level", "sentencepiece"]
     replacements: tuple[tuple[str, str], ...] = ()
-    """What SentencePiece decoders replace, the mark for the space above all."""
+    """Replacements of SentencePiece decoders, mainly of the marker for the space."""
     has_raw_bytes: bool = False
     """Whether `<0x..>` entries are bytes."""
     strips_first_space: bool = False
-    """Whether a whole text, decoded from its beginning, loses its first space."""
+    """Whether the first space of a full text is removed."""
 
     @classmethod
     def of_decoder(cls, decoder: object, *, file: object) -> Self:
-        """`decoder` is the section of that name in tokenizer.json."""
+        """Reads `decoder`, the section of that name in tokenizer.json. Raises CheckpointError."""
         parts = list(_parts(decoder))
         kinds = [part.get("type") for part in parts]
         if "ByteLevel" in kinds:
@@ -75,7 +75,7 @@ def _byte_level(entry: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in entry)
     except KeyError:
-        # An added token in plain text: it stands for itself.
+        # An added token in plain text.
         return entry.encode()
 
 

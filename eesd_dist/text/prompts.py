@@ -1,7 +1,7 @@
 """Prompts from a JSON-lines file: for benchmarks, distillation, profiles.
 
-A line has `messages` (chat) or `prompt` (raw text), and may name its `class`; lines in GSM8K's own
-form (`question`) are taken as chat.
+A line has `messages` (chat) or `prompt` (raw text), and may have a `class`. Lines in the format of
+GSM8K (`question`) are read as chat.
 """
 
 import json
@@ -22,7 +22,7 @@ class Prompt:
 
 
 def load_prompts(tokenizer: Tokenizer, path: Path, *, limit: int | None = None) -> list[Prompt]:
-    """Prompts in order; raises ConfigError naming the line that cannot be used."""
+    """Returns the file's prompts in order. Raises ConfigError that names an invalid line."""
     prompts = [_prompt(tokenizer, row, where) for where, row in json_lines(path)]
     if not prompts:
         raise ConfigError(f"{path}: found no prompts, expected one JSON object a line")
@@ -30,8 +30,8 @@ def load_prompts(tokenizer: Tokenizer, path: Path, *, limit: int | None = None) 
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file, each with its place (`file:line`); raises ConfigError naming the line
-    that is none. Blank lines are passed over."""
+    """Yields the objects of a file, each with its place (`file:line`). Skips blank lines. Raises
+    ConfigError that names an invalid line."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, expected JSON lines")
     with path.open("rb") as lines:

@@ -1,9 +1,9 @@
-"""Where a text ends because it contains a stop string.
+"""Detection of stop strings in a text that arrives in pieces.
 
-Sees pieces of text, one per token, and never tokens. What could still become a stop string is
-held back. The end is decided piece by piece, so that it is the same however many pieces come at
-a time: of the stop strings that a piece completes, the one that ends first wins, the longer one
-when two end together.
+Works on pieces of text, one per token. Text that could still become a stop string is held back. The
+end is decided piece by piece, so it does not depend on how many pieces arrive at a time: of the
+stop strings that a piece completes the one that ends first wins, and the longer one when two end at
+the same place.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What became of the pieces pushed at one time."""
+    """Result of pushing some pieces."""
 
     text: str
-    """What may leave now."""
+    """Text that may be shown now."""
     num_pieces: int
-    """How many of the pushed pieces belong to the text; fewer than all only after a match."""
+    """How many of the pieces belong to the text; fewer than all only after a match."""
     matched: str | None = None
     """The stop string that ended the text."""
 
 
 class StopStrings:
-    """Watches one text."""
+    """Looks for stop strings in one text."""
 
     def __init__(
         self, stops: Sequence[str], *, include_in_output: bool = False, min_pieces: int = 0
     ) -> None:
-        """`min_pieces`: the text of so many first pieces cannot take part in a match."""
+        """`min_pieces`: number of first pieces that cannot be part of a match."""
         assert all(stops), "an empty stop string would end every text"
         self._stops = tuple(stops)
         self._include_in_output = include_in_output
@@ -45,7 +45,7 @@ class StopStrings:
         return Checked(text="".join(leaving), num_pieces=len(pieces))
 
     def finish(self) -> str:
-        """What was held back, when the text ends for another reason."""
+        """Returns the text held back, when the text ends for another reason."""
         rest, self._held = self._held, ""
         return rest
 
@@ -68,7 +68,7 @@ class StopStrings:
         return [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
 
     def _hold_back(self, text: str) -> str:
-        """Keeps the longest end of the text that begins a stop string; returns the rest."""
+        """Holds back the longest end of the text that begins a stop string; returns the rest."""
         num_held = max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - num_held
         self._held = text[cut:]

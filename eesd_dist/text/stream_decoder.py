@@ -1,9 +1,9 @@
-"""Text out of tokens as they come.
+"""Incremental decoding of tokens to text.
 
-A character leaves when its last byte is there, whatever the tokens' borders; an unfinished
-sequence is held back and, when the stream ends, never shown. Bytes that can no longer become a
-character are shown as U+FFFD, as decoding everything at once would show them. The text does not
-depend on how many tokens come at a time.
+A character is returned when its last byte has arrived, in whichever token. An incomplete sequence
+is held back and, when the stream ends, never shown. Bytes that cannot become a character are shown
+as U+FFFD, as in decoding all tokens at once. The text does not depend on how many tokens arrive at
+a time.
 """
 
 import codecs
@@ -16,7 +16,7 @@ _NewDecoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """One text that continues a prompt; its first space is part of it."""
+    """Decodes one text that continues a prompt; its first space is kept."""
 
     def __init__(self, codec: TextCodec, *, skip_special_tokens: bool = True) -> None:
         self._codec = codec
@@ -24,7 +24,7 @@ class StreamDecoder:
         self._utf8 = _NewDecoder(errors="replace")
 
     def feed(self, tokens: Sequence[TokenId]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
         return "".join(self.feed_one(token) for token in tokens)
 
     def feed_one(self, token: TokenId) -> str:

@@ -1,8 +1,7 @@
 """A checkpoint folder's tokenizer and chat template.
 
-Everything is read from the local folder; no hub is ever asked. Beginnings of text are marked
-exactly where the tokenizer itself marks them, never twice. Foreign exceptions become ours here.
-Knows nothing of sampling, requests or streams.
+Everything is read from the local folder, never from a hub. A beginning-of-text token is added
+exactly where the tokenizer adds it, never twice. Exceptions of other libraries become EesdErrors.
 """
 
 import json
@@ -35,11 +34,11 @@ _RESERVED_TEMPLATE_OPTIONS = frozenset(
 
 
 class TextCodec(Protocol):
-    """What the rim needs to know of a tokenizer."""
+    """What other modules need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are; every one the tokenizer gives is smaller."""
+        """Number of ids; all ids that the tokenizer returns are smaller."""
         ...
 
     @property
@@ -52,12 +51,12 @@ class TextCodec(Protocol):
     ) -> tuple[TokenId, ...]: ...
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token: TokenId) -> bytes:
-        """Empty for an id that stands for nothing."""
+        """Returns the token's bytes; empty for an unused id."""
         ...
 
 
 class Tokenizer:
-    """The tokenizer of a folder, through transformers."""
+    """The tokenizer of a checkpoint folder, loaded with transformers."""
 
     def __init__(
         self, backend: Any, *, pieces: Pieces, vocab_size: int, eos_token_ids: Sequence[int]
@@ -72,7 +71,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, model_vocab_size: int | None = None) -> Self:
-        """`model_vocab_size` None takes config.json's, where there is one."""
+        """Loads the folder's tokenizer. `model_vocab_size` None takes the one in config.json, if
+        any. Raises CheckpointError."""
         backend = _load_backend(folder)
         config = _read_json(folder / "config.json")
         if model_vocab_size is None:
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The model's, which may be padded beyond the tokenizer's own."""
+        """The model's vocabulary size, which may be padded beyond the tokenizer's."""
         return self._vocab_size
 
     @property
@@ -112,14 +112,14 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:
-        """Through the folder's template, which itself says where special tokens stand."""
+        """Encodes messages with the folder's chat template, which adds all special tokens."""
         text = self.render_chat(messages, **template_options)
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
         if not _is_unicode(text):
             raise RequestError(
-                f"{param}: half of a surrogate pair is no character; send valid UTF-8",
+                f"{param}: found half of a surrogate pair, expected valid UTF-8",
                 param=param,
             )
         return tuple(
@@ -129,7 +129,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> str:
-        import jinja2  # transformers needs it for templates, and nothing else here does
+        import jinja2  # only needed for chat templates
 
         if self._backend.chat_template is None:
             raise RequestError(
@@ -152,7 +152,7 @@ class Tokenizer:
         return cast("str", text)
 
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
-        """The text these tokens are from its beginning to its end."""
+        """Returns the text of these tokens, which are a full text."""
         skipped = self._special_token_ids if skip_special_tokens else frozenset()
         kept = [self.token_bytes(token) for token in tokens if token not in skipped]
         text = b"".join(kept).decode("utf-8", errors="replace")
@@ -173,8 +173,8 @@ def leave_out_torch() -> None:
     """Makes transformers work without torch in this process, where only tokenizers are needed: an
     ingress is 390 MiB smaller and starts seconds earlier. Does nothing once either is loaded.
 
-    A `None` in `sys.modules` makes a module one that is not installed; transformers asks once and
-    remembers the answer.
+    A `None` in `sys.modules` makes a module look as if it were not installed; transformers checks
+    once and keeps the result.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
@@ -199,7 +199,7 @@ def _is_unicode(text: str) -> bool:
 def _load_backend(folder: Path) -> Any:
     if not folder.is_dir():
         raise CheckpointError(file=folder, found="no folder", expected="a checkpoint folder")
-    # Importing transformers takes seconds and brings torch; only who loads a tokenizer pays.
+    # Imported here: importing transformers takes seconds and imports torch.
     from transformers import AutoTokenizer
 
     try:
@@ -213,8 +213,8 @@ def _load_backend(folder: Path) -> Any:
             found=f"a tokenizer that does not load ({error})",
             expected="tokenizer.json and tokenizer_config.json as transformers writes them",
         ) from error
-    # A truncation setting in the file is dropped at the first call; after it the tokenizer is
-    # never altered again and may be used from several threads.
+    # The first call drops a truncation setting of the file. After it the tokenizer does not change
+    # and may be used from several threads.
     backend.encode("")
     return backend
 
@@ -235,7 +235,7 @@ def _special_ids(backend: Any) -> frozenset[TokenId]:
 
 
 def _eos_ids(backend: Any, *configs: Mapping[str, object]) -> list[int]:
-    """Every end token that the tokenizer or a config names, the tokenizer's first."""
+    """Returns all end tokens that the tokenizer or a config names, the tokenizer's first."""
     found = [backend.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     flat = [id_ for entry in found for id_ in (entry if isinstance(entry, list) else [entry])]
     return list(dict.fromkeys(id_ for id_ in flat if isinstance(id_, int)))
