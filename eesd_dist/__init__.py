@@ -1,4 +1,4 @@
-"""Early-exit speculative decoding, split over stages: the engine and everything under it.
+"""Early-exit speculative decoding, split over stages: the engine and all layers below it.
 
     from eesd_dist import LLM, SamplingParams
 

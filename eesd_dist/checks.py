@@ -1,4 +1,4 @@
-"""Checks of the numbers in a request, made before a step reads anything."""
+"""Checks of numeric options, made before a distillation step reads anything."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from eesd_dist.errors import ConfigError
 
 
 def require_positive(request: object, *names: str) -> None:
-    """Raises ConfigError for the first of these fields that is 0 or less; None is not asked for."""
+    """Raises ConfigError for the first of these fields that is 0 or less; None is allowed."""
     for name in names:
         value = getattr(request, name)
         if value is not None and value <= 0:
@@ -14,6 +14,6 @@ def require_positive(request: object, *names: str) -> None:
 
 
 def require_temperatures(temperatures: Sequence[float]) -> None:
-    """Raises ConfigError for none, and for one below 0."""
+    """Raises ConfigError for an empty list or a temperature below 0."""
     if not temperatures or min(temperatures) < 0.0:
         raise ConfigError(f"temperatures are {list(temperatures)}: expected numbers from 0 on")

@@ -1,10 +1,10 @@
 """Command lines: functions as commands, dataclasses as groups of options, errors as exit codes.
 
-typer declares, parses and prints usage. This module adds what every command shares. A parameter
-that is a dataclass stands for one option for each of its fields, so that commands can share
-options. Text in an annotation is the option's help, behind its name where that is not the field's:
+typer declares and parses options and prints usage. This module adds what all commands share. A
+parameter that is a dataclass becomes one option per field, so that commands can share options. Text
+in an annotation is the option's help, after its name where that differs from the field's:
 `exit_layer: Annotated[int, "--exit N: layers of the draft stage"]`. A tuple is an option with
-several values. It knows no command.
+several values.
 """
 
 import os
@@ -24,11 +24,11 @@ from typer.core import TyperCommand
 from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
 
 Run = Callable[..., int | None]
-"""Does what a command is for and returns its exit status; None is 0."""
+"""Runs a command and returns its exit status; None is 0."""
 
 
 def group(name: str, **settings: Any) -> Typer:
-    """A program, or a command with commands of its own, which it lists when none is given."""
+    """Returns a program, or a command with subcommands, which it lists when none is given."""
     defaults = {
         "add_completion": False,
         "rich_markup_mode": None,
@@ -49,13 +49,13 @@ def add_command(
 ) -> None:
     """Makes `run` a command; the first sentence of its docstring is its line in the list.
 
-    `defaults` take the place of those of parameters and fields.
+    `defaults` replace those of parameters and fields.
     """
     app.command(name, cls=_Command, help=help)(_flattened(run, defaults or {}))
 
 
 def add_module(app: Typer, name: str, options: type, module: str, **settings: Any) -> None:
-    """Makes `main` of a module, which takes these options, a command.
+    """Makes `main` of a module a command with these options.
 
     The module is imported when the command runs; the help is the docstring of the options.
     """
@@ -69,12 +69,12 @@ def add_module(app: Typer, name: str, options: type, module: str, **settings: An
 
 
 def add_callback(app: Typer, run: Run) -> None:
-    """Makes `run` what comes before every command of a group; its docstring describes the group."""
+    """Runs `run` before every command of a group; its docstring describes the group."""
     app.callback()(_flattened(run, {}))
 
 
 def program_of(run: Run, **settings: Any) -> Typer:
-    """A program that is one command, with the settings of `add_command`."""
+    """Returns a program of one command, with the settings of `add_command`."""
     app = group(run.__name__)
     add_command(app, run, **settings)
     return app
@@ -94,31 +94,31 @@ def run_app(app: Typer, words: Sequence[str], *, program: str) -> int:
         return _failed(program, str(error), status=2)
     except EesdError as error:
         return _failed(program, str(error), status=1)
-    except OSError as error:  # a file where a folder was meant, a disk that is full
+    except OSError as error:  # a file in place of a folder, a full disk
         return _failed(program, os_error_text(error), status=2)
     return 0
 
 
 def run_command(run: Run, words: Sequence[str], *, program: str) -> int:
-    """The same for a program that is one command."""
+    """Does the same for a program of one command."""
     return run_app(program_of(run), words, program=program)
 
 
 def given(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not None, for a callee with defaults of its own."""
+    """Returns the fields of a dataclass that are not None, to pass to a callee with defaults."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _flattened(run: Run, defaults: Mapping[str, object]) -> Callable[..., None]:
-    """The same function as typer reads it: every option is a parameter of its own."""
+    """Returns the function with a signature for typer, in which every option is a parameter."""
     parameters = signature(run).parameters
 
     @wraps(run)
     def call(**values: Any) -> None:
         try:
             status = run(**{name: _gathered(each, values) for name, each in parameters.items()})
-        except BrokenPipeError:  # the reader of our output has closed it: not an error
+        except BrokenPipeError:  # the reader of the output has closed it: not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 0
         if status:
@@ -130,10 +130,11 @@ def _flattened(run: Run, defaults: Mapping[str, object]) -> Callable[..., None]:
 
 
 class _Command(TyperCommand):
-    """Options with several values take all words up to the next option: `--exits 1 2 4`.
+    """A command with options of several values: they take all words up to the next option, as in
+    `--exits 1 2 4`.
 
-    Not in a command with arguments, which such an option would swallow; there as everywhere it can
-    be repeated.
+    Not in a command with positional arguments, which such an option would consume. The option can
+    be repeated in any command.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -144,7 +145,7 @@ class _Command(TyperCommand):
 
 
 def _repeated(words: Sequence[str], several: set[str]) -> Iterator[str]:
-    """`--exits 1 2` as `--exits 1 --exits 2`."""
+    """Yields the words with `--exits 1 2` written as `--exits 1 --exits 2`."""
     option, is_first = "", False
     for word in words:
         if word.startswith("-"):
@@ -178,7 +179,7 @@ def _gathered(parameter: Parameter, values: dict[str, Any]) -> Any:
 
 
 def _declared(parameter: Parameter) -> Parameter:
-    """The parameter as typer takes it: with an `Option`, and a list for a tuple."""
+    """Returns the parameter for typer: with an `Option`, and a list in place of a tuple."""
     kind, info = parameter.annotation, ""
     if get_origin(kind) is Annotated:
         kind, info = get_args(kind)
@@ -187,14 +188,14 @@ def _declared(parameter: Parameter) -> Parameter:
         name, _, metavar = names.partition(" ")
         default = parameter.default
         paths = default if isinstance(default, tuple) else (default,)
-        # Files of this installation: the help names them.
+        # The help shows default paths, except absolute ones, which depend on the installation.
         is_ours = any(isinstance(path, Path) and path.is_absolute() for path in paths)
         name = name or f"--{parameter.name.replace('_', '-')}"
         info = Option(name, help=text, metavar=metavar or None, show_default=not is_ours)
     if get_origin(kind) is tuple:
         element, info = get_args(kind)[0], copy(info)
         label, kind = getattr(element, "__name__", ""), list[element]  # type: ignore[valid-type]
-        if get_origin(element) is Literal:  # which typer takes alone, but not in a list
+        if get_origin(element) is Literal:  # typer does not support lists of Literals
             choices = get_args(element)
             label, kind, info.parser = "|".join(choices), list[str], partial(_one_of, choices)
         info.metavar = info.metavar or f"<{label.lower()}>..."

@@ -1,7 +1,7 @@
-"""The configuration of one engine: frozen sections, composed, written down once.
+"""The configuration of one engine, in frozen sections.
 
-Where people type (YAML, flags, environment) this is what they type into. Unknown keys are
-refused. Hot-path code receives plain values, never these models.
+YAML files, flags and environment variables set these fields. Unknown keys are refused. Hot-path
+code receives plain values, never these models.
 """
 
 from pathlib import Path
@@ -39,44 +39,45 @@ def _home_is_meant(path: Path) -> Path:
 
 
 HomePath = Annotated[Path, AfterValidator(_home_is_meant)]
-"""A path that may begin with `~`, which is the home of whoever reads the configuration: workers may
-have another one."""
+"""A path that may begin with `~`. It is expanded where the configuration is read, since workers may
+have another home directory."""
 
 
 class Section(BaseModel):
-    """One part of the configuration. Unknown keys are refused, not ignored."""
+    """Base of the configuration's sections. Unknown keys are refused, not ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
-    """Which weights, and how they are computed with."""
+    """The model's weights, and the numerics of its computation."""
 
     path: HomePath
     """Folder of the target: config.json, safetensors, tokenizer."""
 
     head: HomePath | None = None
-    """Folder of the exit head. None takes `<path>/exit_head` where it exists; without either there
-    is plain decoding only."""
+    """Folder of the exit head. None takes `<path>/exit_head` if it exists; otherwise decoding is
+    plain."""
 
     dtype: DTypeSetting = "auto"
-    """Type of the weights. `auto` takes the checkpoint's own: the one its config.json names, else
-    the one its weights are stored in. A CPU computes on bfloat16 and float16 weights in float32;
-    `fast` on one with bfloat16 instructions computes in bfloat16."""
+    """Type of the weights. `auto` takes the checkpoint's: the one in its config.json, else the one
+    its weights are stored in. A CPU computes with bfloat16 and float16 weights in float32; with
+    `fast` numerics and bfloat16 instructions it computes in bfloat16."""
 
     numerics: Numerics = "invariant"
-    """`invariant`: a row's result never depends on the rows beside it, so that speculation on and
-    off agree bit for bit. `fast`: no such promise, and a stated mismatch rate."""
+    """`invariant`: a row's result never depends on the other rows of the batch, so that results
+    with and without speculation agree bit for bit. `fast`: no such guarantee, and a stated mismatch
+    rate."""
 
     device: Device = "auto"
     """`auto` takes CUDA where there is one."""
 
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus answer; None takes the checkpoint's own limit."""
+    """Maximum length of prompt and answer together; None takes the checkpoint's limit."""
 
 
 class CacheConfig(Section):
-    """KV pages, counted once for all stages."""
+    """KV pages. All stages have the same number of pages."""
 
     page_size: PositiveInt = 32
     """Tokens in one page."""
@@ -85,11 +86,11 @@ class CacheConfig(Section):
     """Pages in every stage's cache."""
 
     prefix_caching: bool = True
-    """Whether a prompt that begins like an earlier one reuses its pages."""
+    """Whether a prompt with the same prefix as an earlier one reuses its pages."""
 
 
 class SchedulerConfig(Section):
-    """Who runs in a round, and how much of it."""
+    """Limits on the requests and tokens of a round."""
 
     max_running: PositiveInt = 32
     """Requests that hold pages at the same time."""
@@ -98,40 +99,40 @@ class SchedulerConfig(Section):
     """Requests in the queue; the next one is refused with a clear error."""
 
     token_budget: PositiveInt = 512
-    """Known tokens (prefill chunks and last tokens) one round may carry."""
+    """Maximum known tokens (prefill chunks and last tokens) in one round."""
 
     prefill_chunk: PositiveInt = 256
-    """Longest piece of one prompt in one round."""
+    """Maximum tokens of one prompt in one round."""
 
     overlap: Overlap = "auto"
-    """Two microbatches take turns: one is drafted while the other is verified. `auto`: while
-    measured costs say that this earns more than one batch of all, which it does where drafting
-    takes about as long as verifying."""
+    """Whether there are two microbatches, of which one is drafted while the other is verified.
+    `auto`: while this is faster than one batch by measured costs, as it is where drafting takes
+    about as long as verifying."""
 
 
 class TreeConfig(Section):
-    """What a draft may look like when it is not a chain."""
+    """Drafts with alternatives."""
 
     shape: TreeShape = "none"
-    """`none`: chains. `static`: so many alternatives at each depth, as deep as the controller goes.
-    `dynamic`: alternatives are drafted where they are likely to survive. A request may say another
-    one for itself."""
+    """`none`: chains. `static`: a fixed number of alternatives at each depth; the controller
+    decides the depth. `dynamic`: alternatives where they are likely to be accepted. A request may
+    override it."""
 
     widths: tuple[PositiveInt, ...] = (2, 2, 1)
-    """`static`: tokens drafted to follow each token, by depth; beyond the last entry one."""
+    """`static`: number of tokens drafted after each token, by depth; one beyond the last entry."""
 
     branch: PositiveInt = 2
-    """`dynamic`: tokens that may be drafted to follow each token."""
+    """`dynamic`: maximum tokens drafted after each token."""
 
     max_nodes: PositiveInt = 16
-    """Tokens of one tree; `max_draft_tokens` bounds its depth."""
+    """Maximum tokens of one tree; `max_draft_tokens` limits its depth."""
 
     def shape_of(self, wished: TreeShape | None) -> TreeShape:
-        """A request's own shape, or the service's."""
+        """Returns the request's shape, or the service's where the request has none."""
         return self.shape if wished is None else wished
 
     def width_at(self, depth: int, shape: TreeShape) -> int:
-        """How many tokens may be offered to follow one that has `depth` drafted ones up to it."""
+        """Returns how many tokens may be drafted after a node at this depth; 0 is the root."""
         if shape == "none":
             return 1
         if shape == "dynamic":
@@ -140,25 +141,24 @@ class TreeConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """How far ahead we dare to guess."""
+    """How drafts are made and accepted."""
 
     controller: str = "goodput"
-    """Name in `control.registry` of what decides when to stop drafting, unless a request names
-    another. `goodput` weighs the whole batch's tokens against the measured seconds; `beta` and
-    `calibration` are Thompson sampling for one request; the others are there to be compared
-    with."""
+    """Name in `control.registry` of the controller that decides when to stop drafting; a request
+    may override it. `goodput` weighs the tokens of the batch against measured seconds; `beta` and
+    `calibration` are Thompson sampling per request; the others are baselines."""
 
     max_draft_tokens: NonNegativeInt = 8
-    """Ceiling on one draft; the controller usually stops sooner. 0 is plain decoding."""
+    """Maximum tokens of one draft; the controller usually stops earlier. 0 is plain decoding."""
 
     acceptance: Literal["coupled", "rejection"] = "coupled"
-    """`coupled` gives the very tokens of plain decoding; `rejection` is the published baseline."""
+    """`coupled` gives the same tokens as plain decoding; `rejection` is the published baseline."""
 
     draft_ahead: bool = True
-    """With one microbatch in flight the drafter goes on past its last token while it waits."""
+    """Whether drafting continues past the last drafted token while one microbatch is verified."""
 
     tree: TreeConfig = TreeConfig()
-    """Alternatives beside the exit head's first choices."""
+    """Alternatives to the exit head's first choices."""
 
     fixed_length: NonNegativeInt = 4
     """Draft length of the `fixed` controller."""
@@ -170,40 +170,39 @@ class SpeculationConfig(Section):
     """Whether Thompson sampling draws theta once a round or for every token."""
 
     discount: float = Field(default=0.98, gt=0.0, le=1.0)
-    """What an old round's counts are multiplied with at every new one."""
+    """Factor by which the counts of earlier rounds are multiplied in every round."""
 
     calibration_form: Literal["gaussian", "beta"] = "beta"
     """Which of the two forms of Calibration-TS."""
 
     calibration_strength: NonNegativeFloat = 256.0
-    """Kappa of the beta form: the calibrated probability is worth this many judged tokens. 0 is
-    Beta-TS."""
+    """Kappa of the beta form: weight of the calibrated probability in judged tokens. 0: Beta-TS."""
 
     calibration_prior_std: PositiveFloat = 0.05
-    """s0 of the gaussian form: how far the calibrated probability is expected to be off."""
+    """s0 of the gaussian form: expected error of the calibrated probability."""
 
     calibration_variance_floor: PositiveFloat = 0.04
-    """Gaussian form: variance a request's past rate keeps as a forecast of its next token, however
-    many rounds it has seen. Tokens of one text differ; about 0.04 is a spread of 0.2."""
+    """Gaussian form: minimum variance of a request's past rate as a forecast of its next token,
+    after any number of rounds. Tokens of one text differ; 0.04 is a standard deviation of 0.2."""
 
     stop_rule: StopRule = "auto"
-    """What turns sampled acceptance probabilities into a length. `bernoulli`: a toss of the sampled
-    coin per token, the published rule. `optimal`: draft on while the round's expected tokens per
-    second rise, by the measured cost model. `steady`: while the next token earns more per second
-    than the request has earned so far. `auto`: `optimal` when costs are known, else `bernoulli`."""
+    """How sampled acceptance probabilities give a draft length. `bernoulli`: one Bernoulli draw per
+    token, the published rule. `optimal`: continue while the round's expected tokens per second
+    rise, by the measured cost model. `steady`: continue while the next token gives more per second
+    than the request has had so far. `auto`: `optimal` when costs are known, else `bernoulli`."""
 
     log_evidence: bool = False
-    """Outcomes carry the exit head's evidence even when no controller asks for it."""
+    """Whether outcomes have the exit head's evidence even when no controller asks for it."""
 
     seed: int = 0
-    """Seeds the controllers' draws; they can never change a text."""
+    """Seed of the controllers' random draws, which never change a text."""
 
     learn: bool = True
-    """False pins the controllers for runs that are to be repeated: no outcome changes a belief, and
-    with a `cost_file` the same requests in the same order get the same draft lengths."""
+    """False pins the controllers, for reproducible runs: no outcome changes a belief, and with a
+    `cost_file` the same requests in the same order get the same draft lengths."""
 
     cost_file: Path | None = None
-    """A measured cost model (`CostModel.save`) to decide by; None measures one at start-up."""
+    """A measured cost model (`CostModel.save`) to use; None measures one at start-up."""
 
     @model_validator(mode="after")
     def _trees_are_coupled(self) -> Self:
@@ -216,7 +215,7 @@ class SpeculationConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many ranks hold a stage, and how they talk."""
+    """Ranks of each stage, and their communication."""
 
     draft_tensor_parallel_size: PositiveInt = 1
     """Ranks of the draft stage, the drafting actor included."""
@@ -225,9 +224,9 @@ class ParallelConfig(Section):
     """Ranks of the verify stage."""
 
     fallback: bool = False
-    """Whether the first D verify ranks, D being the number of draft ranks, also hold what a draft
-    rank has of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
-    head. Plain decoding then goes on there while a process of the draft stage is replaced."""
+    """Whether the first D verify ranks, D being the number of draft ranks, also hold a draft rank's
+    part of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
+    head. Plain decoding continues there while a process of the draft stage is replaced."""
 
     timeout_s: PositiveFloat = 20.0
     """Deadline of every wait between ranks; the error names the peer."""
@@ -240,7 +239,7 @@ class ParallelConfig(Section):
         draft, verify = self.draft_tensor_parallel_size, self.verify_tensor_parallel_size
         if self.fallback and draft > verify:
             raise ValueError(
-                f"fallback wants a verify rank for each of the {draft} draft ranks, and there are "
+                f"fallback needs a verify rank for each of the {draft} draft ranks, found "
                 f"{verify}: raise verify_tensor_parallel_size to {draft}, lower "
                 "draft_tensor_parallel_size, or leave fallback out"
             )
@@ -248,7 +247,7 @@ class ParallelConfig(Section):
 
 
 class EngineConfig(Section):
-    """Everything one pipeline (draft stage plus verify stage) is made from."""
+    """Configuration of one pipeline (draft stage plus verify stage)."""
 
     model: ModelConfig
     cache: CacheConfig = CacheConfig()

@@ -1,28 +1,28 @@
-"""Every error this project raises on purpose, by whose fault it is.
+"""All errors that this project raises on purpose, by their cause.
 
     EesdError
-    +-- ConfigError          the operator: a file, a flag, a checkpoint that does not fit
+    +-- ConfigError          operator error: a file, a flag or a checkpoint that does not fit
     |   +-- CheckpointError
-    +-- RequestError         the caller: this request can never be served as it is
+    +-- RequestError         caller error: this request can never be served as it is
     |   +-- PromptTooLong
-    +-- CapacityError        nobody: try again later
+    +-- CapacityError        overload: try again later
     |   +-- QueueFull
-    +-- EngineError          us, or the machines under us
-        +-- PeerLost         a rank, actor or link that stopped answering; names the peer
-        +-- PoisonRequest        a request that breaks every engine it is in: not tried again
-        +-- Migrated            a stream that goes on in another pipeline: submit it again there
-        +-- WireError        a message that does not say what this epoch expects
+    +-- EngineError          a failure of the service or its machines
+        +-- PeerLost         a rank, actor or link does not answer; names the peer
+        +-- PoisonRequest    the request crashed the engine repeatedly: not tried again
+        +-- Migrated         the stream continues in another pipeline: submit it again there
+        +-- WireError        a message that is invalid in this epoch
 
-A message says what was found, what was expected and what to do. HTTP codes are given to these in
-one table, in `serve_app.openai.errors`, and nowhere else.
+A message says what was found, what was expected and what to do. The only table of HTTP codes for
+these errors is in `serve_app.openai.errors`.
 """
 
 
 class EesdError(Exception):
-    """Root of the tree; never raised itself."""
+    """Base of all errors; never raised itself."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors travel between processes, and most constructors take no plain message."""
+        """Pickles without the constructor, since most constructors take no plain message."""
         return (_rebuilt, (type(self), self.args, self.__dict__.copy()))
 
 
@@ -35,11 +35,11 @@ def _rebuilt(
 
 
 class ConfigError(EesdError):
-    """What the operator wrote does not fit together."""
+    """The configuration is invalid."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint folder is not what it has to be."""
+    """A file of a checkpoint is invalid."""
 
     def __init__(self, *, file: object, found: str, expected: str, advice: str = "") -> None:
         text = f"{file}: found {found}, expected {expected}"
@@ -49,7 +49,7 @@ class CheckpointError(ConfigError):
 class RequestError(EesdError):
     """The caller asked for something that cannot be served.
 
-    `param` is the field of the request that is to blame, in the caller's own words.
+    `param` is the field of the request that caused it, by its name in the API.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -81,15 +81,15 @@ class QueueFull(CapacityError):
 
 
 class EngineError(EesdError):
-    """Something on our side broke."""
+    """The service failed."""
 
 
 PROCESS_DIED = "its process has died"
-"""Reason of a peer's loss that is not its node's or its link's."""
+"""Reason of a lost peer when neither its node nor its link failed."""
 
 
 class PeerLost(EngineError):
-    """A peer did not answer in time, or its connection is gone.
+    """A peer did not answer in time, or its connection is closed.
 
     `peer` is its name: stage, rank and, once it has joined, node. `round_id` and `epoch` are
     None where there was none.
@@ -114,10 +114,10 @@ class PeerLost(EngineError):
 
 
 class Migrated(EngineError):
-    """The stream ends here and is to go on elsewhere, from its tokens so far: no interruption.
+    """The stream continues in another pipeline, from its tokens so far.
 
-    `to` names the pipeline that waits for it; None: any but `by`. Crashes are those it had there:
-    see `types.Request`.
+    `to` is the pipeline that expects it; None: any but `by`. Crashes are those it had at `by`, see
+    `types.Request`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Migrated(EngineError):
         crashes: int = 0,
         attributable_crashes: int = 0,
     ) -> None:
-        super().__init__(f"{by} hands its stream over to {to or 'another pipeline'}: {reason}")
+        super().__init__(f"{by} migrated its stream to {to or 'another pipeline'}: {reason}")
         self.by = by
         self.to = to
         self.reason = reason
@@ -138,7 +138,7 @@ class Migrated(EngineError):
 
 
 class PoisonRequest(EngineError):
-    """The engine broke again and again with this request in it, the last time with no other."""
+    """The engine crashed repeatedly with this request in it, the last time with no other."""
 
     def __init__(self, *, request_id: str, crashes: int, reason: str) -> None:
         super().__init__(
@@ -152,10 +152,10 @@ class PoisonRequest(EngineError):
 
 
 class WireError(EngineError):
-    """A message does not have the form this version and epoch expects."""
+    """A message is invalid in this version or epoch."""
 
 
 def os_error_text(error: OSError) -> str:
-    """Which file, and what is wrong with it, in one line."""
+    """Returns the file and what is wrong with it, in one line."""
     what = error.strerror or str(error) or type(error).__name__
     return what if error.filename is None else f"{error.filename}: {what}"

@@ -1,8 +1,7 @@
 """Where a number comes from: hardware, versions, commit, command, seed.
 
-A number without its recipe is a rumour, so every benchmark and checkpoint carries one of these.
-It reads the machine once, when asked, and knows nothing of what was measured. What cannot be
-found out (no git, no GPU driver) is None or empty, never invented.
+Every benchmark and checkpoint contains a `Provenance`, so that its figures can be reproduced. What
+cannot be determined (no git, no GPU driver) is None or empty.
 """
 
 import os
@@ -17,17 +16,17 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "numpy", "deepspeed")
-"""Distributions whose version can change a figure."""
+"""Distributions with versions that can change a figure."""
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16")
-"""Instruction sets that decide how fast, and in which type, a CPU multiplies matrices."""
+"""Instruction sets that affect the speed and the type of a CPU's matrix products."""
 
 QUESTION_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The machine as the operating system tells it."""
+    """The machine, as the operating system reports it."""
 
     cpu_model: str
     num_cpus: int
@@ -40,7 +39,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """One run's recipe."""
+    """The machine, software and command of one run."""
 
     command: str
     commit: str | None
@@ -55,11 +54,11 @@ class Provenance:
     started_unix_s: float
 
     def as_json(self) -> dict[str, object]:
-        """A dict for `json.dumps`: versions by name, everything else as it stands."""
+        """Returns a dict for `json.dumps`: versions by name, all other fields unchanged."""
         return {**asdict(self), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:
-        """The same for people, one fact a line."""
+        """Returns the same as text, one fact per line."""
         hardware = self.hardware
         changes = " with local changes" if self.has_local_changes else ""
         return [
@@ -107,7 +106,7 @@ def read_hardware() -> Hardware:
 
 
 def _cpu_facts(cpuinfo: str) -> tuple[str, frozenset[str]]:
-    """Model name and flags of the first CPU; x86 says `flags`, Arm says `Features`."""
+    """Returns model name and flags of the first CPU; x86 has `flags`, Arm has `Features`."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -123,7 +122,7 @@ def _num_usable_cpus() -> int:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Asked of the installer's records: importing torch to learn its version takes seconds."""
+    """Reads versions from package metadata: importing torch to get its version takes seconds."""
     found: list[tuple[str, str]] = []
     for name in PACKAGES:
         try:
@@ -140,7 +139,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _answer(command: list[str]) -> str | None:
-    """What a program prints, or None when it is not there, fails or does not come back."""
+    """Returns a program's output, or None when it is missing, fails or times out."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=QUESTION_TIMEOUT_S

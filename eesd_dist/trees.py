@@ -1,17 +1,17 @@
-"""The form of a draft that branches: which drafted token follows which.
+"""The shape of a drafted tree: which drafted token follows which.
 
-A tree is a list of parents: token i follows token `parents[i]`, -1 being the last known token, and
-a parent always comes before its children. Knows neither tokens nor scores nor pages.
+A tree is a list of parents: token i follows token `parents[i]`, where -1 is the last known token.
+A parent always comes before its children.
 """
 
 from collections.abc import Sequence
 
 ROOT = -1
-"""The parent of the first drafted tokens: the last token that is known."""
+"""The parent of the first drafted tokens: the last known token."""
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """How many drafted tokens lie on the way to each, itself included."""
+    """Returns the depth of each drafted token: the drafted tokens on its path, itself included."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -19,7 +19,8 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The drafted tokens from the root to `node`, both ends included; none for the root itself."""
+    """Returns the drafted tokens on the path from the root to `node`, included; empty for the
+    root."""
     path: list[int] = []
     while node != ROOT:
         path.append(node)
@@ -29,19 +30,19 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def is_chain(parents: Sequence[int]) -> bool:
-    """Whether every token follows the one before it."""
+    """Returns whether every token follows the one before it."""
     return all(parent == node - 1 for node, parent in enumerate(parents))
 
 
 def first_misplaced(parents: Sequence[int]) -> int | None:
-    """The first token whose parent neither comes before it nor is the root."""
+    """Returns the first token with a parent that neither comes before it nor is the root."""
     return next((i for i, parent in enumerate(parents) if not ROOT <= parent < i), None)
 
 
 def runs_of(parents: Sequence[int]) -> list[list[int]]:
-    """The tree as chains: every token in exactly one, each chain begun where the tree branches.
+    """Returns the tree as chains, with every token in exactly one of them.
 
-    A chain goes on with the first child of its last token; other children begin one of their own.
+    A chain continues with the first child of its last token; other children begin new chains.
     """
     run_of: dict[int, list[int]] = {}
     runs: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""The values that cross seams: requests, drafts, verdicts, outcomes, statistics.
+"""Values shared by all packages: requests, drafts, verdicts, outcomes, statistics.
 
-Frozen, free of tensors and of text: token ids inside, text at the rim. Nothing here knows Ray,
-torch or HTTP.
+Frozen, without tensors and without text: the engine works on token ids. Independent of Ray, torch
+and HTTP.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ StopRule = Literal["auto", "bernoulli", "optimal", "steady"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen; the same meaning as in the OpenAI API and in vLLM."""
+    """Parameters for choosing the next token, as in the OpenAI API and in vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,14 +35,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """Noise is keyed by (seed, position, token): the same seed gives the same text anywhere. All of
-    its 64 bits count; -1 and 2**64 - 1 are one seed."""
+    """Noise is keyed by (seed, position, token): the same seed gives the same text on any machine.
+    All of its 64 bits count; -1 and 2**64 - 1 are one seed."""
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text, the model's own end tokens included unless `ignore_eos`."""
+    """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set."""
     top_logprobs: int | None = None
-    """How many alternatives to report beside each token's log-probability; None reports nothing."""
+    """How many alternatives to report with each token's log-probability; None reports nothing."""
 
     @property
     def is_greedy(self) -> bool:
@@ -74,7 +74,7 @@ TreeShape = Literal["none", "static", "dynamic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request says about speculation: it changes how long a text takes, never the text."""
+    """Speculation options of one request. They change how long a text takes, never the text."""
 
     mode: Literal["off", "auto"] = "auto"
     controller: str | None = None
@@ -87,29 +87,29 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request is its prompt, parameters, seed and tokens so far; the rest is cache."""
+    """The prompt, parameters, seed and tokens so far. All other state can be recomputed."""
 
     request_id: RequestId
     prompt: tuple[TokenId, ...]
     sampling: SamplingParams
     speculation: SpeculationParams = SpeculationParams()
     generated: tuple[TokenId, ...] = ()
-    """Tokens that have already left, when a request is resumed elsewhere."""
+    """Tokens generated so far, when a request is resumed."""
     workload: str = "default"
-    """The class whose pooled prior warms this request's belief."""
+    """The class of which the pooled prior is used for this request's belief."""
     traceparent: str | None = None
     """W3C trace context of the HTTP request this belongs to."""
     crashes: int = 0
-    """How often an engine broke under it since its last token, wherever that was."""
+    """How often an engine crashed with it since its last token, in any pipeline."""
     attributable_crashes: int = 0
-    """Of these, the ones that a request can have brought about."""
+    """Of these, the crashes that a request can have caused."""
     submission: int = 0
-    """Which of its stays in an engine this is, later ones being higher. Its emissions say it too:
-    tokens of an earlier one may still be on their way."""
+    """Number of this submission to an engine; later ones are higher. Emissions have it too, since
+    those of an earlier submission may still arrive."""
 
 
 PROBE = "probe"
-"""The workload class of health checks, which no statistics of requests count."""
+"""The workload class of health checks, which are not counted in statistics of requests."""
 
 
 class FinishReason(Enum):
@@ -120,10 +120,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the exit head says of the token it would draft next.
+    """The exit head's certainty about the token it would draft next.
 
-    Computed before the token is drafted: a controller may look at all of it and cannot bias the
-    text, since every token is verified by the rule of coupled sampling.
+    Computed before the token is drafted. A controller may use all of it and cannot bias the text,
+    since every token is verified by the rule of coupled sampling.
     """
 
     depth: int
@@ -134,19 +134,19 @@ class Evidence:
     entropy: float
     """In nats."""
     gap: float = 0.0
-    """How far the drafted token's score lies above the runner-up's, noise included: the larger, the
-    more the target's logits must differ before it chooses otherwise. In units of the Gumbel noise
-    (logits over temperature); at temperature 0 plain logits."""
+    """Score of the drafted token minus that of the runner-up, noise included: the larger, the more
+    the target's logits must differ for another choice. In units of the Gumbel noise (logits over
+    temperature); at temperature 0 plain logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the verifier said of one draft."""
+    """The verification outcome of one draft."""
 
     num_drafted: int
     num_accepted: int
     next_token: TokenId
-    """The verifier's own token: recovered after a rejection, bonus when none was."""
+    """The verifier's own token: recovered after a rejection, bonus otherwise."""
 
     @property
     def rejected(self) -> bool:
@@ -155,40 +155,40 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A point of a drafted tree that its verdict came to: what stood there, and what was chosen."""
+    """A node on the verified path of a drafted tree: its drafted children and the choice."""
 
     depth: int
-    """How many drafted tokens lie before it."""
+    """Number of drafted tokens before it."""
     num_offered: int
-    """How many tokens were drafted to follow it: the exit head's first choice, then its next."""
+    """Number of tokens drafted after it: the exit head's first choice, then its next ones."""
     chosen_rank: int
-    """Which of them was the verifier's own; -1: none."""
+    """Index among them of the verifier's token; -1: not among them."""
     evidence: Evidence
-    """What the exit head said there."""
+    """The exit head's evidence at this node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One request's round as a controller may learn from it: counts and evidence, no text."""
+    """Result of one request's round for controllers: counts and evidence, no text."""
 
     request_id: RequestId
     num_drafted: int
     num_accepted: int
     evidence: tuple[Evidence, ...] = ()
-    """One per drafted token of a chain, in order; empty for a tree, whose branches have it."""
+    """One per drafted token of a chain, in order; empty for a tree, where branches have it."""
     branches: tuple[Branch, ...] = ()
-    """Of a tree: where its verdict passed and tokens had been drafted, from the root on."""
+    """For a tree: the nodes on the verified path with drafted children, from the root on."""
 
     @property
     def num_first_accepted(self) -> int:
-        """How often the exit head's first choice was judged right."""
+        """How often the exit head's first choice was accepted."""
         if self.branches:
             return sum(branch.chosen_rank == 0 for branch in self.branches)
         return self.num_accepted
 
     @property
     def num_first_rejected(self) -> int:
-        """How often it was judged wrong; what follows a rejected token was never judged."""
+        """How often it was rejected; tokens after a rejected one are not judged."""
         if self.branches:
             return sum(branch.chosen_rank != 0 for branch in self.branches)
         return int(self.num_accepted < self.num_drafted)
@@ -209,41 +209,41 @@ class Emission:
     request_id: RequestId
     tokens: tuple[TokenId, ...]
     num_accepted: int
-    """The first `num_accepted` of them were drafted; the rest is the verifier's own."""
+    """The first `num_accepted` tokens were drafted; the rest are the verifier's own."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_drafted: int = 0
     num_cached_prompt_tokens: int = 0
     queue_s: float | None = None
-    """On the first emission: seconds from arrival to the first round, where the engine knows."""
+    """On the first emission: seconds from arrival to the first round, where known."""
     error: str | None = None
     submission: int = 0
-    """Its request's."""
+    """Submission of its request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderCounts:
-    """What became of the texts that were meant to be kept for training."""
+    """Counts of the texts recorded for training."""
 
     num_written: int
-    """Sequences on disk, those included that have made room since."""
+    """Sequences written, including those deleted since to make room."""
     num_dropped: int
-    """The disk was too slow, or full."""
+    """Sequences dropped because the disk was too slow or full."""
     num_bytes: int
-    """Of the folder's shards now."""
+    """Present size of the folder's shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank exchanged with others, and how long it waited for them."""
+    """Bytes one rank exchanged with others, and the time it waited for them."""
 
     sent_bytes: Annotated[int, Meta(ge=0)] = 0
     received_bytes: Annotated[int, Meta(ge=0)] = 0
     wait_s: float = 0.0
-    """0 for what lies on a GPU: there a wait orders streams and the host runs on."""
+    """0 for tensors on a GPU, where a wait only orders streams."""
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """What came to it after `earlier` was read. A new epoch counts from zero."""
+        """Returns the traffic since `earlier` was read. A new epoch counts from zero."""
         if self.sent_bytes < earlier.sent_bytes or self.wait_s < earlier.wait_s:
             return self
         return Traffic(
@@ -258,19 +258,19 @@ NO_TRAFFIC = Traffic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How much of a rank's share of a checkpoint is in memory."""
+    """Progress of loading a rank's shard of a checkpoint."""
 
     bytes_done: int
     bytes_total: int
-    """As the files hold them, known from their headers before any data is read."""
+    """Size in the files, known from their headers before any data is read."""
     piece: str
-    """Packed last: a layer, the embedding or the LM head; empty before the first."""
+    """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
-    """Where the time of one round went, and what came of it. Units are seconds and counts."""
+    """Times and results of one round, in seconds and counts."""
 
     round_id: int
     microbatch: int
@@ -283,44 +283,44 @@ class RoundStats:
     plan_s: float
     draft_s: float
     transfer_s: float
-    """Time in flight that was neither drafting here nor computing on the verify rank, nor waiting
-    for the round before it."""
+    """Time in flight without drafting, computing on the verify rank, and waiting for the round
+    before it."""
     verify_s: float
-    """On verify rank 0, its waits for the other ranks included."""
+    """Time on verify rank 0, including its waits for the other ranks."""
     commit_s: float
     started_unix_s: float
     sent_bytes: int = 0
     """To verify rank 0: header and hidden states."""
     received_bytes: int = 0
-    """From it: the verdicts."""
+    """From verify rank 0: the verdicts."""
     queued_s: float = 0.0
-    """Sent, and behind another round whose verdict was still to come."""
+    """Time after sending during which an earlier round's verdict was still outstanding."""
     waited_s: float = 0.0
-    """The loop's own time for sending the round and waiting for its verdict. Less than the round's
-    time in flight where other work was done meanwhile."""
+    """The loop's time for sending the round and waiting for its verdict. Less than the round's time
+    in flight where the loop did other work in between."""
     ahead_s: float = 0.0
-    """The loop's own time for drafting on past the draft while the verdict was under way."""
+    """The loop's time for drafting ahead while the verdict was outstanding."""
     idle_s: float = 0.0
-    """Since the verdict before this one: nobody had anything to do."""
+    """Time without work since the previous verdict."""
     other_s: float = 0.0
-    """Since the verdict before this one: whatever the loop's wall clock shows beyond the rest."""
+    """Time since the previous verdict that no other field accounts for."""
     verify_group: Traffic = NO_TRAFFIC
     """Verify rank 0 with the other verify ranks, in this round."""
     draft_group: Traffic = NO_TRAFFIC
-    """Draft rank 0 with the other draft ranks, since the verdict before this one."""
+    """Draft rank 0 with the other draft ranks, since the previous verdict."""
     request_ids: tuple[RequestId, ...] = ()
     traceparents: tuple[str | None, ...] = ()
     trace_id: int = 0
-    """Identity of the round's span, as its header carried it to the verify ranks; 0: no trace."""
+    """Trace id of the round's span, as sent in its header to the verify ranks; 0: no trace."""
     span_id: int = 0
     drafted_by_position: tuple[int, ...] = field(default=())
-    """How many requests' drafts were longer than so many tokens, or deeper than so many levels."""
+    """Entry i: number of drafts with more than i tokens, or levels of a tree."""
     accepted_by_position: tuple[int, ...] = field(default=())
-    """Of those, the ones in which so much and one token more was accepted."""
+    """Entry i: number of those with more than i tokens accepted."""
 
     @property
     def collective_s(self) -> float:
-        """Of `verify_s`: waiting for other verify ranks."""
+        """The part of `verify_s` spent waiting for other verify ranks."""
         return self.verify_group.wait_s
 
     @property

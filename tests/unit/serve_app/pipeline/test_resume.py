@@ -221,7 +221,7 @@ def test_a_stream_that_is_migrated_goes_on_at_once_and_has_suffered_nothing(
 
 
 def test_whoever_cannot_follow_a_stream_passes_the_word_on() -> None:
-    with pytest.raises(Migrated, match="hands its stream over to two"):
+    with pytest.raises(Migrated, match="migrated its stream to two"):
         _run(Source([4], error=MIGRATED))
 
 
@@ -230,7 +230,7 @@ def test_a_stream_handed_to_and_fro_is_ended_by_the_clock_and_not_by_the_count()
     emissions = _run(source, max_interruptions=1, max_migrations=3)
     assert tuple(t for e in emissions for t in e.tokens) == TEXT
     assert len(source.calls) == 101
-    with pytest.raises(EngineError, match=r"to and fro for 0\.05 s .*hands its stream over"):
+    with pytest.raises(EngineError, match=r"to and fro for 0\.05 s .*migrated its stream"):
         _run(Source([4] * 1_000_000, error=MIGRATED), max_migrations=3, room_wait_s=0.05)
 
 
