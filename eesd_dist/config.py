@@ -56,8 +56,7 @@ class ModelConfig(Section):
     """Folder of the target: config.json, safetensors, tokenizer."""
 
     head: HomePath | None = None
-    """Folder of the exit head. None takes `<path>/exit_head` if it exists; otherwise decoding is
-    plain."""
+    """Folder of the exit head. None: `<path>/exit_head` if it exists, else plain decoding."""
 
     dtype: DTypeSetting = "auto"
     """Type of the weights. `auto` takes the checkpoint's: the one in its config.json, else the one

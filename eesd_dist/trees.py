@@ -19,8 +19,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Returns the drafted tokens on the path from the root to `node`, included; empty for the
-    root."""
+    """Returns the drafted tokens on the path to `node`, itself included; none for the root."""
     path: list[int] = []
     while node != ROOT:
         path.append(node)

@@ -283,8 +283,7 @@ class RoundStats:
     plan_s: float
     draft_s: float
     transfer_s: float
-    """Time in flight without drafting, computing on the verify rank, and waiting for the round
-    before it."""
+    """Time in flight except drafting, verifying and waiting for the round before it."""
     verify_s: float
     """Time on verify rank 0, including its waits for the other ranks."""
     commit_s: float

@@ -226,8 +226,7 @@ class PipelineChooser:
             self._pipelines[by].change(+1, now_s=self._clock())
 
     def ended(self, pipeline: PipelineId, tokens: Sequence[int] = ()) -> None:
-        """Records that a request has left a pipeline; `tokens` are its computed tokens, prompt
-        included."""
+        """Records that a request left a pipeline; `tokens`: its computed ones, prompt included."""
         known = self._pipelines.get(pipeline)
         if known is not None:
             known.change(-1, now_s=self._clock())

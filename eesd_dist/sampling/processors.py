@@ -198,8 +198,7 @@ def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
 
 
 def _descending(x_RV: Tensor) -> Tensor:
-    """Returns each row's values in descending order. On a CPU NumPy sorts ten times as fast as
-    torch."""
+    """Returns each row in descending order. On a CPU NumPy sorts ten times as fast as torch."""
     if x_RV.device.type == "cpu":
         return torch.from_numpy(np.sort(x_RV.detach().numpy(), axis=-1)).flip(-1)
     return x_RV.sort(dim=-1, descending=True).values
@@ -230,8 +229,7 @@ def _column(values: Sequence[float], *, like: Tensor, dtype: torch.dtype = torch
 
 
 def log_total(x_SV: Tensor) -> Tensor:
-    """Returns the logsumexp of each row, [S, 1], by log_softmax, which never mixes or splits
-    rows."""
+    """Returns logsumexp of each row, [S, 1]; by log_softmax, which never mixes or splits rows."""
     return x_SV.amax(dim=-1, keepdim=True) - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
 
 

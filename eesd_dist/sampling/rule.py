@@ -77,8 +77,7 @@ class DraftChoice:
     """The exit head's prediction of the target's choice."""
 
     tokens: Tensor
-    """[S, b] int64 target ids, best first: the head's choice, then its alternatives under the same
-    noise."""
+    """[S, b] int64 target ids, by descending score; the first is the head's choice."""
     scores: Tensor
     """[S, b] scores of those tokens; -inf where a filter leaves fewer."""
     gaps: Tensor
@@ -146,16 +145,14 @@ def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> 
 
 
 def first_max(x_SV: Tensor) -> Tensor:
-    """Returns the first column [S] with each row's maximum. On a CPU NumPy is ten times as fast as
-    torch."""
+    """Returns the first column [S] of each row's maximum. NumPy's is ten times torch's on a CPU."""
     if x_SV.device.type == "cpu":
         return torch.from_numpy(x_SV.detach().numpy().argmax(axis=-1))
     return x_SV.argmax(dim=-1)
 
 
 def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns columns and values [S, b] of each row's largest, best first; of equals the first
-    column."""
+    """Returns columns and values [S, b] of each row's largest, best first, ties by column."""
     count = min(count, x_SV.shape[-1])
     if x_SV.device.type != "cpu":
         ranked = x_SV.sort(dim=-1, descending=True, stable=True)
@@ -178,8 +175,7 @@ def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
 
 
 def _num_top(rules: Sequence[RowRule]) -> int | None:
-    """Returns how many alternatives to report per row; None when no row asks for
-    log-probabilities."""
+    """Returns how many alternatives to report per row; None without log-probabilities."""
     return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
 
 

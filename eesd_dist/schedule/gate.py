@@ -92,8 +92,7 @@ class Gate:
 
 
 def _reals(sampling: SamplingParams) -> Iterator[tuple[str, float, bool, str]]:
-    """Yields parameter, value, whether it is allowed, and what is. Comparisons with NaN are
-    false."""
+    """Yields parameter, value, whether it is allowed, what is. Comparisons with NaN are false."""
     s = sampling
     yield "temperature", s.temperature, 0.0 <= s.temperature < inf, "0 or more"
     yield "top_p", s.top_p, 0.0 <= s.top_p <= 1.0, "0 to 1"

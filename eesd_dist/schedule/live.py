@@ -105,8 +105,7 @@ class LiveRequest:
 
     @property
     def max_nodes(self) -> int:
-        """Maximum tokens of a drafted tree, which has at most `max_draft` levels; for a chain
-        `max_draft`."""
+        """Maximum tokens of a draft: a tree with at most `max_draft` levels, or a chain."""
         if self.tree == "none":
             return self.max_draft
         return self.max_tree_nodes if self.max_draft > 0 else 0

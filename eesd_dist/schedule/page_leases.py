@@ -104,8 +104,7 @@ class PageLeases:
     def __init__(
         self, pages: PageAllocator, *, new_number: Callable[[], str] = lambda: uuid4().hex
     ) -> None:
-        """`new_number` returns a globally unique name, so that a late call never hits a wrong
-        lease."""
+        """`new_number` returns a globally unique name, so that a late call never hits another."""
         self._pages = pages
         self._new_number = new_number
         self._leases: dict[str, list[PageId]] = {}
@@ -216,8 +215,7 @@ class PageLeases:
     def _fresh(
         self, count: int, *, after: PageId | None, num_kept: int, untouchable: Set[int]
     ) -> list[PageId]:
-        """Allocates up to `count` pages: as many as there is room for, up to the first untouchable
-        one."""
+        """Allocates up to `count` pages, as far as there is room and before an untouchable one."""
         count = max(0, min(count, self._pages.num_free - num_kept))
         taken = self._pages.allocate(count, after=after) or []
         usable = list(takewhile(lambda page: page not in untouchable, taken))

@@ -286,8 +286,7 @@ class Scheduler:
     def reserve(
         self, leased: Iterable[LeasedPages], *, untouchable: Set[int], epoch: int = 0
     ) -> PageReservation:
-        """Reserves pages for another pipeline's, of those that no request here is likely to
-        need."""
+        """Reserves pages for another pipeline's, of those that requests here will hardly need."""
         return self.leases.reserve(
             tuple(leased),
             salt_of=lambda drafts: salt_of(
@@ -375,8 +374,7 @@ class Scheduler:
     def _choose_prefill(
         self, microbatch: int, known: dict[LiveRequest, int], *, budget: int
     ) -> int:
-        """Adds chunks of prompts that are partly computed, the oldest first; returns the budget
-        left."""
+        """Adds chunks of partly computed prompts, the oldest first; returns the budget left."""
         for live in self._at_rest(microbatch):
             if budget <= 0:
                 break
@@ -412,8 +410,7 @@ class Scheduler:
     # Pages.
 
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
-        """Gives a waiting request pages for all its known tokens, if one more would be left.
-        Returns whether it did."""
+        """Starts a request if its known tokens and one more page fit; returns whether it did."""
         live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
         num_cached = len(live.pages) * self._pages.page_size
         missing = self._num_missing(live, ahead=0)
@@ -441,8 +438,7 @@ class Scheduler:
         return self._pages.pages_for(live.num_tokens + ahead) - len(live.pages)
 
     def _grow(self, live: LiveRequest, count: int) -> bool:
-        """Appends `count` pages to its table, or none when there are fewer; returns whether it
-        did."""
+        """Appends `count` pages to its table if there are so many; returns whether it did."""
         added = self._pages.allocate(
             count,
             after=live.pages[-1] if live.pages else None,

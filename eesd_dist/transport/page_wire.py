@@ -155,8 +155,7 @@ def receive_pages(
 def _ask_for(
     group: ProcessGroup, index: int, chunk: Chunk
 ) -> tuple[Tensor, Tensor, tuple[Transfer, Transfer]]:
-    """Returns buffers for a chunk's header and bytes, and the transfers that fill them. Both ends
-    know the size."""
+    """Returns buffers for a chunk's header and bytes, and the transfers that fill them."""
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8)
     name = _chunk_name(index)

@@ -81,8 +81,7 @@ def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
 
 
 def leave_store(address: str, port: int) -> None:
-    """Closes this process's connections to the store: threads that build groups there raise
-    PeerLost."""
+    """Closes this process's connections to the store: building groups there raises PeerLost."""
     cut_connections(address, port)
 
 

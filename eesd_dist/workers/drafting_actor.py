@@ -196,8 +196,7 @@ class DraftActor:
         return running is None or await running.halt()
 
     async def leave(self) -> bool:
-        """Leaves the epoch. Returns False when the loop, a load or a connection attempt cannot be
-        stopped."""
+        """Leaves the epoch. Returns False when the loop, a load or connecting does not stop."""
         running = self._running
         self._running = None
         self._leader.disconnect()
@@ -205,8 +204,7 @@ class DraftActor:
         return has_left and (running is None or await running.stop())
 
     async def submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """Yields the request's emissions as they are made; an error that ends the stream is its
-        last item."""
+        """Yields the request's emissions as they are made; the last item may be an error."""
         running = self._running
         if running is None or self._needs_new_engine:
             yield PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")

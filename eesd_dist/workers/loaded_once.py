@@ -18,8 +18,7 @@ class LoadedOnce(Generic[T]):
         self._loaded: list[T] = []
 
     def get(self) -> T:
-        """Returns the value, loading it if needed. From any thread; concurrent callers share one
-        load."""
+        """Returns the value, loading it if needed. From any thread; callers share one load."""
         with self._loading:
             if not self._loaded:
                 self._loaded.append(self._load())

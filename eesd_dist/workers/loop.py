@@ -57,7 +57,6 @@ class LoopThread:
 
 
 def _name_thread(name: str) -> None:
-    """Names the calling thread in the operating system, which Python does only since 3.14. Linux
-    only."""
+    """Names the calling thread for the operating system, as Python does since 3.14. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -167,8 +167,7 @@ class EpochLeader(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """Ends connections that are being opened, and open ones that no epoch uses. From any
-        thread."""
+        """Ends connections that are being opened or that no epoch uses. From any thread."""
         ...
 
 

@@ -127,8 +127,7 @@ class RouterLink:
 
 
 def _counts(outcome: Outcome) -> Outcome:
-    """Returns the outcome without evidence, which beliefs do not use and which is most of its
-    size."""
+    """Returns the outcome without evidence: beliefs do not use it, and it is most of the size."""
     branches = tuple(replace(branch, evidence=_NO_EVIDENCE) for branch in outcome.branches)
     return replace(outcome, evidence=(), branches=branches)
 

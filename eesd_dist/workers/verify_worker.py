@@ -89,8 +89,7 @@ class VerifyEpoch:
         rank: int,
         spans: RoundSpans | None,
     ) -> None:
-        """`source` is None except on rank 0, which the others follow. `spans` is None where tracing
-        is off."""
+        """`source` is None except on rank 0. `spans` is None where tracing is off."""
         self._stage = stage
         self._groups = groups
         self._source = source
