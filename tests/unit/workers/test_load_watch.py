@@ -40,4 +40,4 @@ def test_the_log_hears_of_it_every_few_seconds_and_at_the_end(
         assert len(caplog.records) == 5
         saw(_progress(28))
     assert len(caplog.records) == 6
-    assert "verify rank 1 100 % (28.0 of 28.0 GB)" in caplog.records[-1].getMessage()
+    assert "rank=verify rank 1 progress=100 % (28.0 of 28.0 GB)" in caplog.records[-1].getMessage()
