@@ -1,1 +1,1 @@
-"""Decides what a span of layers computes, and where its weights and KV pages lie."""
+"""Computes spans of layers, and holds their weights and KV pages."""

@@ -1,9 +1,9 @@
-"""Answers of self-checks, kept on disk so that only a machine's first start pays for them.
+"""Caches self-check results on disk, so that only the first start on a machine computes them.
 
-On a CPU an answer depends on the question, the processor, the build of torch and the settings of
-its math libraries; all of that is the answer's key. A folder that cannot be read or written costs
-time and nothing else. On a GPU nothing is kept: asking takes milliseconds there, and drivers and
-libraries change beneath a build.
+On a CPU a result depends on the check's parameters, the processor, the torch build and the settings
+of its math libraries; all of them are part of the cache key. A folder that cannot be read or
+written costs only time. On a GPU nothing is cached: a check takes milliseconds there, and drivers
+and libraries can change under the same torch build.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 
 def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device) -> bool:
-    """The answer on disk, or that of `ask`, which is then kept."""
+    """Returns the cached result, or calls `ask` and caches its result."""
     if device.type != "cpu":
         return ask()
     key = json.dumps({**_machine(), **question}, sort_keys=True)
@@ -47,7 +47,7 @@ def _folder() -> Path:
 
 
 def _read(file: Path, key: str) -> bool | None:
-    """None where there is no answer to this very question."""
+    """Returns None if the file has no result for this key."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _read(file: Path, key: str) -> bool | None:
 
 
 def _write(file: Path, content: str) -> None:
-    """Whole or not at all: several ranks may ask the same at the same time."""
+    """Writes atomically: several ranks may run the same check at the same time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -90,7 +90,7 @@ def _build() -> dict[str, object]:
 
 
 def _first_processor() -> list[str]:
-    """What the system says of it: model, stepping, caches, flags; math libraries look at them."""
+    """Returns its model, stepping, caches and flags; math libraries choose routines by them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,8 +1,8 @@
 """Attention over paged keys and values, and over whole sequences.
 
-Decides how query heads meet their keys; whoever calls it has decided which rows and which keys.
-Query heads arrive in the order (query within group, KV head), so that the queries of one KV head
-lie at an even stride and the result is a row again without a copy.
+Computes attention; the caller chooses the rows and the keys. Query heads arrive in the order (query
+within group, KV head), so that the queries of one KV head have a constant stride and the result is
+a row again without a copy.
 """
 
 import logging
@@ -27,15 +27,15 @@ from eesd_dist.model.rows import (
 
 logger = logging.getLogger(__name__)
 
-# Shapes: T rows, H heads of all sorts (queries, then keys, then values), K KV heads, G queries per
-# KV head, E channels of a head, S slots, N keys, B sequences, L their length; of content_B, bytes.
-# Where heads are in groups of one KV head, Q stands for the queries of a group.
+# Shapes: T rows, H heads of all kinds (queries, then keys, then values), K KV heads, G queries per
+# KV head, E channels of a head, S slots, N keys, B sequences, L their length. In content_B, B is
+# bytes. Where heads are grouped by KV head, Q is the queries of a group.
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""queries_BKQE, keys_BKNE, values_BKNE and what is added to the scores -> mixed_BKQE."""
+"""queries_BKQE, keys_BKNE, values_BKNE and the additive mask -> mixed_BKQE."""
 
 
 def mix_of(scores: Scores) -> Mix:
-    """The library's attention, or plain operations where it lacks what the scores need."""
+    """Returns the library's attention, or plain operations where it does not support the scores."""
     if scores.softcap is not None:
         return partial(_mix_capped, scale=scores.scale, softcap=scores.softcap)
     library = functional.scaled_dot_product_attention
@@ -60,21 +60,21 @@ def _mix_capped(
 
 
 _TWINS = 5
-"""Tokens of a branch in the self-check."""
+"""Tokens per branch in the self-check."""
 
 _SHORT = 300
 _LONG = (1_100, 4_200, 16_500)
-"""Positions in the texts of the self-check."""
+"""Text lengths in the self-check, in positions."""
 _BEGINNINGS = 6
 _BEGINNING = 48
-"""Texts of which every one of so many first rows is asked about: a library has more routines for
-few keys, and of what two routines compute only some rows differ."""
+"""Number of short texts of which each of the first rows is checked, and how many rows: libraries
+have more routines for few keys, and two routines differ in some rows only."""
 
 
 class LayerPages:
-    """The keys and values of one layer, slot by slot, and attention over them.
+    """Keys and values of one layer, indexed by slot, and attention over them.
 
-    Starts at zero: a masked slot that was never written is finite, and adds exactly nothing.
+    Initialized to zero: a masked slot that was never written is finite and adds exactly zero.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LayerPages:
         self._values_1KSE = by_head.narrow(1, num_kv_heads, num_kv_heads)
 
     def attend(self, rows: RowPlan, groups: Sequence[AttentionGroup], heads_THE: Tensor) -> Tensor:
-        """Writes the rows' keys and values, then lets every row look at its own; [T, G * K * E]."""
+        """Writes the rows' keys and values, then attends every row to its keys; [T, G * K * E]."""
         self._write(rows, heads_THE)
         queries_1KQE = self._queries(heads_THE)
         num_rows = heads_THE.shape[0]
@@ -120,11 +120,11 @@ class LayerPages:
         return mixed_TD
 
     def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
-        """Copies the keys and values of slots to others; all are read before one is written."""
+        """Copies keys and values between slots; reads all sources before it writes any target."""
         self._slots_SHE.index_copy_(0, targets_M, self._slots_SHE.index_select(0, sources_M))
 
     def clear(self) -> None:
-        """As at the start: where a round was given up, what it left need not be finite."""
+        """Resets all slots to zero: an aborted round may have left values that are not finite."""
         self._slots_SHE.zero_()
 
     @property
@@ -132,11 +132,11 @@ class LayerPages:
         return self._slots_SHE[0].nbytes
 
     def read(self, slots_S: Tensor) -> Tensor:
-        """A copy of what slots hold, as bytes on the CPU."""
+        """Returns a copy of the slots' contents, as bytes on the CPU."""
         return self._slots_SHE.index_select(0, slots_S).view(-1).view(torch.uint8).cpu()
 
     def write(self, slots_S: Tensor, content_B: Tensor) -> None:
-        """The reverse of `read`, in slots that no round reads or writes."""
+        """Writes bytes from `read` to slots that no round reads or writes."""
         content_SHE = content_B.to(self._slots_SHE.device).view(self._slots_SHE.dtype)
         self._slots_SHE.index_copy_(0, slots_S, content_SHE.view(-1, *self._slots_SHE.shape[1:]))
 
@@ -161,7 +161,7 @@ class LayerPages:
         return mixed_1KQE.transpose(1, 2).reshape(group.window_rows, -1)
 
     def _write(self, rows: RowPlan, heads_THE: Tensor) -> None:
-        """Keeps the keys and values of the real rows."""
+        """Writes the keys and values of all rows but padding."""
         keys_values_RHE = heads_THE[: rows.num_rows, self._num_queries :]
         if rows.slots_are_consecutive:
             slots_RHE = self._slots_SHE.narrow(0, rows.first_slot, rows.num_rows)
@@ -170,7 +170,7 @@ class LayerPages:
             self._slots_SHE.index_copy_(0, rows.slots_R, keys_values_RHE)
 
     def _read(self, group: AttentionGroup) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, N, E]: a view where the pages lie side by side."""
+        """Returns keys and values [1, K, N, E]; a view where the pages are contiguous."""
         if group.slots is None:
             first, num_keys = group.first_slot, group.num_keys
             return (
@@ -191,7 +191,7 @@ def attend_whole(
     window: int | None,
     scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
-    """Causal attention within `num_sequences` equally long sequences, without any cache."""
+    """Computes causal attention within `num_sequences` equally long sequences, without a cache."""
     num_rows, num_heads, head_dim = heads_THE.shape
     queries_per_kv = num_heads // num_kv_heads - 2
     shape_BLGKE = (num_sequences, num_rows // num_sequences, -1, num_kv_heads, head_dim)
@@ -233,12 +233,12 @@ def grouping_is_exact(
     row_by_row: bool = False,
     scores: Scores = PLAIN_SCORES,
 ) -> bool:
-    """Whether rows that attend together get the bits they get alone, on this machine; of
-    `row_by_row`, whether the calls that are made then keep that promise.
+    """Returns whether, on this machine, rows that attend together get the same bits as alone.
+    `row_by_row` checks the calls of that mode instead of the grouped ones.
 
-    Asked over a short text and near the ends of long ones, up to `longest` positions: a kernel may
-    cut many keys into parts by the number of rows. Not asked of soft caps on a CPU, where plain
-    operations may compute the end of a range by another routine: rows attend one by one.
+    Checks short texts and the ends of long ones, up to `longest` positions: a kernel may split many
+    keys into parts by the number of rows. Returns False for grouped soft caps on a CPU, where plain
+    operations may compute the end of a range with another routine: rows attend one by one.
     """
     if scores.softcap is not None and device.type == "cpu" and not row_by_row:
         return False
@@ -283,8 +283,8 @@ def grouping_is_exact(
 
 
 def _checked_texts(longest: int, *, page_size: int) -> list[tuple[int, int]]:
-    """Lengths in whole pages, and seeds: short texts in any case, longer ones as far as a request
-    may get."""
+    """Returns (length, seed) of each text, the length a multiple of the page size: always the short
+    texts, and longer ones up to `longest` positions."""
     beginning, short = (
         max(3, -(-length // page_size)) * page_size for length in (_BEGINNING, _SHORT)
     )
@@ -295,7 +295,8 @@ def _checked_texts(longest: int, *, page_size: int) -> list[tuple[int, int]]:
 
 
 def _tables(num_pages: int, *, everywhere: bool) -> list[Sequence[int]]:
-    """Pages of one text: side by side, and also further on and scattered."""
+    """Returns page tables of one text: contiguous, and with `everywhere` also shifted and
+    scattered."""
     first = range(num_pages)
     if not everywhere:
         return [first]
@@ -305,7 +306,7 @@ def _tables(num_pages: int, *, everywhere: bool) -> list[Sequence[int]]:
 
 
 class _GroupingCheck:
-    """Random keys and values of one length, and the rows before its end in different company."""
+    """Compares the rows at the end of a random text, alone and in groups of different sizes."""
 
     def __init__(
         self,
@@ -340,7 +341,7 @@ class _GroupingCheck:
             device=device,
             scores=scores,
         )
-        # Rows of a whole short text, or the last ones of a long one.
+        # All rows of a short text, or the last rows of a long one.
         num_rows = length if length <= 2 * _SHORT else 2 * page_size + 3
         self._first = length - num_rows
         shape = (length, 2 * num_kv_heads, head_dim)
@@ -374,7 +375,7 @@ class _GroupingCheck:
                     continue
                 if not torch.equal(self._mixed(first + at, count), together_RD[at : at + count]):
                     return False
-        # Last, and from behind: what lies after the branches' first slot is overwritten.
+        # Done last, and from the end backwards: branches overwrite the slots after their first one.
         return all(
             torch.equal(
                 self._mixed_tree(first + at),
@@ -385,13 +386,13 @@ class _GroupingCheck:
         )
 
     def _mixed(self, start: int, num_rows: int) -> Tensor:
-        # Over the texts, every row lies in memory in every way.
+        # Across the texts, every row is computed with every page table.
         table = self._tables[(start + num_rows + self._seed) % len(self._tables)]
         segment = RowSegment(start, num_rows, table)
         return self._attend(segment, self._heads_RHE[start - self._first :][:num_rows])
 
     def _mixed_tree(self, start: int) -> Tensor:
-        """The rows from `start` on as two equal branches, token by token in turn."""
+        """Attends the rows from `start` on as two equal branches with interleaved tokens."""
         parents = (-1, -1, *range(2 * _TWINS - 2))
         segment = RowSegment(start, 2 * _TWINS, self._tables[0], parents)
         heads_RHE = self._heads_RHE[start - self._first :][:_TWINS]

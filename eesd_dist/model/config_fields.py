@@ -1,4 +1,4 @@
-"""Typed reading of a config.json; every error names file, key and value."""
+"""Reads typed values from a config.json; every error names file, key and value."""
 
 from collections.abc import Mapping
 from math import inf
@@ -8,7 +8,7 @@ from eesd_dist.errors import CheckpointError
 
 
 class ConfigFields:
-    """One config.json over a family's defaults; a null counts as absent."""
+    """Fields of one config.json over a family's defaults; a null counts as absent."""
 
     def __init__(
         self, config: Mapping[str, object], *, file: Path, defaults: Mapping[str, object]
@@ -18,7 +18,7 @@ class ConfigFields:
         self.file = file
 
     def get(self, key: str) -> object:
-        """What the file itself says."""
+        """Returns the value in the file, without defaults."""
         return self._config.get(key)
 
     def says_null(self, key: str) -> bool:
@@ -47,7 +47,7 @@ class ConfigFields:
         return float(value)
 
     def positive_or_null(self, key: str) -> float | None:
-        """None only where the file says null."""
+        """Returns None only if the file has null."""
         return None if self.says_null(key) else self.positive(key)
 
     def flag(self, key: str) -> bool:

@@ -1,13 +1,12 @@
-"""Which keys of a config.json may stand there, and with which values.
+"""Lists the keys of config.json that are supported, and their allowed values.
 
-A key that changes what transformers computes and that is read nowhere here would give wrong logits
-in silence. Every key is therefore in one list: it is read, it is known to be harmless, or it is
-refused unless it has the value that changes nothing. The lists cover the configuration classes of
+A key that changes what transformers computes and that is not read here would silently give wrong
+logits. Every key is therefore in one list: it is read, it is known to be harmless, or it is refused
+unless it has the value that changes nothing. The lists cover the configuration classes of
 transformers; a test enumerates those of the installed version.
 
-A key in no list is refused as well, unless it is null, false or empty, which is how a feature is
-written that is not used. Zero is refused: for a factor it is a value like any other. Reads no
-files and computes nothing.
+A key in no list is refused as well, unless it is null, false or empty, which means that a feature
+is not used. Zero is refused: for a factor it is an ordinary value. Reads no files.
 """
 
 import json
@@ -192,8 +191,8 @@ REFUSED: Mapping[str, object] = {
     "use_bidirectional_attention": None,
     "use_rope": True,
 }
-"""Keys that change what is computed, and the value that changes nothing; null always does. A family
-that has one among its own keys computes it."""
+"""Keys that change what is computed, and the value with which they do not; null is always allowed.
+A family that lists one of them in `Family.keys` computes it."""
 
 READ_ROPE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 """Keys of every rope type."""
@@ -216,10 +215,11 @@ READ_BY_ROPE_TYPE: Mapping[str, frozenset[str]] = {
         "truncate",
     },
 }
-"""A factor of a type that does not have it is unknown: transformers ignores it, others may not."""
+"""A factor that the rope type does not have counts as an unknown key: transformers ignores it,
+other libraries may not."""
 
 HARMLESS_ROPE = _TRAINED_LENGTH | {"finetuned"}
-"""For the types that do not compute with them: what the model was made from."""
+"""Keys that describe the base model, for rope types that do not compute with them."""
 
 REFUSED_ROPE: Mapping[str, object] = {
     "llama_4_scaling_beta": None,
@@ -232,7 +232,7 @@ REFUSED_ROPE: Mapping[str, object] = {
 def refuse_unread_keys(
     config: Mapping[str, object], *, own: frozenset[str], what: str, file: Path
 ) -> None:
-    """Raises CheckpointError for keys that may change the logits and that nothing here reads.
+    """Raises CheckpointError for keys that may change the logits and that are not read.
 
     `own`: the keys of the family; `what`: the architecture's name.
     """
@@ -241,7 +241,7 @@ def refuse_unread_keys(
         raise CheckpointError(
             file=file,
             found=f"auto_map = {reprlib.repr(dict(code))}",
-            expected=f"{what} as transformers has it, not code that comes with the model",
+            expected=f"{what} as implemented in transformers, not code that comes with the model",
             advice=_ADVICE,
         )
     _refuse(
@@ -254,7 +254,7 @@ def refuse_unread_keys(
 
 
 def refuse_unread_rope_keys(parameters: Mapping[str, object], *, kind: str, file: Path) -> None:
-    """The same for `rope_parameters` or `rope_scaling`."""
+    """Raises CheckpointError for such keys in `rope_parameters` or `rope_scaling`."""
     _refuse(
         parameters,
         known=READ_ROPE | READ_BY_ROPE_TYPE[kind] | HARMLESS_ROPE,
@@ -264,7 +264,7 @@ def refuse_unread_rope_keys(parameters: Mapping[str, object], *, kind: str, file
     )
 
 
-_ADVICE = "where it is known not to change what is computed, remove the key from the file"
+_ADVICE = "remove the key from the file if it does not change what the model computes"
 
 
 def _refuse(

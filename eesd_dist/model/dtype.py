@@ -1,8 +1,8 @@
-"""Which type a checkpoint's weights are loaded in when the configuration leaves it open.
+"""Resolves `dtype: auto`, the type in which a checkpoint's weights are loaded.
 
-`auto` takes what config.json says (`dtype`, or the older `torch_dtype`), as transformers does.
-Where it says nothing, or a type that is not computed with here, the type of the stored embedding
-decides. Reads headers and no weights.
+`auto` takes the type in config.json (`dtype`, or the older `torch_dtype`), as transformers does.
+If there is none, or one that is not supported, it takes the type of the stored embedding. Reads
+headers and no weights.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,10 @@ _STORED: Mapping[str, DType] = {
 
 
 def resolve_dtype(setting: DTypeSetting, folder: Path) -> DType:
-    """Raises CheckpointError for `auto` when neither config.json nor the embedding has a type."""
+    """Returns the setting, or for `auto` the checkpoint's type.
+
+    Raises CheckpointError when neither config.json nor the embedding has a supported type.
+    """
     if setting != "auto":
         return setting
     config = read_json(folder / "config.json")

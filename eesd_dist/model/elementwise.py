@@ -1,8 +1,8 @@
-"""Functions of single elements whose bits do not depend on the rows beside a row.
+"""Elementwise functions with results that do not depend, bit for bit, on neighbouring rows.
 
-On a CPU torch computes the end of a range by another routine than its middle, which may round
-otherwise, and cuts longer ranges among threads. Where the ends and the seams lie in a row must not
-depend on its neighbours.
+On a CPU torch computes the end of a range with another routine than its middle, which may round
+differently, and splits longer ranges among threads. The ends and the splits within a row must not
+depend on other rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,14 +14,14 @@ from torch.nn import functional
 
 # Shapes: T rows, I intermediate channels, V vocabulary.
 _GRAIN = 16_384
-"""Fewer elements than these torch never splits among threads: GELU's bound, the lowest."""
+"""torch never splits fewer elements than this among threads: GELU's threshold, the lowest."""
 
 
 def row_blocks(x: Tensor) -> Iterable[slice]:
-    """All rows, in runs that a thread computes alone, or one by one.
+    """Splits all rows into runs that one thread computes, at least one row each.
 
-    For rows that lie apart in memory, or are combined with something that is repeated: torch then
-    computes each row as a range of its own.
+    For rows that are not contiguous in memory, or that are combined with a broadcast operand: torch
+    then computes each row as a separate range.
     """
     num_rows = x.shape[0]
     is_whole = x.is_cuda or x.requires_grad or torch.get_num_threads() == 1
@@ -33,14 +33,14 @@ def row_blocks(x: Tensor) -> Iterable[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The function within an MLP."""
+    """Activation function of an MLP."""
 
     name: str
-    """As config.json has it."""
+    """The name in config.json."""
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """Of rows that lie apart in memory."""
+        """Applies the function to rows that are not contiguous in memory."""
         parts = [self.function(x_TI[rows]) for rows in row_blocks(x_TI)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -54,12 +54,12 @@ GELU_TANH = Activation("gelu_pytorch_tanh", _gelu_tanh)
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap): almost x where x is small, and never beyond the cap."""
+    """Returns cap * tanh(x / cap): almost x for small x, and never beyond the cap."""
     return torch.tanh(x / cap) * cap
 
 
 def soft_capped_rows(x_TV: Tensor, cap: float) -> Tensor:
-    """The same for rows side by side in memory: on a CPU each in a call of its own."""
+    """Caps rows that are contiguous in memory; on a CPU with one call per row."""
     if x_TV.is_cuda or x_TV.requires_grad:
         return soft_capped(x_TV, cap)
     capped_TV = torch.empty_like(x_TV)

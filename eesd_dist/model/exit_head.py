@@ -1,8 +1,8 @@
 """The exit head: one decoder layer, a norm and an LM head that guess from early hidden states.
 
-`TrainableExitHead` is the parameters (made from a target, trained, saved and read back);
+`TrainableExitHead` holds the parameters (made from a target, trained, saved and read back);
 `ExitHead` is a head ready to draft, or one tensor-parallel rank's part of one, with its own keys
-and values. Both run the same layer. Neither knows how many tokens to guess or what became of them.
+and values. Both run the same layer. Neither decides how many tokens to draft.
 """
 
 import json
@@ -53,13 +53,13 @@ EMBEDDING_PROJECTION = "embedding_proj.weight"
 
 
 # Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
-# E what a head reads of a row: D channels, or 2 D with the token's embedding.
+# E a head's input channels: D, or 2 D with the token's embedding.
 class EmbeddingFusion:
-    """hidden + F . embedding / rms(embedding): the row's own token, told once more.
+    """hidden + F . embedding / rms(embedding), with the embedding of the row's own token.
 
-    After N layers a row still knows its token, but no longer plainly. Conditioning a drafter on the
-    sampled token's embedding: arXiv 2404.19124; EAGLE (arXiv 2401.15077) joins the two with one
-    matrix. F begins as zero, and so the head as the plain one.
+    After N layers the hidden state represents the row's token less directly. Conditioning a drafter
+    on the sampled token's embedding: arXiv 2404.19124; EAGLE (arXiv 2401.15077) joins the two with
+    one matrix. F starts at zero, so that the head starts equal to one without fusion.
     """
 
     def __init__(self, project: Linear, norm: RmsNorm) -> None:
@@ -87,7 +87,7 @@ class _Parts:
     norm_D: Tensor
     lm_head_VD: Tensor
     vocab_ids_V: Tensor
-    """Of the whole draft vocabulary."""
+    """Covers the whole draft vocabulary on every rank."""
     embedding_DD: Tensor | None
 
     @classmethod
@@ -130,7 +130,7 @@ class _Parts:
 
 
 class TrainableExitHead(nn.Module):
-    """A head's parameters. The shared LM head belongs to the target and is never trained."""
+    """Parameters of a head. A shared LM head belongs to the target and is never trained."""
 
     rotation: Tensor
     draft_tokens: Tensor
@@ -184,7 +184,7 @@ class TrainableExitHead(nn.Module):
         reads_embedding: bool = False,
         dtype: DType = "float32",
     ) -> Self:
-        """Begins as the target's last layer, final norm and LM head."""
+        """Initializes the head with the target's last layer, final norm and LM head."""
         vocab_ids_V = _draft_vocabulary(head, draft_vocab, spec.vocab_size)
         config = HeadConfig.for_target(
             target_path,
@@ -229,9 +229,9 @@ class TrainableExitHead(nn.Module):
         )
 
     def training_forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None = None) -> Tensor:
-        """Draft logits [B, L, V] of whole causal sequences of the target's hidden states.
+        """Returns draft logits [B, L, V] of whole causal sequences of the target's hidden states.
 
-        `embedding_BLD`: the target's embedding of the same tokens; only heads that read it look.
+        `embedding_BLD`: the target's embedding of the same tokens; needed if `reads_embedding`.
         """
         x_BLD = self._input(hidden_BLD.to(self.norm_D.dtype), embedding_BLD)
         layer = self.layer.layer(plain_linear, SingleGroup(), dtype=x_BLD.dtype)
@@ -250,8 +250,8 @@ class TrainableExitHead(nn.Module):
             return hidden_BLD
         if embedding_BLD is None:
             raise ConfigError(
-                "this head reads the embedding of each row's token (reads_embedding) and was given "
-                "hidden states alone: hand training_forward both"
+                "this head reads the embedding of each row's token (reads_embedding), but only "
+                "hidden states were passed: pass both to training_forward"
             )
         dtype = hidden_BLD.dtype
         fuse = EmbeddingFusion.of(
@@ -290,8 +290,8 @@ class TrainableExitHead(nn.Module):
 
 
 class ExitHead:
-    """A head ready to draft, with pages of its own: whole, or one rank's part of it. Every rank of
-    its group calls `forward` and `logits` with the same rows, and gets the same answers."""
+    """A head ready to draft, with its own pages, or one rank's part of such a head. Every rank of
+    the group calls `forward` and `logits` with the same rows, and gets the same logits."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class ExitHead:
     ) -> None:
         self.exit_layer = exit_layer
         self.identity = identity
-        """Which files it is a part of; None for a whole head, which has to agree with nobody."""
+        """The files the ranks have to agree on; None for a group of one rank."""
         self._vocab_size = vocab_size
         self._group = group
         self.vocab_ids = vocab_ids
@@ -334,7 +334,7 @@ class ExitHead:
         page_size: int,
         group: TensorGroup | None = None,
     ) -> Self:
-        """This rank's part; without a group, all of it.
+        """Reads this rank's part of a head; without a group, the whole head.
 
         Raises CheckpointError for a head that is damaged or does not fit the target, ConfigError
         for one that the group's ranks cannot share.
@@ -448,39 +448,39 @@ class ExitHead:
 
     @property
     def paged(self) -> PagedLayers:
-        """The head's layer with its pages, for whoever copies pages."""
+        """The head's layer with its pages, for copying pages."""
         return self._layers
 
     def take_pages(self, other: "ExitHead") -> None:
-        """Goes on with another head's keys and values, in place of empty ones."""
+        """Replaces this head's empty keys and values by those of another head."""
         self._layers.take_pages(other._layers)
 
     def input_rows(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
-        """What `forward` reads of these rows [T, E]: hidden states after `exit_layer` layers and,
-        for a head that reads it, the target's embedding of each row's token beside them."""
+        """Returns the input of `forward` [T, E]: hidden states after `exit_layer` layers and, if
+        `reads_embedding`, the target's embedding of each row's token in further channels."""
         if self._fusion is None:
             return hidden_TD
         return torch.cat([hidden_TD, embedding_TD.to(hidden_TD.dtype)], dim=-1)
 
     def forward(self, input_TE: Tensor, rows: RowPlan) -> Tensor:
-        """`input_rows` to the head's own hidden states; writes its keys and values."""
+        """Computes the head's hidden states from `input_rows`; writes its keys and values."""
         if self._fusion is None:
             return self._layers.forward(input_TE, rows)
         hidden_TD, embedding_TD = input_TE.to(self._layers.compute_dtype).chunk(2, dim=-1)
         return self._layers.forward(self._fusion(hidden_TD, embedding_TD), rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copies what slots hold to others, (from, to) each; all are read before one is written."""
+        """Copies slots, (from, to) each; reads all sources before it writes any target."""
         self._layers.move(moves)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Draft logits [T, V] float32 of hidden states that `forward` returned."""
+        """Returns draft logits [T, V] float32 of hidden states that `forward` returned."""
         mine_TV = self._logits_head(hidden_TD)
         return joined_over_ranks(mine_TV, self._group, count=self._vocab_size)
 
 
 def _padded(project: Linear, numerics: Numerics) -> Linear:
-    """The product over as many rows as its self-check answers for."""
+    """Pads the product's rows to a count that the self-check covers."""
 
     def multiply(x_TD: Tensor) -> Tensor:
         num_rows = x_TD.shape[0]
@@ -493,7 +493,7 @@ def _padded(project: Linear, numerics: Numerics) -> Linear:
 def _draft_vocabulary(kind: HeadKind, draft_vocab: Sequence[int] | None, vocab_size: int) -> Tensor:
     if kind != "truncated":
         if draft_vocab is not None:
-            raise ConfigError(f"a draft vocabulary goes with head 'truncated', not {kind!r}")
+            raise ConfigError(f"a draft vocabulary needs head 'truncated', found {kind!r}")
         return torch.arange(vocab_size)
     chosen = sorted(set(draft_vocab or ()))
     if not chosen or chosen[0] < 0 or chosen[-1] >= vocab_size:
@@ -512,7 +512,7 @@ def _read_vocabulary(checkpoint: Checkpoint, config: HeadConfig, vocab_size: int
     if not torch.equal(is_drafted_W.nonzero().view(-1), ids_V):
         raise CheckpointError(
             file=checkpoint.folder / SINGLE_FILE,
-            found="d2t and t2d that name different tokens",
+            found="d2t and t2d with different tokens",
             expected="the same draft vocabulary in both",
         )
     return ids_V

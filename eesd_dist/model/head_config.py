@@ -1,8 +1,8 @@
-"""What an exit head's config.json says: which target it reads, after which layer, with which head.
+"""Reads and writes an exit head's config.json: its target, exit layer and kind of LM head.
 
-The layout is that of the speculators library (config.json beside model.safetensors), so that its
-tools recognise the parts they know. Decides whether a head fits a target, and refuses one that does
-not: hidden states of another model, or other layers, would draft nonsense at full price.
+The layout is that of the speculators library (config.json next to model.safetensors), so that its
+tools recognise the parts they support. Refuses a head that does not fit the target: with hidden
+states of another model or layer its drafts would be useless and cost as much.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from eesd_dist.errors import CheckpointError
 from eesd_dist.model.spec import ModelSpec, read_json
 
 HeadKind = Literal["shared", "own", "truncated"]
-"""Whose LM head: the target's, a copy trained on, or one over the draft vocabulary only."""
+"""LM head: the target's, a trained copy of it, or one over the draft vocabulary only."""
 
 MODEL_TYPE = "early_exit"
 LAYOUT_VERSION = "0.3.0"
-"""Version of the speculators layout that is written."""
+"""Version of the speculators layout in files written here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierIdentity:
-    """Which target a head was made for."""
+    """Identifies the target that a head was made for."""
 
     name_or_path: str
     architectures: tuple[str, ...]
@@ -54,7 +54,7 @@ class VerifierIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """One exit head, without its weights."""
+    """Configuration of one exit head."""
 
     exit_layer: int
     """The head reads hidden states after this many layers of the target."""
@@ -98,7 +98,7 @@ class HeadConfig:
 
     @classmethod
     def read(cls, folder: Path, *, target: ModelSpec, target_path: Path) -> Self:
-        """Raises CheckpointError when the head does not fit the target."""
+        """Reads a head's folder. Raises CheckpointError when the head does not fit the target."""
         file = folder / "config.json"
         config = read_json(file)
         _expect(file, "speculators_model_type", config.get("speculators_model_type"), MODEL_TYPE)
@@ -126,7 +126,7 @@ class HeadConfig:
             )
         if kind != "truncated":
             _expect(file, "draft_vocab_size", draft_vocab_size, target.vocab_size)
-        reads_embedding = config.get("reads_embedding", False)  # heads from before it had the key
+        reads_embedding = config.get("reads_embedding", False)  # absent in older heads
         if not isinstance(reads_embedding, bool):
             raise CheckpointError(
                 file=file, found=f"reads_embedding {reads_embedding!r}", expected="true or false"
@@ -172,7 +172,7 @@ class HeadConfig:
 
 
 def single_layer_config(config: Mapping[str, object], target: ModelSpec) -> dict[str, object]:
-    """The target's config for a model that consists of its last layer."""
+    """Returns the target's config, reduced to its last layer."""
     single = {**config, "num_hidden_layers": 1}
     windows = target.sliding_windows
     if config.get("layer_types") is not None or len(set(windows)) > 1:
@@ -189,12 +189,12 @@ def _require_same(file: Path, found: Mapping[str, object], expected: VerifierIde
             found=f"a head made for {found.get('name_or_path')!r}",
             expected=f"one made for {expected.name_or_path!r}: the hashes of config.json and "
             "tokenizer.json differ",
-            advice="train a head for this target with `eesd distill`, or point at the right one",
+            advice="train a head for this target with `eesd distill`, or configure the right one",
         )
 
 
 def head_digest(folder: Path) -> str:
-    """Tells one head from another: over everything that its folder contributes when it drafts."""
+    """Returns a digest of all files of a head's folder that affect drafting."""
     names = ["config.json", *sorted(f.name for f in folder.glob("*.safetensors")), CALIBRATION_FILE]
     digest = hashlib.sha256()
     for name in names:
@@ -206,7 +206,7 @@ def head_digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadIdentity:
-    """Which files a head was read from: by this the ranks that share one agree on it."""
+    """Identifies the files of a head; the ranks of a group compare it to agree on one head."""
 
     folder: str
     sha256: str

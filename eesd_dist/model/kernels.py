@@ -1,20 +1,20 @@
-"""Which routine multiplies by a weight matrix, and why its rows can be trusted.
+"""Chooses the routine that multiplies by a weight matrix.
 
 A candidate packs a weight once and then multiplies rows by it. For `numerics: invariant` a
 candidate is taken only after a self-check on the actual shape: row i of a product must have the
-same bits whatever the number of rows beside it, for row counts as `padded_rows` rounds them.
-`fast` takes the first candidate unchecked and pads nothing. Knows no layers and no requests. The
-last candidate hands the library tiles of equal row counts only, which it cannot tell apart.
+same bits for any number of rows in the call, for row counts as `padded_rows` rounds them.
+`fast` takes the first candidate unchecked and does not pad. The last candidate only ever calls the
+library with tiles of one row count. Does not depend on layers or requests.
 
-The order of candidates is fixed by the machine's capability and never by a stopwatch, so that two
-processes on equal machines choose alike. With bfloat16 or float16 weights on a CPU, activations
-and KV are float32, except for `fast` on a CPU with bfloat16 instructions.
+The order of candidates is fixed by the machine's capability and never by measured times, so that
+two processes on equal machines make the same choice. With bfloat16 or float16 weights on a CPU,
+activations and KV are float32, except for `fast` on a CPU with bfloat16 instructions.
 
 The half-precision candidate (FBGEMM) keeps weights in float16. For float16 weights it is exact. For
-bfloat16 ones it is exact for 0 and for 2**-17 <= |w| <= 65504 (a bfloat16 has 8 significant bits,
-so that it fits down there as a subnormal); most smaller ones are rounded, by less than 3e-8, on
-every rank and in every run alike, and larger ones send the matrix to the next candidate. Rounded
-weights are counted, and the line at start-up has the total. They do not send a matrix to the next
+bfloat16 weights it is exact for 0 and for 2**-17 <= |w| <= 65504 (a bfloat16 has 8 significant
+bits, so that small ones fit as subnormals). Most smaller weights are rounded, by less than 3e-8,
+equally on every rank and in every run; a larger weight makes the matrix use the next candidate.
+Rounded weights are counted, and a log line at start-up has the total. They do not exclude the
 candidate: of weights drawn with deviation 0.02 one in 5,000 is rounded, so that nearly every matrix
 has some (215 of the bundled model's 233; 0.008 % of its weights), and the next candidates read
 twice the bytes.
@@ -42,7 +42,7 @@ Linear = Callable[[Tensor], Tensor]
 """x_MI -> y_MO."""
 
 Pack = Callable[[Tensor, Tensor | None], Linear]
-"""weight_OI, bias_O -> the product with it."""
+"""weight_OI, bias_O -> the product with them."""
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -53,22 +53,22 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 _LARGEST_HALF = 65504.0
 _SMALLEST_EXACT_HALF = 2.0**-17
 _BLOCK = 1 << 18
-"""Weights looked at together: few enough for the caches."""
+"""Weights per block: small enough for the caches."""
 _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 521, 801)
-"""Up to a prefill chunk beside a full batch of drafts; on CUDA every count that `padded_rows` gives
-up to there."""
+"""Up to a prefill chunk plus a full batch of drafts; on CUDA this covers every count that
+`padded_rows` returns up to the largest."""
 _CHECKED_ALONE = 24
-"""Calls of the fewest rows."""
+"""Number of checked calls with the smallest row count."""
 _TILE_ROWS_CUDA = 16
 _TILE_ROWS_CPU = 4
 
 
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
-    """The row count at which products are computed: the next one the self-check answers for.
+    """Returns the row count at which products are computed: the next one the self-check covers.
 
-    On a CPU single-row products are another routine (gemv), and FBGEMM's kernels for one and two
-    left-over rows add up in another order than those for three to six. On CUDA the count chooses
-    the tiling, hence a few fixed ones.
+    On a CPU single-row products use another routine (gemv), and FBGEMM's kernels for one and two
+    remaining rows sum in another order than those for three to six. On CUDA the count determines
+    the tiling, so that only a few fixed counts are used.
     """
     if numerics == "fast":
         return num_rows
@@ -84,13 +84,13 @@ def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> i
 
 
 def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
-    """x with rows of zeros below, `num_rows` in all."""
+    """Appends rows of zeros to x, up to `num_rows`."""
     missing = num_rows - x_MI.shape[0]
     return functional.pad(x_MI, (0, 0, 0, missing)) if missing else x_MI
 
 
 def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """The library's own product, which autograd can follow."""
+    """Returns torch's product, which autograd supports."""
     return lambda x_MI: functional.linear(x_MI, weight_OI, bias_O)
 
 
@@ -101,7 +101,7 @@ def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 def _fbgemm_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     bias = None if bias_O is None else bias_O.float()
     multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
-    with warnings.catch_warnings():  # deprecated without a successor of its speed
+    with warnings.catch_warnings():  # deprecated without an equally fast successor
         warnings.simplefilter("ignore", UserWarning)
         packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.float().contiguous())
         multiply(torch.zeros(1, weight_OI.shape[1]), packed, bias)
@@ -139,8 +139,8 @@ def _onednn_pack(dtype: torch.dtype) -> Pack:
 
 
 def in_row_tiles(pack: Pack, *, tile_rows: int) -> Pack:
-    """The same product, always of so many rows at once: the library never sees another shape, so
-    that nothing it decides by the row count can reach a row. Slow for many rows."""
+    """Computes the product in tiles of `tile_rows` rows: every library call has the same shape, so
+    that no decision by the row count affects a row. Slow for many rows."""
 
     def pack_tiled(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         product = pack(weight_OI, bias_O)
@@ -166,7 +166,7 @@ class Candidate:
     pack: Pack
     holds: Callable[[Tensor], bool] = lambda weight_OI: True
     num_rounded: Callable[[Tensor], int] = lambda weight_OI: 0
-    """How many of these weights it would compute with another number for."""
+    """Counts the weights that the candidate rounds to another value."""
 
 
 _FBGEMM = Candidate("fbgemm float16 weights", _fbgemm_linear, _fits_half, _num_rounded_to_half)
@@ -185,7 +185,7 @@ _LIBRARY_TILED = Candidate(
 
 
 class LinearPacker:
-    """Turns weight matrices into products for one device, weight type and promise."""
+    """Turns weight matrices into products for one device, weight type and numerics."""
 
     def __init__(self, *, dtype: DType, numerics: Numerics, device: torch.device) -> None:
         self._numerics: Numerics = numerics
@@ -198,7 +198,7 @@ class LinearPacker:
         self._num_rounded = 0
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """The first candidate that holds these weights and keeps the promise."""
+        """Packs with the first candidate that can hold these weights and passes the self-check."""
         weight_OI = weight_OI.to(device=self._device, dtype=self.weight_dtype)
         bias_O = None if bias_O is None else bias_O.to(self._device, self.weight_dtype)
         for candidate in self.candidates:
@@ -212,13 +212,13 @@ class LinearPacker:
                 return _in_checked_runs(product, device=self._device)
         names = ", ".join(candidate.name for candidate in self.candidates)
         raise ConfigError(
-            f"no product with a {tuple(weight_OI.shape)} matrix gives rows that are independent "
-            f"of their neighbours on this machine (tried: {names}): set model.numerics to fast, "
+            f"no product with a {tuple(weight_OI.shape)} matrix computes rows independently "
+            f"of other rows on this machine (tried: {names}): set model.numerics to fast, "
             "and read the mismatch rate of `eesd bench exact`"
         )
 
     def report(self, what: str) -> None:
-        """The line at start-up: which products, and how many weights differ from the given ones."""
+        """Logs which products are used, and how many weights were rounded."""
         logger.info(
             "weights packed: %s dtype=%s computed_in=%s products=%s rounded=%d of=%d",
             what,
@@ -244,7 +244,7 @@ class LinearPacker:
 
 
 def _in_checked_runs(product: Linear, *, device: torch.device) -> Linear:
-    """More rows than the self-check has asked about are multiplied in runs of as many."""
+    """Splits more rows than the self-check covers into runs that it covers."""
     longest = padded_rows(_CHECKED_ROWS[-1], numerics="invariant", device=device)
 
     def multiply(x_MI: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def _candidates(
 
 
 def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Private routines may be missing from a build; the library's own never is."""
+    """Returns the candidates of this build; private routines of torch may be missing from it."""
     private = {
         _ONEDNN.name: hasattr(torch.ops.mkldnn, "_linear_pointwise"),
         _FBGEMM.name: "fbgemm" in torch.backends.quantized.supported_engines
@@ -300,9 +300,9 @@ def rows_are_independent(
     device: torch.device,
     num_threads: int,
 ) -> bool:
-    """Whether this machine computes a row alike beside any number of neighbours, bit for bit.
+    """Returns whether a row of the product has the same bits for any number of rows in the call.
 
-    Asked on the whole matrix: a slice of its output channels is another product to the library.
+    Checks the whole matrix: the library may treat a slice of its output channels differently.
     """
     question = {
         "check": "linear rows 2",
@@ -346,7 +346,7 @@ def _rows_agree(
     if any(not torch.equal(product(x_MI[:rows]), together_MO[:rows]) for rows in counts[:-1]):
         return False
     step = count(1)
-    # at a stride of one more than the rows of a call, so that a row stands at another place of it
+    # The stride is one more than the rows of a call, so that rows move to other places in the call.
     return all(
         torch.equal(product(x_MI[at : at + step]), together_MO[at : at + step])
         for at in range(0, _CHECKED_ALONE * (step + 1), step + 1)

@@ -1,11 +1,11 @@
 """One decoder layer: the only copy of the forward pass, for serving and for training.
 
-`LayerWeights` are the parameters, in the order that computes fast; `DecoderLayer` is the layer
-ready to run, made from them with whatever product the caller packs them into. Attention and
-positions are passed in: the layer knows neither pages nor sequences.
+`LayerWeights` are the parameters, in an order that computes fast; `DecoderLayer` is the layer ready
+to run, made from them with the products that the caller packs them into. Attention and positions
+are passed in: the layer does not depend on pages or sequences.
 
 Order of the fused rows: query heads as (query within group, KV head), then keys, then values; the
-two channels that a rotation mixes are neighbours.
+two channels that a rotation mixes are adjacent.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import TensorSource
 from eesd_dist.transport.contracts import TensorGroup
 
-# Shapes: T rows, D hidden channels, I intermediate channels, H heads of all sorts, K KV heads,
+# Shapes: T rows, D hidden channels, I intermediate channels, H heads of all kinds, K KV heads,
 # G queries per KV head, E channels of a head, O rows of a fused weight, P pairs of channels.
 Attend = Callable[[Tensor], Tensor]
-"""heads_THE -> mixed_TD: keeps the keys and values, lets the queries look at theirs."""
+"""heads_THE -> mixed_TD: stores the keys and values, and attends the queries to their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class DecoderLayer:
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
     def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
-        """Turns queries and keys to their positions; the fused product is ours alone."""
+        """Rotates queries and keys by their positions, in place: nothing else uses the product."""
         num_rows, num_heads, head_dim = heads_THE.shape
         pairs_THP = torch.view_as_complex(heads_THE.view(num_rows, num_heads, head_dim // 2, 2))
         turned_THP = pairs_THP.narrow(1, 0, num_heads - self.num_kv_heads)
@@ -89,12 +89,12 @@ class LayerWeights(nn.Module):
     def read(
         cls, source: TensorSource, prefix: str, spec: ModelSpec, shard: Shard, dtype: torch.dtype
     ) -> Self:
-        """From the tensors below `prefix` of a checkpoint, this shard's slices only."""
+        """Reads this shard's slices of the tensors below `prefix` of a checkpoint."""
         reader = _LayerReader(source, prefix, spec, shard, dtype)
         return cls(spec, shard, reader.tensors())
 
     def layer(self, pack: Pack, group: TensorGroup, *, dtype: torch.dtype) -> DecoderLayer:
-        """The layer made of products that `pack` makes of these weights."""
+        """Builds the layer from the products that `pack` makes of these weights."""
         parts, traits = self.parts, self._spec.traits
 
         def packed(name: str) -> Linear:
@@ -106,7 +106,7 @@ class LayerWeights(nn.Module):
         }
 
         def added(name: str, norm: RmsNorm | None) -> Linear:
-            """What is added to a row: all ranks' part of it, then the norm."""
+            """Returns the product summed over ranks, then normed: what is added to a row."""
             product = summed_over_ranks(packed(name), group)
             return product if norm is None else lambda x_TI: norm(product(x_TI))
 
@@ -138,7 +138,7 @@ class LayerWeights(nn.Module):
         return HeadNorm(weight_HE, eps=self._spec.rms_norm_eps, dtype=dtype)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """These parameters under the names and in the order of a Hugging Face checkpoint."""
+        """Returns these parameters with the names and the order of a Hugging Face checkpoint."""
         found: dict[str, Tensor] = {}
         for kind in ("weight", "bias"):
             found |= self._attention_tensors(kind)
@@ -177,7 +177,7 @@ class LayerWeights(nn.Module):
 
 
 def _swap_heads(rows: Tensor, outer: int, inner: int, head_dim: int) -> Tensor:
-    """Rows [outer * inner * head_dim, ...] with the two head axes exchanged."""
+    """Exchanges the two head axes of rows [outer * inner * head_dim, ...]."""
     split = rows.reshape(outer, inner, head_dim, *rows.shape[1:])
     return split.transpose(0, 1).reshape(rows.shape)
 

@@ -1,10 +1,10 @@
-"""How a rank's share of a checkpoint gets into memory: piece by piece, the next one read meanwhile.
+"""Loads a rank's share of a checkpoint piece by piece, and reads ahead by one piece.
 
-A piece is a layer, the embedding or the LM head. Before any data is read the headers are asked for
-every tensor of every piece, so that a checkpoint that does not fit is refused at once and the bytes
-to come are known. Then one thread reads, never more than one piece ahead, while the caller's thread
-packs. Beyond the packed weights a rank therefore holds at most the piece at hand, the next one, and
-one matrix in float32 where a product is packed from that. Knows no model.
+A piece is a layer, the embedding or the LM head. Before any data is read, the headers are checked
+for every tensor of every piece, so that a checkpoint that does not fit is refused at once and the
+total size is known. Then one thread reads, never more than one piece ahead, while the caller's
+thread packs. In addition to the packed weights a rank therefore holds at most the current piece,
+the next one, and one matrix in float32 where a product is packed from that.
 """
 
 import ctypes
@@ -25,20 +25,20 @@ OnProgress = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece(Generic[T]):
-    """What is read at once, and what is then made of it."""
+    """Tensors that are read together and then packed."""
 
     name: str
     read: Callable[[TensorSource], T]
-    """Runs in the reading thread; it may return nothing that still lies in a file."""
+    """Runs in the reading thread; its tensors must not be views of a file."""
     pack: Callable[[T], None]
 
 
 def unwatched(progress: LoadProgress) -> None:
-    """For loads that nobody waits for."""
+    """Ignores the progress of a load."""
 
 
 def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnProgress) -> None:
-    """Reads and packs all pieces in order; raises CheckpointError before or while it does."""
+    """Reads and packs all pieces in order. Raises CheckpointError for missing or unfit tensors."""
     with Checkpoint(folder) as checkpoint:
         sizes = [_size_of(piece, checkpoint) for piece in pieces]
         checkpoint.close_files()
@@ -72,9 +72,9 @@ def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnPr
 
 
 def _give_back() -> None:
-    """What was freed goes to the system: glibc would keep blocks of less than 32 MiB for later.
+    """Returns freed memory to the system: glibc would keep blocks of less than 32 MiB.
 
-    Nothing happens where the C library has no `malloc_trim`.
+    Does nothing if the C library has no `malloc_trim`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

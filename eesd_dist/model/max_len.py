@@ -1,6 +1,6 @@
-"""The longest text that a model takes, read from config.json without a tensor.
+"""Reads the maximum length of a model's text from config.json, without torch.
 
-An ingress needs this number and nothing else of the model; torch would take it 390 MiB.
+An ingress needs only this number of the model; importing torch would cost it 390 MiB.
 """
 
 import json
@@ -10,7 +10,10 @@ from eesd_dist.errors import CheckpointError, ConfigError
 
 
 def max_model_len_of(config: EngineConfig) -> int:
-    """Returns prompt plus answer in tokens. Raises what `engine.build.layout_of` raises."""
+    """Returns the maximum of prompt plus answer, in tokens.
+
+    Raises the errors of `engine.build.layout_of`.
+    """
     file = config.model.path / "config.json"
     try:
         limit = json.loads(file.read_text()).get("max_position_embeddings")
@@ -18,7 +21,7 @@ def max_model_len_of(config: EngineConfig) -> int:
         raise CheckpointError(
             file=file, found=f"no configuration ({error})", expected="a JSON object"
         ) from error
-    if not isinstance(limit, int):  # its family has a default, which takes torch to read
+    if not isinstance(limit, int):  # the family's default applies; reading it imports torch
         from eesd_dist.model.spec import ModelSpec
 
         limit = ModelSpec.from_folder(config.model.path).max_position_embeddings
@@ -26,7 +29,7 @@ def max_model_len_of(config: EngineConfig) -> int:
 
 
 def within(config: EngineConfig, limit: int) -> int:
-    """Returns the configured length, which neither the positions nor the pages may exceed.
+    """Returns the configured length, limited to the model's positions and to all pages.
 
     Raises ConfigError when `max_model_len` is more than the model's positions.
     """

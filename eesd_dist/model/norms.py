@@ -13,8 +13,8 @@ from eesd_dist.model.spec import ModelSpec
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 inside.
 
-    Computed as x / sqrt(|x|^2 + D * eps) * (sqrt(D) * weight): the norm of a row is one call and
-    does not depend on the rows beside it, and no call is spent on the mean.
+    Computed as x / sqrt(|x|^2 + D * eps) * (sqrt(D) * weight): the norm of a row is one call that
+    does not depend on other rows, and the mean needs no further call.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RmsNorm:
 
     @classmethod
     def of(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
-        """A norm of this model, with the weight that its checkpoint has."""
+        """Returns a norm of this model with the weight in its checkpoint."""
         offset = spec.traits.norms.weight_offset
         return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
 
@@ -45,7 +45,7 @@ class RmsNorm:
 
 
 class HeadNorm:
-    """The same over every query and key head, with one weight for queries and one for keys."""
+    """Norm of every query and key head, with one weight for queries and one for keys."""
 
     def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
         self._weight_HE = weight_HE.to(dtype)

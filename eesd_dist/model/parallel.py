@@ -1,8 +1,8 @@
-"""How one stage's weights are shared out among its ranks.
+"""Splits one stage's weights among its tensor-parallel ranks.
 
-Heads, intermediate channels and vocabulary are cut into runs of neighbours, one per rank. The only
-collective of a layer stands here, the sum after a row-split product, and beside it the join after a
-column-split one. Knows no backend; a group of one needs none.
+Heads, intermediate channels and vocabulary are split into contiguous runs, one per rank. Has the
+only collective of a layer, the sum after a row-split product, and the join after a column-split
+one. Does not depend on a backend; a group of one needs none.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from eesd_dist.transport.contracts import TensorGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Which part of a model one rank holds."""
+    """The part of a model that one rank holds."""
 
     rank: int
     size: int
@@ -29,12 +29,12 @@ class Shard:
     heads: range
     """The query heads that belong to `kv_heads`."""
     channels: range
-    """Of the intermediate size."""
+    """Channels of the intermediate size."""
     vocabulary: range
 
     @property
     def adds_bias(self) -> bool:
-        """A row-split product is summed over ranks; its bias may enter that sum once."""
+        """Whether this rank adds the bias of a row-split product, which is summed over ranks."""
         return self.rank == 0
 
     @classmethod
@@ -60,21 +60,21 @@ class Shard:
 
 
 def part_of(count: int, rank: int, size: int) -> range:
-    """A rank's run of neighbours among `count`; the runs differ by one at most."""
+    """Returns a rank's contiguous part of `count`; sizes of parts differ by one at most."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 def summed_over_ranks(linear: Linear, group: TensorGroup) -> Linear:
-    """A row-split product: every rank's part added up, in the same order on every rank."""
+    """Sums a row-split product over the ranks, in the same order on every rank."""
     if group.size == 1:
         return linear
     return lambda x_TI: group.all_reduce(linear(x_TI))
 
 
 def joined_over_ranks(x_TO: Tensor, group: TensorGroup, *, count: int) -> Tensor:
-    """All `count` columns of a matrix of which each rank has those that `part_of` gives it.
+    """Returns all `count` columns of a matrix of which each rank has its `part_of`.
 
-    Ranks hand each other equal shapes, so that a shorter run is padded on its way.
+    Ranks exchange equal shapes, so that a shorter part is padded for the exchange.
     """
     if group.size == 1:
         return x_TO

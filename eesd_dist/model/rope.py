@@ -1,11 +1,11 @@
-"""Rotary positions: which angle turns which pair of channels.
+"""Rotary positions: the angle of each pair of channels at each position.
 
-Decides the angles as transformers computes them (default, linear, dynamic, llama3, yarn), in
-float32 and in its order of operations. Knows nothing of layers, pages or requests.
+Computes the angles as transformers does (default, linear, dynamic, llama3, yarn), in float32 and in
+the same order of operations. Does not depend on layers, pages or requests.
 
-A key that was written once may never depend on what comes later, so the table covers the
-positions [0, max_position_embeddings) and no more: within them `dynamic` is the default rope, and
-past them, where it would turn the keys already written, nothing is computed.
+A key, once written, must not depend on later tokens. The table therefore covers the positions
+[0, max_position_embeddings) only: within them `dynamic` equals the default rope; past them it would
+rotate keys that are already written, so that nothing is computed there.
 """
 
 import math
@@ -22,18 +22,18 @@ from eesd_dist.model.config_keys import refuse_unread_rope_keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """The angles of one model, free of tensors so that a spec can be compared and sent."""
+    """Angles of one model, without tensors, so that specs can be compared and sent."""
 
     kind: str
     inverse_frequencies: tuple[float, ...]
     """One per pair of channels; float32 values."""
     attention_scaling: float
-    """What cosine and sine are multiplied with (yarn); 1 elsewhere."""
+    """Factor of cosine and sine (yarn); 1 for other types."""
 
 
 # Shapes: S positions, E pairs of channels (head_dim / 2).
 def rotation_table(rope: RopeSpec, *, num_positions: int, device: torch.device) -> Tensor:
-    """[S, E] complex64: multiplying a pair (a + ib) by entry (s, e) turns it to position s.
+    """Returns [S, E] complex64: a pair (a + ib) times entry (s, e) is rotated to position s.
 
     Angles are float32 products as in transformers; cosine and sine are taken in float64, so that
     an entry is the same number whichever vector instruction computed it.
@@ -47,17 +47,17 @@ def rotation_table(rope: RopeSpec, *, num_positions: int, device: torch.device) 
 
 
 def interleave_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
-    """Reorders rows [heads * head_dim, ...] so that the two channels of a pair are neighbours.
+    """Reorders rows [heads * head_dim, ...] so that the two channels of a pair are adjacent.
 
-    Checkpoints keep channel e beside e + head_dim/2; complex multiplication wants them adjacent.
-    Queries and keys are permuted alike, so that no attention score changes.
+    Checkpoints pair channel e with channel e + head_dim/2; complex multiplication needs them
+    adjacent. Queries and keys are permuted equally, so that no attention score changes.
     """
     paired = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
 def separate_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
-    """The inverse of `interleave_pairs`: back to the checkpoint's order."""
+    """Restores the checkpoint's order: the inverse of `interleave_pairs`."""
     paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)
 
@@ -147,7 +147,7 @@ def _linear(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Stretches long waves, keeps short ones and blends those between (Llama 3.1)."""
     factor = config.number("factor")
     low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
     trained_length = config.number("original_max_position_embeddings")
@@ -162,7 +162,7 @@ def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
-    """Peng et al., arXiv 2309.00071, with transformers' reading of the optional keys."""
+    """Computes yarn (Peng et al., arXiv 2309.00071) with the optional keys as in transformers."""
     trained_length = config.number("original_max_position_embeddings")
     factor = config.number("factor", config.max_position_embeddings / trained_length)
     exponents_E = torch.arange(0, config.head_dim, 2).float() / config.head_dim

@@ -1,15 +1,14 @@
-"""Which rows a forward pass computes, where their keys lie, and who attends to what.
+"""Plans a forward pass: its rows, the slots of their keys, and which rows attend together.
 
-Decides it once per pass, for all layers. For `numerics: invariant` the rows of a request are
-grouped by the page their position lies in: every row of a group attends over the same number of
-keys, up to the end of that page, the later ones masked. So a row meets the same reduction length
+The plan is made once per pass, for all layers. With `numerics: invariant` the rows of a request are
+grouped by the page of their position: every row of a group attends over the same number of keys, up
+to the end of that page, with later keys masked. A row therefore has the same reduction length
 alone, in a verify pass and in a prefill chunk.
 
 A drafted tree is then a set of chains that share keys: each of its branches attends over gathered
-slots that lie in the order of positions, so that a token of a tree meets the very sums it would
-meet as the end of a chain. With `numerics: fast` a mask tells the tree's ancestors from the rest
-(Miao et al. 2023, arXiv 2305.09781) and the whole segment is one call. Knows no weights and no
-request beyond positions and pages.
+slots in the order of positions, so that a token of a tree is computed with the same sums as at the
+end of a chain. With `numerics: fast` a mask selects the ancestors of each token (Miao et al. 2023,
+arXiv 2305.09781) and the whole segment is one call. Depends on positions and pages only.
 """
 
 import sys
@@ -26,22 +25,22 @@ from eesd_dist.transport.contracts import RowSegment as RowSegment
 from eesd_dist.trees import depths_of, path_to, runs_of
 
 MIN_QUERIES = 4
-"""Fewer query rows take another routine in the attention kernel's products."""
+"""With fewer query rows the attention kernel's products use another routine."""
 
 QUERY_BLOCK = 32
-"""The attention kernel cuts its query rows into blocks of this many, or a multiple."""
+"""The attention kernel splits its query rows into blocks of this size, or a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """What distinguishes one layer's attention from another's, as far as rows are concerned."""
+    """Properties of a layer's attention that affect how rows are grouped."""
 
     queries_per_kv: int
     window: int | None
     """How many of the last positions a row may see; None: all."""
     dtype: torch.dtype
     row_by_row: bool = False
-    """Every row in a call of its own, with copies of itself for company, where the grouped call
+    """Attends every row in a separate call, padded with copies of the row, where the grouped call
     fails the self-check."""
 
 
@@ -50,9 +49,9 @@ class AttentionKind:
 class AttentionGroup:
     """Rows [first_row, first_row + num_rows) that attend over the same N keys in one call.
 
-    The call sees a window of rows, which may reach over neighbours that the product needs for
-    company and whose results are dropped. Rows of a branch that do not lie side by side are
-    gathered instead, the last one repeated for company.
+    The call computes a window of rows, which may include neighbouring rows as padding; their
+    results are dropped. Rows of a branch that are not contiguous are gathered instead, and the last
+    one is repeated as padding.
     """
 
     first_row: int
@@ -62,25 +61,25 @@ class AttentionGroup:
     first_slot: int
     num_keys: int
     slots: Tensor | None
-    """Slots to gather when the pages do not lie side by side; else they start at `first_slot`."""
+    """Slots to gather; None if the slots are contiguous from `first_slot` on."""
     mask: Tensor | None
     """[1, 1, 1 or Q, N], added to the scores."""
     rows: Tensor | None = None
-    """[window_rows] the rows to gather, the first `num_rows` of them wanted."""
+    """[window_rows] the rows to gather; results of the first `num_rows` are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """`count` rows of one segment from row `row` and position `start` on, that attend together."""
+    """`count` rows of one segment that attend together, from row `row` and position `start` on."""
 
     segment: RowSegment
     row: int
     start: int
     count: int
     branch: tuple[int, ...] = ()
-    """Places of a tree's tokens on the way to these rows, in order of position."""
+    """KV slots of a tree's tokens on the path to these rows, in order of position."""
     scattered: tuple[int, ...] = ()
-    """All the rows, where they do not lie side by side."""
+    """All the rows, if they are not contiguous."""
 
 
 class RowPlan:
@@ -134,7 +133,7 @@ class RowPlan:
         return positions, slots
 
     def groups(self, kind: AttentionKind) -> tuple[AttentionGroup, ...]:
-        """Who attends together, for layers of this kind; built when first asked for."""
+        """Returns the rows that attend together in layers of this kind; built on first use."""
         groups = self._groups.get(kind)
         if groups is None:
             groups = self._groups[kind] = tuple(self._build(kind))
@@ -178,20 +177,20 @@ class RowPlan:
         return groups
 
     def _gathered(self, run: _Run, window_rows: int) -> Tensor:
-        """A run's rows, in the first places of a call of their own. Row by row, every row then
-        meets one shape and one place in it, whatever the rows beside it: where grouping is not
-        exact, a row's bits depend on both."""
+        """Returns the rows of a separate call, a run's rows first. Row by row, every row then has
+        the same shape and the same place in the call: where grouping is not exact, a row's bits
+        depend on both."""
         rows = run.scattered or (run.row,)
         return torch.tensor((*rows, *rows[-1:] * (window_rows - run.count)), device=self.device)
 
     def _is_exact(self, num_rows: int, kind: AttentionKind) -> bool:
-        """Whether a call over so many rows has no block that is too short for the promise."""
+        """Returns whether a call with this many rows has no block that is too short to be exact."""
         if self.numerics == "fast":
             return True
         return not 0 < num_rows * kind.queries_per_kv % QUERY_BLOCK < MIN_QUERIES
 
     def _company(self, count: int, kind: AttentionKind) -> int:
-        """Rows of the call that `count` rows need."""
+        """Returns the number of rows, with padding, of a call for `count` rows."""
         while not self._is_exact(count, kind):
             count += 1
         return count
@@ -220,7 +219,7 @@ class RowPlan:
         return runs
 
     def _tree_runs(self, segment: RowSegment, row: int, kind: AttentionKind) -> list[_Run]:
-        """Each branch's own part of the tree, the known rows being part of the first branch."""
+        """Returns the runs of each branch; the first branch includes the rows before the draft."""
         first = segment.first_drafted
         known = list(range(segment.start, first))
         runs: list[_Run] = []
@@ -263,7 +262,7 @@ class RowPlan:
         return -(-end // self.page_size) * self.page_size
 
     def _key_slots(self, run: _Run, num_keys: int) -> tuple[int, Tensor | None]:
-        """Where the keys lie in order of position; of a branch, its own tokens and no others'."""
+        """Returns the keys' slots in order of position; of a tree, only those of the branch."""
         size = self.page_size
         pages = list(run.segment.pages[: -(-num_keys // size)])
         first_slot = pages[0] * size
@@ -278,7 +277,7 @@ class RowPlan:
         return first_slot, slots_N
 
     def _detour(self, run: _Run, num_keys: int) -> list[int]:
-        """Slots of a branch's tokens among the first `num_keys`; none where they lie in order."""
+        """Returns the slots of a branch's tokens among the first `num_keys`; none if in order."""
         first = run.segment.first_drafted
         branch = run.branch[: max(0, num_keys - first)]
         if branch == tuple(range(first, first + len(branch))):
@@ -288,7 +287,7 @@ class RowPlan:
     def _mask(
         self, kind: AttentionKind, run: _Run, *, before: int, window_rows: int, num_keys: int
     ) -> Tensor | None:
-        """Zero where a row may look, -inf where not; what company rows see is of no account."""
+        """Returns 0 for visible keys and -inf for hidden ones; padding rows are irrelevant."""
         if self.numerics == "fast" and run.segment.is_tree:
             mask = self._tree_mask(kind, run.segment)
             each_query = mask.unsqueeze(1).expand(-1, kind.queries_per_kv, -1)
@@ -307,7 +306,7 @@ class RowPlan:
     def _hidden_keys(
         self, kind: AttentionKind, *, first: int, num_rows: int, num_keys: int
     ) -> Tensor:
-        """[num_rows, num_keys] of consecutive positions from `first` on."""
+        """Returns the mask [num_rows, num_keys] of consecutive positions from `first` on."""
         shape = (num_rows, num_keys)
         later = torch.full(shape, -torch.inf, dtype=kind.dtype, device=self.device)
         later.triu_(first + 1)
@@ -317,7 +316,7 @@ class RowPlan:
         return later.add_(earlier.tril_(first - kind.window))
 
     def _tree_mask(self, kind: AttentionKind, segment: RowSegment) -> Tensor:
-        """[num_rows, start + num_rows]: every row sees its own past and none of its siblings'."""
+        """Returns the mask [num_rows, start + num_rows]: a row sees its ancestors only."""
         first, end = segment.first_drafted, segment.start + segment.num_rows
         depths = depths_of(segment.parents)
         position_of = [*range(first), *(first - 1 + depth for depth in depths)]

@@ -1,8 +1,8 @@
-"""Any consecutive layers of a target, with the keys and values they have seen.
+"""Spans: consecutive layers of a target with their keys and values.
 
-The draft stage is [0, N), the verify stage [N, L), plain decoding [0, L): the same code with other
-ends. A span decides nothing: it computes the rows it is told, over the pages it is told. It never
-tracks gradients; call it within `torch.inference_mode()` to save their bookkeeping.
+The draft stage is [0, N), the verify stage [N, L), plain decoding [0, L): the same code with
+different bounds. A span computes the given rows over the given pages. It never tracks gradients;
+call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class PagedLayers:
             for _ in layers
         ]
         if device.type == "cuda":
-            # It would build a plan for every new number of keys, which takes longer than a round.
+            # cuDNN would build a plan for every new number of keys, which is slower than a round.
             torch.backends.cuda.enable_cudnn_sdp(False)
         is_exact = partial(
             grouping_is_exact,
@@ -90,10 +90,9 @@ class PagedLayers:
         row_by_row = numerics == "invariant" and not is_exact()
         if row_by_row and not is_exact(row_by_row=True):
             raise ConfigError(
-                f"attention of {num_kv_heads} key-value heads of {spec.head_dim} channels gives no "
-                "rows on this machine that are independent of their neighbours, one by one "
-                "neither: set model.numerics to fast, and read the mismatch rate of "
-                "`eesd bench exact`"
+                f"attention of {num_kv_heads} key-value heads of {spec.head_dim} channels does not "
+                "compute rows independently of other rows on this machine, not even one by one: "
+                "set model.numerics to fast, and read the mismatch rate of `eesd bench exact`"
             )
         kind = AttentionKind(
             queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
@@ -112,7 +111,7 @@ class PagedLayers:
         return x_TD.narrow(0, 0, rows.num_rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copies slots of every layer, (from, to) each, as if all at once."""
+        """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
         if not moves or not self._pages:
             return
         sources_M, targets_M = torch.tensor(moves, device=self._rotation_SP.device).unbind(1)
@@ -125,23 +124,23 @@ class PagedLayers:
         return tuple(pages.slot_bytes * self._page_size for pages in self._pages)
 
     def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
-        """A copy of what these pages of a layer hold, as bytes on the CPU."""
+        """Returns a copy of these pages of a layer, as bytes on the CPU."""
         return self._pages[layer].read(self._slots_of(pages))
 
     def write_pages(self, layer: int, pages: Sequence[int], content_B: Tensor) -> None:
-        """The reverse of `read_pages`, in pages that are in no request's table."""
+        """Writes bytes from `read_pages` to pages that are in no request's table."""
         self._pages[layer].write(self._slots_of(pages), content_B)
 
     def settle_writes(self) -> None:
-        """Returns when what was written is there for every thread's rounds. On a CPU it is at once;
-        on a GPU rounds may run on another stream than the writer's."""
+        """Waits until written pages are visible to rounds of every thread. On a CPU they are at
+        once; on a GPU rounds may run on another stream than the writer's."""
         if self._rotation_SP.is_cuda:
             torch.cuda.synchronize(self._rotation_SP.device)
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """A new epoch: nothing in the pages is valid. On a GPU, layers that were queued when a
-        peer was lost have run over rows that never arrived, and NaN outlives any mask. On a CPU
+        """Starts an epoch, in which no page is valid yet. On a GPU, layers that were queued when a
+        peer was lost ran over rows that never arrived, and a mask does not remove NaN. On a CPU
         nothing is computed before its rows are there, and clearing would touch all memory."""
         if self._rotation_SP.is_cuda:
             for pages in self._pages:
@@ -153,7 +152,7 @@ class PagedLayers:
         return slots_PS.view(-1).to(self._rotation_SP.device)
 
     def take_pages(self, other: "PagedLayers") -> None:
-        """Goes on with the keys and values that layers of the same shape have kept."""
+        """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ def forward_whole(
     *,
     scores: Scores,
 ) -> Tensor:
-    """Whole causal sequences from position 0, without pages; autograd can follow."""
+    """Computes whole causal sequences from position 0, without pages; supports autograd."""
     num_sequences, length, width = hidden_BLD.shape
     x_TD = hidden_BLD.reshape(-1, width)
     rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
@@ -191,7 +190,7 @@ def forward_whole(
 
 
 class LogitsHead:
-    """Final norm and LM head over any rows, padded as the product needs them."""
+    """Final norm and LM head over any number of rows, padded as the product needs."""
 
     def __init__(
         self,
@@ -209,7 +208,7 @@ class LogitsHead:
         self._numerics: Numerics = numerics
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] float32; leading axes of any number."""
+        """Returns logits [T, V] float32; any number of leading axes."""
         rows_TD = hidden_TD.reshape(-1, hidden_TD.shape[-1]).to(self._compute_dtype)
         num_rows = rows_TD.shape[0]
         padded = padded_rows(num_rows, numerics=self._numerics, device=rows_TD.device)
@@ -236,7 +235,7 @@ class LlamaSpan:
     ) -> None:
         self.spec = spec
         self.weights = weights
-        """Digest of samples of the checkpoint's files, as they were when they were read."""
+        """Digest of samples of the checkpoint's files, taken when they were read."""
         self.first = first
         self.last = last
         self.compute_dtype = layers.compute_dtype
@@ -263,10 +262,10 @@ class LlamaSpan:
         page_size: int,
         on_progress: OnProgress = unwatched,
     ) -> Self:
-        """Reads what this rank and span need and nothing else, a layer at a time.
+        """Reads only what this rank and span need, a layer at a time.
 
-        Raises CheckpointError for a folder that does not fit, ConfigError for a promise this
-        machine cannot keep.
+        Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
+        compute with the configured numerics.
         """
         if not 0 <= first <= last <= spec.num_layers:
             raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
@@ -309,29 +308,30 @@ class LlamaSpan:
 
     @property
     def paged(self) -> PagedLayers:
-        """The layers with their pages, for whoever copies pages."""
+        """The layers with their pages, for copying pages."""
         return self._layers
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """Token ids of any shape to hidden states; only for a span that starts at layer 0."""
+        """Embeds token ids of any shape; only for a span that starts at layer 0."""
         if self._embedding_VD is None:
             raise ConfigError(f"a span that starts at layer {self.first} has no embedding")
         return functional.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
-        """The rows of one round; writes their keys and values."""
+        """Computes the rows of one round; writes their keys and values."""
         return self._layers.forward(hidden_TD, rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copies what slots hold to others, (from, to) each; all are read before one is written."""
+        """Copies slots, (from, to) each; reads all sources before it writes any target."""
         self._layers.move(moves)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
-        """Whole causal sequences from position 0, no pages read or written."""
+        """Computes whole causal sequences from position 0, without reading or writing pages."""
         return self._layers.forward_full(hidden_BLD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Float32 logits of this rank's vocabulary: `vocab_size_local` from `vocab_start` on."""
+        """Returns float32 logits of this rank's part of the vocabulary: `vocab_size_local` tokens
+        from `vocab_start` on."""
         if self._head is None:
             raise ConfigError(
                 f"a span that ends at layer {self.last} of {self.spec.num_layers} has no LM head"
@@ -371,7 +371,7 @@ def _embedding_piece(
 
 
 def read_embedding(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype) -> Tensor:
-    """The target's embedding, scaled in its own type where the family scales it."""
+    """Returns the target's embedding, scaled in its stored type if the family scales it."""
     shape, scale = (spec.vocab_size, spec.hidden_size), spec.traits.embedding_scale
     embedding_VD = source.read(EMBEDDING, shape=shape, dtype=dtype)
     return embedding_VD if scale == 1.0 else embedding_VD * torch.tensor(scale, dtype=dtype)
@@ -380,7 +380,7 @@ def read_embedding(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype)
 def read_lm_head(
     source: TensorSource, spec: ModelSpec, *, rows: range | None, dtype: torch.dtype
 ) -> Tensor:
-    """The target's LM head (or the embedding tied to it), or a run of its rows."""
+    """Returns the target's LM head (or the embedding tied to it), or `rows` of it."""
     name = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
     return source.read(name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype)
 

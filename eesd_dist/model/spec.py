@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says the model is.
+"""Reads a model's specification from a checkpoint's config.json.
 
-Refuses, with file, found and expected, whatever we would compute wrongly. What differs between
-architectures is said in `families`. Reads no weights and knows no ranks.
+Refuses models that would be computed wrongly, with file, found and expected. Differences between
+architectures are in `families`. Reads no weights and does not depend on ranks.
 """
 
 import json
@@ -19,7 +19,7 @@ from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model, as far as its arithmetic goes."""
+    """Specification of one model's arithmetic."""
 
     architecture: str
     vocab_size: int
@@ -33,9 +33,9 @@ class ModelSpec:
     max_position_embeddings: int
     tie_word_embeddings: bool
     traits: Traits
-    """How its family's layers differ from those of others."""
+    """Differences of its family's layers from those of other families."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many of the last positions a row may see, itself included; None: all."""
+    """Per layer: how many of the last positions a row may see, including itself; None: all."""
     rope: RopeSpec
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, path: Path) -> "ModelSpec":
-        """Raises CheckpointError when this is not a model we compute correctly."""
+        """Reads a folder. Raises CheckpointError when the model is not supported."""
         config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
@@ -102,7 +102,7 @@ class ModelSpec:
 
 
 def read_json(file: Path) -> dict[str, object]:
-    """One JSON object, or a CheckpointError that names the file."""
+    """Returns one JSON object. Raises CheckpointError with the file if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""Tensors out of safetensors folders, and only the parts that are asked for.
+"""Reads tensors, or parts of tensors, from safetensors folders.
 
-Decides where a tensor of a checkpoint lies (one file or many with an index) and that it is what it
-has to be; everything else is a CheckpointError with file, found and expected. Knows no model.
+Finds the file of a tensor (one file, or many with an index) and checks name, shape and type; a
+mismatch is a CheckpointError with file, found and expected. Does not depend on the model.
 
-A type narrower than the stored one rounds weights. Those that change are counted, and a warning
-says how many when the checkpoint is closed; a weight that would become infinite is refused. Equal
-and wider types cost nothing.
+A type narrower than the stored one rounds weights. Changed weights are counted, and a warning has
+the count when the checkpoint is closed; a weight that would become infinite is refused. Equal and
+wider types lose nothing.
 
-Files are mapped, so that a part of a tensor touches no more than its own pages; what is handed out
-is the caller's own memory and holds no file. Mapped pages count as a process's memory until its
-files are closed: `close_files` after each piece of a large checkpoint keeps that small.
+Files are memory-mapped, so that a part of a tensor touches only the pages it needs; results are
+copies that do not refer to the file. Mapped pages count as a process's memory until the files are
+closed: `close_files` after each piece of a large checkpoint keeps that small.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of each type that weights may have."""
+"""Bytes of each supported weight type."""
 _EXACT = {
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 }
 """Conversions to a wider type."""
 _BLOCK = 1 << 18
-"""Weights compared at once: few enough for the caches."""
+"""Weights per compared block: small enough for the caches."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -59,7 +59,7 @@ class _OpenFile(Protocol):
 
 
 class TensorSource(Protocol):
-    """Where a model's parameters come from: a checkpoint, or merely its headers."""
+    """Source of a model's parameters: a checkpoint, or its headers only."""
 
     def read(
         self,
@@ -71,13 +71,13 @@ class TensorSource(Protocol):
         dtype: torch.dtype,
         own: bool = True,
     ) -> Tensor:
-        """With `own` False the result may still lie in the file: only to be copied from."""
+        """Returns a tensor; with `own` False it may be a view of the file, to be copied from."""
         ...
 
 
 @dataclass(slots=True)
 class Rounding:
-    """How many of the weights that were read are not the stored ones."""
+    """Number of weights that were read, and of those that differ from the stored ones."""
 
     num_read: int = 0
     num_changed: int = 0
@@ -112,7 +112,7 @@ class Checkpoint:
             )
 
     def close_files(self) -> None:
-        """Gives their pages back; the next read opens what it needs."""
+        """Releases the mapped pages; the next read opens the file again."""
         self._files.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
@@ -130,7 +130,7 @@ class Checkpoint:
         dtype: torch.dtype,
         own: bool = True,
     ) -> Tensor:
-        """A float tensor of this shape, or its rows and columns only."""
+        """Returns a float tensor of this shape, or only its `rows` and `columns`."""
         file, found = self._found(name, shape)
         index = _index(shape, rows=rows, columns=columns)
         try:
@@ -163,7 +163,7 @@ class Checkpoint:
                 )
 
     def stored_type(self, name: str) -> str:
-        """How safetensors calls the type of a float tensor: F64, F32, F16 or BF16."""
+        """Returns safetensors' name for the type of a float tensor: F64, F32, F16 or BF16."""
         file, found = self._slice(name)
         return self._require_float(name, file, found)
 
@@ -175,14 +175,14 @@ class Checkpoint:
         rows: range | None = None,
         columns: range | None = None,
     ) -> int:
-        """Bytes that such a read would take from the file; checks what `read` checks."""
+        """Returns the bytes that `read` would read from the file, after the same checks."""
         _, found = self._found(name, shape)
         parts = _index(shape, rows=rows, columns=columns)
         count: int = math.prod(part.stop - part.start for part in parts)
         return _FLOATS[found.get_dtype()] * count
 
     def read_raw(self, name: str, *, shape: Sequence[int]) -> Tensor:
-        """A whole tensor as it was stored (index maps and the like)."""
+        """Returns a whole tensor in its stored type (for example an index map)."""
         file, found = self._slice(name)
         self._require(name, file, found, tuple(shape))
         try:
@@ -191,7 +191,7 @@ class Checkpoint:
             raise self._unreadable(file, error) from error
 
     def _found(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
-        """The tensor, once it is known to be what it has to be."""
+        """Returns file and slice of a tensor after checking its shape and type."""
         file, found = self._slice(name)
         self._require(name, file, found, tuple(shape))
         self._require_float(name, file, found)
@@ -209,7 +209,9 @@ class Checkpoint:
     def _slice(self, name: str) -> tuple[str, _Slice]:
         if name not in self:
             raise CheckpointError(
-                file=self.folder, found=f"no tensor {name}", expected="it in the safetensors"
+                file=self.folder,
+                found=f"no tensor {name}",
+                expected="the tensor in a safetensors file",
             )
         file = SINGLE_FILE if self._file_of is None else self._file_of[name]
         try:
@@ -218,7 +220,7 @@ class Checkpoint:
             raise CheckpointError(
                 file=self.folder / file,
                 found=f"no tensor {name} ({error})",
-                expected="it, as the index says",
+                expected="the tensor that the index lists in this file",
             ) from error
 
     def _require(self, name: str, file: str, found: _Slice, shape: tuple[int, ...]) -> None:
@@ -249,21 +251,21 @@ class Checkpoint:
         return CheckpointError(
             file=self.folder / file,
             found=f"unreadable content ({error})",
-            expected="a whole safetensors file",
+            expected="a complete safetensors file",
             advice="copy it again; it is probably cut short",
         )
 
 
 class Headers:
-    """Takes a checkpoint's place to learn what a rank would read: no data, only headers.
+    """Sums up what a rank would read of a checkpoint, from headers only.
 
-    What it hands out has shapes and no content.
+    Takes the place of a `Checkpoint`; its tensors have shapes and no content.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.size_bytes = 0
-        """Of everything asked for so far."""
+        """Total size of all tensors read so far."""
 
     def read(
         self,
@@ -281,8 +283,8 @@ class Headers:
 
 
 def weights_digest(folder: Path) -> str:
-    """Tells checkpoints apart that differ anywhere much: their config, their files' sizes, heads,
-    tails and some blocks between. Reading all of a large one would take minutes."""
+    """Returns a digest of a checkpoint's config and of its files' sizes, heads, tails and some
+    blocks between; reading all of a large checkpoint would take minutes."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = file.stat().st_size
@@ -301,7 +303,7 @@ def weights_digest(folder: Path) -> str:
 def _forbidden(file: Path) -> CheckpointError:
     return CheckpointError(
         file=file,
-        found="no permission to read it",
+        found="no read permission",
         expected=f"a file that user {os.geteuid()} may read",
     )
 
@@ -315,7 +317,7 @@ def _index(shape: Sequence[int], *, rows: range | None, columns: range | None) -
 
 
 def _locate(folder: Path) -> dict[str, str] | None:
-    """Which file holds each tensor; None when there is one file for all."""
+    """Returns the file of each tensor; None when there is one file for all."""
     if (folder / SINGLE_FILE).exists():
         return None
     if not (folder / INDEX_FILE).exists():

@@ -1,4 +1,4 @@
-"""Model families: one small module for each architecture's differences, and the registry."""
+"""Model families: one module per family for its differences, and the registry."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +22,10 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, object], file: Path) -> tuple[str, Family]:
-    """The architecture that config.json names, and its family; CheckpointError for an unknown one
-    or a `model_type` of another."""
+    """Returns the architecture in config.json and its family.
+
+    Raises CheckpointError for an unknown architecture, or a `model_type` of another family.
+    """
     listed = config.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
     name = next((name for name in names if name in FAMILIES), None)
@@ -37,7 +39,7 @@ def family_of(config: Mapping[str, object], file: Path) -> tuple[str, Family]:
     if model_type is not None and model_type not in family.model_types:
         raise CheckpointError(
             file=file,
-            found=f"model_type = {model_type!r} beside architecture {name}",
+            found=f"model_type = {model_type!r} with architecture {name}",
             expected=f"{' or '.join(family.model_types)}, or another architecture",
         )
     return name, family

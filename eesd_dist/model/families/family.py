@@ -1,7 +1,7 @@
-"""What a model family declares: the traits its layers are built from, and how config.json says so.
+"""Declarations of a model family: traits of its layers, and how config.json expresses them.
 
-A family is one module that fills in these tables; layers, spans and exit heads read traits and
-know no architecture by name.
+A family is one module that fills in these tables; layers, spans and exit heads read traits and do
+not refer to architectures by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ class Norms:
 
     before_attention: str = "input_layernorm"
     after_attention: str | None = None
-    """Over what attention adds to a row; None: added as it is."""
+    """Norm of attention's output before it is added to the row; None: not normed."""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str | None = None
     weight_offset: float = 0.0
-    """Added to every norm's weight, the final one's too: 1 where checkpoints hold what a weight
-    differs from 1."""
+    """Added to every norm's weight, including the final norm's: 1 where checkpoints store the
+    difference from 1."""
 
     def names(self) -> dict[str, str]:
-        """Part of a layer's parameters to name in the checkpoint."""
+        """Maps the part of a layer's parameters to its name in the checkpoint."""
         names = {
             "attention_norm": self.before_attention,
             "attention_post_norm": self.after_attention,
@@ -38,12 +38,12 @@ class Norms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What becomes of the product of a query and a key before the softmax."""
+    """Transformation of attention scores before the softmax."""
 
     scale: float | None = None
     """None: 1 / sqrt(channels of a head)."""
     softcap: float | None = None
-    """Scores are squeezed between this and its negative; None: they are not."""
+    """Soft cap: scores are limited to (-softcap, softcap) by tanh; None: no cap."""
 
 
 PLAIN_SCORES = Scores()
@@ -51,7 +51,7 @@ PLAIN_SCORES = Scores()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """How a model computes, where families differ."""
+    """Differences between families in what a layer computes."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -63,7 +63,7 @@ class Traits:
     scores: Scores = PLAIN_SCORES
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
-    """The same for logits, the target's and an exit head's."""
+    """Soft cap of logits, the target's and an exit head's; None: no cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class Family:
     """One architecture, or several of the same arithmetic."""
 
     model_types: tuple[str, ...]
-    """What `model_type` may be: transformers chooses the class by it."""
+    """Allowed values of `model_type`: transformers chooses the class by it."""
     traits: Callable[[ConfigFields], Traits]
     windows: Windows = no_windows
     keys: frozenset[str] = frozenset()
-    """Keys of config.json beyond those of every family. In the others they are unknown:
+    """Keys of config.json in addition to those of every family. In other families they are unknown:
     transformers ignores an `attention_bias` in a Mistral, other engines may not."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Of keys that config.json does not name, as in transformers."""
+    """Values of keys that config.json does not have, as in transformers."""

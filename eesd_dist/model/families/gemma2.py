@@ -44,7 +44,7 @@ GEMMA2 = Family(
             "hidden_activation",
             "query_pre_attn_scalar",
             "sliding_window",
-            # In published files beside `sliding_window`; transformers never reads it.
+            # In published files next to `sliding_window`; transformers never reads it.
             "sliding_window_size",
         }
     ),

@@ -1,4 +1,4 @@
-"""Llama, and what was trained in its shape: CodeLlama, Vicuna and others."""
+"""Llama, and models of the same architecture: CodeLlama, Vicuna and others."""
 
 from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.families.family import Family, Traits

@@ -1,7 +1,7 @@
 """Mistral and Ministral: Llama without biases, with sliding windows.
 
-The two are the same arithmetic. transformers reads `layer_types` in Ministral's class only;
-checkpoints of it name either.
+Both compute the same. transformers reads `layer_types` in Ministral's class only; Ministral
+checkpoints name either class.
 """
 
 from eesd_dist.model.families.family import Family, Traits

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases for queries, keys and values."""
 
 from eesd_dist.model.families.family import Family, Traits
 from eesd_dist.model.families.windows import window_in_upper_layers

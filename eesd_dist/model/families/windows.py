@@ -1,11 +1,11 @@
-"""Which layers attend within a sliding window, by the ways that config.json may say it."""
+"""Reads from config.json which layers attend within a sliding window."""
 
 from collections.abc import Callable
 
 from eesd_dist.model.config_fields import ConfigFields
 
 Windows = Callable[[ConfigFields, int], tuple[int | None, ...]]
-"""A config and its number of layers to the window of each layer; None: all positions."""
+"""Config and number of layers -> window of each layer; None: all positions."""
 
 
 def no_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
@@ -13,13 +13,14 @@ def no_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def window_in_every_layer(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """Unless `layer_types` says otherwise."""
+    """Gives every layer the window, unless `layer_types` is present."""
     window = None if fields.says_null("sliding_window") else fields.integer("sliding_window")
     return _by_type(fields, window, num_layers) or (window,) * num_layers
 
 
 def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """`use_sliding_window` switches it on, `max_window_layers` says from which layer."""
+    """Gives layers from `max_window_layers` on the window, if `use_sliding_window` is true and
+    `layer_types` is absent."""
     is_off = fields.says_null("sliding_window") or not fields.flag("use_sliding_window")
     window = None if is_off else fields.integer("sliding_window")
     given = fields.optional_integer("max_window_layers")
@@ -30,18 +31,19 @@ def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int |
 
 
 def window_in_every_other_layer(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """The first, the third and so on, unless `layer_types` says otherwise."""
+    """Gives the first, third and every second layer the window, unless `layer_types` is present."""
     window = None if fields.says_null("sliding_window") else fields.integer("sliding_window")
     by_type = _by_type(fields, window, num_layers)
     if by_type is None and window is None:
-        raise fields.error("sliding_window", expected="a window, or layer_types that want none")
+        raise fields.error("sliding_window", expected="a window, or layer_types that need none")
     return by_type or tuple(None if layer % 2 else window for layer in range(num_layers))
 
 
 def _by_type(
     fields: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, ...] | None:
-    """`attention` is an older word for full attention."""
+    """Returns the windows by `layer_types`, where `attention` is an older name for full attention;
+    None if absent."""
     layer_types = fields.get("layer_types")
     if layer_types is None:
         return None
@@ -55,5 +57,5 @@ def _by_type(
             "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"
         )
     if window is None and "sliding_attention" in layer_types:
-        raise fields.error("layer_types", expected="full_attention alone, for want of a window")
+        raise fields.error("layer_types", expected="full_attention only: no window is configured")
     return tuple(known[str(kind)] for kind in layer_types)

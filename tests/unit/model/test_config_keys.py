@@ -251,7 +251,7 @@ def test_a_sliding_layer_without_a_window_is_refused(
     architecture: str, changes: dict[str, object]
 ) -> None:
     kinds = ["sliding_attention", *["full_attention"] * 3]
-    with pytest.raises(CheckpointError, match=r"layer_types.*for want of a window"):
+    with pytest.raises(CheckpointError, match=r"layer_types.*no window is configured"):
         spec_of(architecture, layer_types=kinds, **changes)
     spec = spec_of(architecture, layer_types=["full_attention"] * 4, **changes)
     assert spec.sliding_windows == (None,) * 4

@@ -229,7 +229,7 @@ def test_a_plain_head_is_handed_hidden_states_alone(tmp_path: Path) -> None:
 def test_a_head_that_reads_the_embedding_says_so_when_it_is_given_none(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     hidden_BLD, _ = states_of(tmp_path)
-    with pytest.raises(ConfigError, match="hand training_forward both"):
+    with pytest.raises(ConfigError, match="pass both to training_forward"):
         make_head(tmp_path, reads_embedding=True).training_forward(hidden_BLD)
 
 
@@ -335,5 +335,5 @@ def test_a_truncated_head_needs_tokens_that_exist(tmp_path: Path) -> None:
     spec = ModelSpec.from_folder(tmp_path)
     with pytest.raises(ConfigError, match="from 0 to 95"):
         TrainableExitHead.from_target(tmp_path, spec, 2, head="truncated", draft_vocab=[96])
-    with pytest.raises(ConfigError, match="goes with head 'truncated'"):
+    with pytest.raises(ConfigError, match="needs head 'truncated'"):
         TrainableExitHead.from_target(tmp_path, spec, 2, head="own", draft_vocab=[1])

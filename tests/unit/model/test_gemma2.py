@@ -298,7 +298,7 @@ def test_the_published_configs_pass_and_mean_what_the_paper_says() -> None:
         ({"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1"),
         ({"sliding_window": None}, "sliding_window = None"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-        ({"model_type": "gemma"}, "model_type = 'gemma' beside architecture Gemma2ForCausalLM"),
+        ({"model_type": "gemma"}, "model_type = 'gemma' with architecture Gemma2ForCausalLM"),
     ],
 )
 def test_what_is_not_computed_is_refused(change: dict[str, object], says: str) -> None:
