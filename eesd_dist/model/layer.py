@@ -15,9 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from eesd_dist.model.elementwise import row_blocks
+from eesd_dist.model.elementwise import Activation, row_blocks
 from eesd_dist.model.kernels import Linear, Pack
-from eesd_dist.model.mlp import GatedMlp
 from eesd_dist.model.norms import HeadNorm, RmsNorm
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
@@ -29,6 +28,19 @@ from eesd_dist.transport.contracts import TensorGroup
 # G queries per KV head, E channels of a head, O rows of a fused weight, P pairs of channels.
 Attend = Callable[[Tensor], Tensor]
 """heads_THE -> mixed_TD: stores the keys and values, and attends the queries to their keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """down(activation(gate) * up); gate and up are one product."""
+
+    gate_up: Linear
+    activation: Activation
+    down: Linear
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(self.activation(gate_TI).mul_(up_TI))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
