@@ -1,1 +1,1 @@
-"""Decides what happens in a round, and in which order."""
+"""The engine: runs rounds of drafting and verifying."""

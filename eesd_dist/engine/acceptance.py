@@ -1,6 +1,6 @@
-"""Which drafted tokens of a round survive, and what a verdict says of each request.
+"""Computes the verdicts of a round: which drafted tokens of each request are accepted.
 
-Pure: holds the drafts of a round against the verifier's tokens and decides nothing else.
+Pure: compares the drafts of a round with the verifier's tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ class Accepted:
 
     run: DraftRun
     first_row: int
-    """Of this request, among the sampled rows of the reply."""
+    """The request's first row among the sampled rows of the reply."""
     path: tuple[int, ...]
     """The accepted drafted tokens, as indices into the draft, from the root on."""
     committed: Committed
 
     @property
     def next_token(self) -> TokenId:
-        """The verifier's own token after the accepted ones."""
+        """The verifier's token after the accepted ones."""
         return self.committed.tokens[-1]
 
     @property
     def outcome(self) -> Outcome | None:
-        """What controllers learn; None from a request that does not speculate."""
+        """The outcome that controllers learn from; None for a request that does not speculate."""
         if self.run.item.live.request.speculation.mode != "auto":
             return None
         run = self.run
@@ -45,7 +45,8 @@ class Accepted:
 
 
 def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Accepted]:
-    """The verdict on every run that samples: of each draft the longest agreeing branch survives."""
+    """Yields the verdict on every run that samples; of a draft the longest agreeing branch is
+    accepted."""
     tokens: list[int] = reply.tokens.tolist()
     at = 0
     for run in runs:
@@ -70,8 +71,9 @@ def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Ac
 
 
 def _accepted_path(run: DraftRun, chosen: list[int], flags: list[int]) -> list[int]:
-    """The drafted tokens that survive, from the root on. `chosen` are the verifier's own tokens
-    after the last known row and after each drafted one; `flags`: rejection sampling has judged."""
+    """Returns the accepted drafted tokens, from the root on. `chosen`: the verifier's tokens after
+    the last known row and after each drafted one; `flags`: verdicts of rejection sampling, empty
+    with other rules."""
     if flags:
         return list(range(flags.index(0) if 0 in flags else len(flags)))
     path: list[int] = []
@@ -84,7 +86,7 @@ def _accepted_path(run: DraftRun, chosen: list[int], flags: list[int]) -> list[i
 
 
 def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
-    """The points of a tree that its verdict came to, where there was something to judge."""
+    """Returns the nodes of a tree that the verdict reached and that have children."""
     found: list[Branch] = []
     for depth, point in enumerate((ROOT, *path)):
         children = [node for node, parent in enumerate(run.parents) if parent == point]
@@ -101,7 +103,7 @@ def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
 
 
 def _logprobs(item: PlanItem, reply: VerifyReply, rows: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the tokens that leave; nothing when the request asked for none."""
+    """Returns log-probabilities of the committed tokens; empty if the request did not ask."""
     wanted = item.live.request.sampling.top_logprobs
     if wanted is None:
         return ()

@@ -1,6 +1,6 @@
-"""Puts an engine together from its configuration: which layers go where, and over what they talk.
+"""Builds an engine from its configuration: stages, their layers, and the channel between them.
 
-The only place that knows all the parts of a pipeline. It starts no process and no server.
+The only module that depends on all parts of a pipeline. It starts no process and no server.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from eesd_dist.types import NO_TRAFFIC, LoadProgress, Traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What stands where: read once, from the checkpoint's own words."""
+    """Layout of a pipeline as its configuration and the checkpoints' config files give it."""
 
     spec: ModelSpec
     head_folder: Path | None
@@ -57,15 +57,15 @@ class Layout:
     """The draft stage runs layers [0, split)."""
     max_model_len: int
     dtype: DType
-    """Of the target's weights and of the exit head's."""
+    """Type of the target's and the exit head's weights."""
     device: torch.device
 
 
 def layout_of(config: EngineConfig) -> Layout:
     """Reads the target's and the head's config files, and no weights.
 
-    Raises CheckpointError when they do not fit each other, ConfigError when the wished lengths
-    do not fit the model or when there is no controller of that name.
+    Raises CheckpointError when they do not fit each other, ConfigError when the configured lengths
+    do not fit the model or the configured controller does not exist.
     """
     entry_of(config.speculation.controller)
     model = config.model
@@ -84,21 +84,21 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def _split_of(spec: ModelSpec, path: Path, head_folder: Path | None) -> int:
-    """Where the head says; without one nothing is drafted, and an eighth of the layers will do."""
+    """Returns the head's exit layer; without a head (no drafts) an eighth of the layers."""
     if head_folder is None:
         return max(1, spec.num_layers // 8)
     return HeadConfig.read(head_folder, target=spec, target_path=path).exit_layer
 
 
 def device_named(name: str) -> torch.device:
-    """The device that `name` means in this process, one GPU by its index: NCCL and
-    `torch.cuda.set_device` take no other. CUDA_VISIBLE_DEVICES decides which GPU index 0 is."""
+    """Returns the device for `name` in this process. A GPU has an index: NCCL and
+    `torch.cuda.set_device` require one. CUDA_VISIBLE_DEVICES determines which GPU has index 0."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"model.device is {name} and torch sees no CUDA device: use auto or cpu")
-    # Asking for the current device would initialise CUDA, in processes too that only want to know
-    # the layout; before that it is the first one.
+    # `current_device` would initialise CUDA, also in processes that only read the layout; before
+    # initialisation the current device is the first one.
     is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
 
@@ -110,10 +110,10 @@ def build_draft_shard(
     *,
     on_progress: OnProgress = unwatched,
 ) -> OwnShard:
-    """One draft rank: its part of layers [0, split) and of the exit head, with their pages.
+    """Builds one draft rank: its part of layers [0, split) and of the exit head, with their pages.
 
-    In the progress the exit head is one piece, as large as its file is whole; it is told last, when
-    all that the shard needs is in memory.
+    In the progress the exit head is one piece with the full size of its files; it is reported last,
+    when everything that the shard needs is in memory.
     """
     model, cache = config.model, config.cache
     folder = layout.head_folder if config.speculation.max_draft_tokens > 0 else None
@@ -162,7 +162,7 @@ def _stored_bytes(folder: Path) -> int:
 
 
 def head_shelf(config: EngineConfig, layout: Layout, group: TensorGroup) -> HeadShelf:
-    """Where a draft follower gets its part of other exit heads from."""
+    """Builds the shelf from which a draft follower takes its part of other exit heads."""
     return HeadShelf(lambda folder: load_next_head(config, layout, folder, group=group))
 
 
@@ -180,9 +180,9 @@ def _draft_stage(config: EngineConfig, layout: Layout, compute: DraftCompute) ->
 def load_next_head(
     config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup
 ) -> ExitHead:
-    """One that takes another's place, and goes on with its pages: of its own it has a single one.
+    """Loads a head that replaces another one and takes over its pages: it allocates one page only.
 
-    Raises what `load_exit_head` raises.
+    Raises the errors of `load_exit_head`.
     """
     small = config.model_copy(update={"cache": config.cache.model_copy(update={"num_pages": 1})})
     return load_exit_head(small, layout, folder, group=group)
@@ -191,7 +191,7 @@ def load_next_head(
 def load_exit_head(
     config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup | None = None
 ) -> ExitHead:
-    """This rank's part of the head; without a group, all of it.
+    """Loads this rank's part of the head; without a group, the whole head.
 
     Raises CheckpointError for a head that is damaged or does not fit the target.
     """
@@ -212,7 +212,7 @@ def load_exit_head(
 def build_verify_stage(
     config: EngineConfig, group: TensorGroup, *, on_progress: OnProgress = unwatched
 ) -> VerifyStage:
-    """One verify rank: layers [split, L), final norm and this rank's share of the LM head."""
+    """Builds one verify rank: its part of layers [split, L), final norm and LM head."""
     layout = layout_of(config)
     span = LlamaSpan.load(
         config.model.path,
@@ -251,10 +251,10 @@ def build_draft_engine(
     on_progress: OnProgress = unwatched,
     shard: OwnShard | None = None,
 ) -> EngineCore:
-    """The drafting actor's engine: draft stage, page tables and scheduler, over any channel.
+    """Builds the drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
-    With a `group` of several ranks it is rank 0 of the draft stage; the others are in
-    `follow_commands` at the other end of `commands`. A `shard` was loaded before, for this `group`.
+    With a `group` of several ranks it is rank 0 of the draft stage; the others run
+    `follow_commands` at the other end of `commands`. `shard`: one already loaded for this `group`.
 
     Without a `cost` the draft step and the verify pass are measured now, through the channel.
     """
@@ -297,7 +297,7 @@ def build_draft_engine(
 
 
 def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
-    """What this rank has exchanged in a group of processes; nothing in any other."""
+    """Returns the counter of this rank's traffic in a process group; other groups have none."""
     if isinstance(group, GroupHandle | ProcessGroup):
         counted = group
         return lambda: counted.counts().total
@@ -307,7 +307,7 @@ def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
 def _cost_of(
     config: EngineConfig, draft: DraftStage, channel: VerifyChannel, *, epoch: int
 ) -> CostModel:
-    """The pinned cost model, or one measured now."""
+    """Returns the configured cost model, or one measured now."""
     if config.speculation.cost_file is not None:
         return CostModel.load(config.speculation.cost_file.expanduser())
     return measure_cost(
@@ -328,9 +328,9 @@ def build_local_engine(
     cost: CostModel | None = None,
     recorder: RecorderSink | None = None,
 ) -> EngineCore:
-    """Both stages in this process, over a channel in memory.
+    """Builds both stages in this process, over a channel in memory.
 
-    Nothing overlaps here, so one microbatch keeps the batches whole.
+    The stages do not overlap here, so that there is one microbatch with all requests.
     """
     for name in ("draft", "verify"):
         if getattr(config.parallel, f"{name}_tensor_parallel_size") != 1:

@@ -1,8 +1,8 @@
 """The round loop of one pipeline: plan, draft, send, receive, judge, commit, observe.
 
-It lives in one thread, the drafting actor's or a library user's; requests come in and are aborted
-from any other. It owns the order of things and nothing else: the scheduler decides who runs, the
-controllers how far to draft, the verify stage which tokens leave.
+It runs in one thread, the drafting actor's or a library user's; requests are added and aborted from
+any thread. It owns the order of operations only: the scheduler decides which requests run, the
+controllers how far to draft, the verify stage which tokens are emitted.
 """
 
 import time
@@ -39,7 +39,7 @@ from eesd_dist.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one turn of the loop brought."""
+    """Results of one turn of the loop."""
 
     emissions: tuple[Emission, ...] = ()
     rounds: tuple[RoundStats, ...] = ()
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class EngineCore:
-    """One pipeline's engine. `step` belongs to one thread; `add` and `abort` to any."""
+    """Engine of one pipeline. `step` runs in one thread; `add` and `abort` in any."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class EngineCore:
         overlap_policy: OverlapPolicy | None = None,
     ) -> None:
         """`overlap_policy`: chooses between one microbatch and two; None leaves it to the
-        scheduler. `round_ids`: None where nothing is traced. `draft_traffic`: what this rank has
-        exchanged with the other draft ranks so far."""
+        scheduler. `round_ids`: None without tracing. `draft_traffic`: total traffic of this rank
+        with the other draft ranks so far."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
@@ -103,11 +103,11 @@ class EngineCore:
             lock=self._requests.lock,
             epoch=lambda: self.epoch,
         )
-        """For other pipelines, from any thread."""
+        """KV page access for other pipelines, from any thread."""
         self._in_flight: dict[int, RoundInFlight] = {}
         self._next_microbatch = 0
         self._broken_by: Exception | None = None
-        """What ended the last turn after its tokens were committed; the next turn raises it."""
+        """Error of the last turn after its tokens were committed; the next turn raises it."""
 
     @property
     def epoch(self) -> int:
@@ -119,13 +119,13 @@ class EngineCore:
 
     @property
     def cost(self) -> CostModel | None:
-        """What a draft step and a verify pass were measured to cost; None without an exit head."""
+        """Measured cost of draft steps and verify passes; None without an exit head."""
         return self._policy.cost
 
     def add(self, request: Request, plan: DraftPlan | None = None) -> None:
         """Queues a request; `plan` is the router's advice on how to draft for it.
 
-        Raises RequestError when it can never be served and CapacityError when the queue is full.
+        Raises RequestError if it can never be served and CapacityError if the queue is full.
         """
         self._requests.add(request, plan)
 
@@ -134,13 +134,13 @@ class EngineCore:
         self._requests.abort(request_id)
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
-        """Takes the router's beliefs where they know more than this engine's own."""
+        """Passes the router's beliefs to the controllers; those with more rounds are taken over."""
         self._requests.advise(plans)
 
     def swap_head(self, head: ExitHead, calibrator: Calibrator) -> None:
-        """Another exit head drafts from the next round on; any thread may ask. No text changes.
+        """Drafts with another exit head from the next round on; from any thread. No text changes.
 
-        Raises ConfigError for one that reads other rows than the head it takes the place of.
+        Raises ConfigError for a head with another exit layer or other inputs than the present one.
         """
         self._heads.check(head)
         with self._requests.lock:
@@ -151,7 +151,7 @@ class EngineCore:
         return self._requests.load()
 
     def check(self) -> None:
-        """Raises AssertionError where page tables and the allocator disagree."""
+        """Raises AssertionError if page tables and the allocator disagree."""
         with self._requests.lock:
             self._scheduler.check()
 
@@ -160,7 +160,7 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_work()
 
     def attach(self, channel: VerifyChannel, *, epoch: int) -> None:
-        """Goes on with a new verify stage: nothing of its cache is known, so all is recomputed."""
+        """Continues with a new verify stage, in which no page is valid: all KV is recomputed."""
         with self._requests.lock:
             self._broken_by = None
             self._in_flight.clear()
@@ -178,13 +178,12 @@ class EngineCore:
     # -- one turn -------------------------------------------------------------------------------
 
     def step(self, *, wait_s: float = 0.05) -> StepResult:
-        """One turn: take the oldest verdict of a microbatch, then draft that microbatch's next
-        round.
+        """Runs one turn: receives the oldest verdict, then drafts the next round of its microbatch.
 
-        While microbatch A is drafted here, microbatch B is verified over there. With nothing to do
-        it waits up to `wait_s` for a request. Raises PeerLost when the verify stage is gone, or a
-        rank of the draft stage: call `attach` with a new channel, and every live request is
-        computed again from its tokens.
+        While microbatch A is drafted here, microbatch B is in the verify stage. Without work it
+        waits up to `wait_s` for a request. Raises PeerLost when the verify stage or a rank of the
+        draft stage is lost: call `attach` with a new channel, and every live request is recomputed
+        from its tokens.
         """
         if self._broken_by is not None:
             raise self._broken_by
@@ -210,15 +209,15 @@ class EngineCore:
         return StepResult()
 
     def _begin_or_break(self, microbatch: int) -> bool:
-        """Tokens that were just committed leave, whatever happens here: it is raised next time."""
+        """Defers an error to the next turn, so that the tokens just committed are still emitted."""
         try:
             return self._begin(microbatch)
-        except Exception as error:  # nothing is swallowed: it is only late
+        except Exception as error:  # raised by the next turn
             self._broken_by = error
             return False
 
     def _begin(self, microbatch: int) -> bool:
-        """Plans, drafts and sends; False when the microbatch has nothing to do."""
+        """Plans, drafts and sends a round; False if the microbatch has no work."""
         started_unix_s, started = time.time(), self._meter.now()
         plan = self._plan(microbatch)
         if plan is None:
@@ -249,7 +248,7 @@ class EngineCore:
     def _plan(self, microbatch: int) -> RoundPlan | None:
         with self._requests.lock:
             plan = self._scheduler.plan(microbatch)
-            # A request that is in no round may lose pages before its next one; in flight none does.
+            # Only requests that are in no round may lose pages.
             plans = [plan, *(waiting.plan for waiting in self._in_flight.values())]
             self._draft.drop_ahead(
                 keep={item.live.request_id for plan in plans if plan for item in plan.items}
@@ -262,7 +261,7 @@ class EngineCore:
         """Receives the verdict, settles the drafts, commits and observes."""
         wait_from = self._meter.now()
         reply = self._channel.receive()
-        self._draft.check()  # nothing that was computed with a rank since lost may leave
+        self._draft.check()  # results computed with a rank that is lost must not be emitted
         received = self._meter.now()
         del self._in_flight[waiting.plan.microbatch]
         accepted = self._settle(waiting, reply)
@@ -293,7 +292,7 @@ class EngineCore:
         )
 
     def _settle(self, waiting: RoundInFlight, reply: VerifyReply) -> list[Accepted]:
-        """Rolls every draft back to what its verdict left of it, here and in the verify stage."""
+        """Rolls every draft back to its accepted tokens, here and in the verify stage."""
         assert reply.round_id == waiting.header.round_id
         accepted = list(accepted_drafts(waiting.drafted.runs, reply))
         moves = [

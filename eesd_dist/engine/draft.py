@@ -1,15 +1,14 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
-Every token of every request passes through here, drafted or known; what comes out are the hidden
-states that the verify stage goes on from. Drafts grow level by level: the exit head's best next
-tokens are offered to the policy, of every request at once, and those it takes are computed
-together. Of a tree alternatives are offered too, each with its own ancestors for history and noise.
-Knows nothing of queues, of the verifier's answers, of how rounds travel or of how many ranks
-compute the rows.
+Every token of every request, drafted or known, runs through these layers; the verify stage
+continues from their hidden states. Drafts grow level by level: the exit head's best next tokens of
+all requests are offered to the policy, and the tokens it takes are computed together. For trees,
+alternatives are offered too, each with its ancestors as history and for its noise. Does not depend
+on queues, replies, channels or the number of ranks.
 """
 
-# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
-# of a row, B alternatives, V vocabulary (or the draft vocabulary).
+# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, B alternatives, V vocabulary
+# (or the draft vocabulary).
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -38,7 +37,7 @@ from eesd_dist.types import Evidence, RequestId
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
 
 _CATCH_UP_ROWS = 16
-"""Rounds without drafts leave the exit head behind; it catches up this many rows at a time."""
+"""In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class DraftedRound:
 
 
 class _Guess(NamedTuple):
-    """A candidate, and where in its run's draft it would stand."""
+    """A candidate and its place in its run's draft."""
 
     run: DraftRun
     parent: int
@@ -58,7 +57,7 @@ class _Guess(NamedTuple):
 
 
 class _Guesses(NamedTuple):
-    """The exit head's best tokens at A places, before they are anybody's candidates."""
+    """The exit head's best tokens at A frontier tokens."""
 
     tokens_AB: list[list[int]]
     scores_AB: list[list[float]]
@@ -79,7 +78,7 @@ class DraftStage:
         log_evidence: bool = False,
         tree: TreeConfig | None = None,
     ) -> None:
-        """`tree`: how many alternatives those requests are offered that draft trees."""
+        """`tree`: number of alternatives for requests that draft trees."""
         self._compute = compute
         self.page_size = page_size
         self.device = device
@@ -96,24 +95,25 @@ class DraftStage:
 
     @property
     def head(self) -> ExitHead | None:
-        """This rank's part of the exit head; None drafts nothing."""
+        """This rank's part of the exit head; None: no drafts."""
         return self._compute.head
 
     @property
     def group(self) -> TensorGroup:
-        """The ranks that hold this stage together."""
+        """The ranks of this stage."""
         return self._compute.group
 
     def swap_head(self, head: ExitHead) -> None:
-        """Between two rounds. The new head goes on with the old one's keys and values: for one that
-        was trained on from it they are nearly its own, and a draft may be wrong at any time."""
+        """Replaces the exit head between two rounds. The new head takes over the old one's keys and
+        values: for a head trained further from the old one they are nearly right, and a wrong draft
+        changes no text."""
         self._compute.take_head(head)
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
 
     def drop_ahead(self, *, keep: Set[RequestId]) -> None:
-        """Forgets what was drafted ahead for any request but these."""
+        """Drops candidates drafted ahead for all requests but these."""
         for request_id in self._ahead_of - keep:
             state = self._states.get(request_id)
             if state is not None:
@@ -122,12 +122,12 @@ class DraftStage:
 
     @torch.inference_mode()
     def forget_all(self) -> None:
-        """A new epoch: nothing of any page is known."""
+        """Starts a new epoch, in which no page is valid yet."""
         self._states.clear()
         self._compute.begin()
 
     def check(self) -> None:
-        """Raises PeerLost when what was drafted a while ago is not to be used."""
+        """Raises PeerLost if earlier drafts must not be used, since a rank is lost."""
         self._compute.check()
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class DraftStage:
     ) -> DraftedRound:
         """Runs the known rows, then drafts level by level what the policy chooses.
 
-        `overlapped`: another microbatch's round is being verified meanwhile.
+        `overlapped`: another microbatch is being verified at the same time.
         """
         runs = [self._open(item) for item in plan.items]
         self._run_known(runs)
@@ -167,13 +167,13 @@ class DraftStage:
         same_pages = item.pages[: len(state.ahead_pages)] == state.ahead_pages
         if state.ahead and state.ahead_from == item.start and item.num_known == 1 and same_pages:
             run.prefetched = state.ahead
-        else:  # preempted, resumed from a shorter cached prefix, or nothing was done ahead
+        else:  # preempted, resumed from a shorter cached prefix, or not drafted ahead
             roll_back(state, item.start)
         state.ahead = deque()
         return run
 
     def _run_known(self, runs: list[DraftRun]) -> None:
-        """Known rows of all requests at once; those computed ahead are taken as they are."""
+        """Computes the known rows of all requests at once; reuses those computed ahead."""
         fresh: list[DraftRun] = []
         for run in runs:
             if run.prefetched:
@@ -205,13 +205,13 @@ class DraftStage:
         if self.head is None:
             return
         if not state.lagging_TE and state.exit_len < item.start:
-            state.exit_len = item.start  # prefix taken from the page cache, exit rows included
+            state.exit_len = item.start  # prefix from the page cache, with the exit head's rows
         state.lagging_TE.append(input_TE)
         if state.num_lagging >= _CATCH_UP_ROWS and not (item.is_final and item.max_draft > 0):
             self._catch_up([run])
 
     def _catch_up(self, runs: list[DraftRun]) -> None:
-        """Shows the exit head the rows it has not seen; leaves its output where guesses follow."""
+        """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
         pieces: list[Tensor] = []
         segments: list[RowSegment] = []
         for run in runs:
@@ -240,7 +240,7 @@ class DraftStage:
             ):
                 if is_taken:
                     taken.append(guess)
-                elif not guess.run.is_tree:  # still the best guess, should we go ahead
+                elif not guess.run.is_tree:  # still the best guess for drafting ahead
                     guess.run.prefetched.appendleft(guess.candidate)
             self._take(taken)
             going_on = {id(guess.run) for guess in taken}
@@ -249,7 +249,7 @@ class DraftStage:
             )
 
     def _worth_guessing(self, runs: list[DraftRun], policy: DraftPolicy) -> list[DraftRun]:
-        """Those whose next guess the policy wants to see; the drafts of the others end here."""
+        """Returns the runs for which the policy wants another guess; other drafts end here."""
         wanted = policy.worth_a_guess([run.request_id for run in runs])
         going_on = [run for run in runs if run.request_id in wanted or run.prefetched]
         for run in runs:
@@ -259,7 +259,7 @@ class DraftStage:
         return going_on
 
     def _take(self, taken: list[_Guess]) -> None:
-        """Drafts the taken candidates: one row each through layers [0, N), a run's side by side."""
+        """Computes the taken candidates, one row each through layers [0, N), grouped by run."""
         fresh: dict[int, tuple[DraftRun, list[int]]] = {}
         for run, parent, rank, candidate in taken:
             if candidate.hidden_D is None:
@@ -281,8 +281,8 @@ class DraftStage:
             at = end
 
     def _guesses(self, runs: list[DraftRun], *, with_evidence: bool) -> list[_Guess]:
-        """What may follow each run's newest tokens, run by run: of a chain one guess, of a tree the
-        best ones of each token, first choices first and no more than the tree has room for."""
+        """Returns guesses after each run's frontier, run by run: for a chain one, for a tree the
+        best ones of each token, first choices first, up to the tree's room."""
         missing = [run for run in runs if not run.prefetched]
         fresh = self._guess(missing, with_evidence=with_evidence) if missing else []
         found = {id(run): guesses for run, guesses in zip(missing, fresh, strict=True)}
@@ -293,7 +293,7 @@ class DraftStage:
         return [guess for run in runs for guess in found[id(run)]]
 
     def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[list[_Guess]]:
-        """The exit head's next tokens for each run, drawn with the noise the verifier will use."""
+        """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
         behind = [run for run in runs if run.is_unseen]
         if behind:
             self._catch_up(behind)
@@ -373,7 +373,7 @@ class DraftStage:
     def go_ahead(
         self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
     ) -> None:
-        """With no other round to draft, guesses on past the draft until the verdict is here."""
+        """Drafts past the end of the draft until the verdict arrives, for a single request."""
         while not until():
             runs = self._ahead_room(drafted.runs)
             if len(runs) != 1:
@@ -386,8 +386,8 @@ class DraftStage:
             self._guess_ahead(run, with_evidence=policy.needs_evidence([run.request_id]))
 
     def _ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
-        """Runs that may go on past their draft while its verdict is under way: where they have
-        room, and where the model has positions."""
+        """Returns the runs that may draft ahead while their verdict is pending: those with room in
+        their pages and in the model's positions."""
         return [
             run
             for run in runs
@@ -399,8 +399,8 @@ class DraftStage:
 
     @torch.inference_mode()
     def _guess_ahead(self, run: DraftRun, *, with_evidence: bool) -> None:
-        """One more token past the draft, in the hope that the verifier agrees with all of it."""
-        assert not run.is_tree, "there is no telling which branch to go on from"
+        """Guesses one more token past the draft; useful if the whole draft is accepted."""
+        assert not run.is_tree, "the accepted branch of a tree is not known yet"
         ahead = run.state.ahead
         if not ahead:
             run.state.ahead_from = run.next_place
@@ -435,10 +435,10 @@ class DraftStage:
     def settle(
         self, run: DraftRun, *, path: Sequence[int], next_token: int
     ) -> list[tuple[int, int]]:
-        """Rolls this request's exit-head state back to what the verdict left of the draft.
+        """Rolls this request's exit-head state back to the accepted part of the draft.
 
-        `path` are the accepted drafted tokens. Returns the slots, (from, to), whose content has to
-        move so that an accepted branch lies in its KV slots in the text; `move` does it here.
+        `path`: the accepted drafted tokens. Returns the KV moves, (from, to) each, that put an
+        accepted branch into its KV slots in the text; `move` does them in this stage.
         """
         state, item = run.state, run.item
         if run.is_tree:
@@ -446,7 +446,7 @@ class DraftStage:
             return run.moves(path, page_size=self.page_size)
         keep = item.start + item.num_known + len(path)
         ahead = state.ahead
-        # What an earlier round left over is computed already: it goes on with the rest, or falls.
+        # Candidates left over from an earlier round are already computed: keep or drop them all.
         while ahead and run.prefetched and run.prefetched[0].hidden_D is not None:
             ahead.append(run.prefetched.popleft())
         if ahead and len(path) == len(run.tokens) and ahead[0].token == next_token:
@@ -460,7 +460,7 @@ class DraftStage:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Puts accepted branches into their places, in the pages of the layers and of the head."""
+        """Does KV moves in the pages of the layers and of the exit head."""
         self._compute.move(moves)
 
 

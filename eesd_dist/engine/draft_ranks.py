@@ -1,13 +1,13 @@
-"""The draft stage's tensors: what one rank computes, and how several compute it together.
+"""Tensor computation of the draft stage, on one rank or on several.
 
-Rank 0 is the drafting actor. It keeps scheduler, controllers, page tables and sampling, and
-announces each operation before it takes its own part in it; the other ranks hold their part of
-layers [0, N) and of the exit head, with the KV pages of both, and run what they are told. Which
-operation comes next, and what becomes of its result, is decided elsewhere.
+Rank 0 is the drafting actor. It owns scheduler, controllers, page tables and sampling, and sends
+each operation to the other ranks as a command before it computes its own part. The other ranks hold
+their part of layers [0, N) and of the exit head, with the KV pages of both, and run the commands.
+The order of operations is decided in `draft.py`.
 """
 
-# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
-# of a row, V vocabulary (or the draft vocabulary).
+# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary (or the draft
+# vocabulary).
 
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from eesd_dist.transport.contracts import TensorGroup
 
 
 class DraftCompute(Protocol):
-    """All that drafting asks of layers and head."""
+    """Operations of layers and exit head that drafting needs."""
 
     @property
     def span(self) -> LlamaSpan: ...
@@ -48,15 +48,15 @@ class DraftCompute(Protocol):
     def run_layers(
         self, tokens: Sequence[int], segments: Sequence[RowSegment]
     ) -> tuple[Tensor, Tensor]:
-        """Rows after layer N, and what the exit head reads of them."""
+        """Returns the rows after layer N, and the exit head's input for them."""
         ...
 
     def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
-        """The exit head's layer; writes its keys and values."""
+        """Runs the exit head's layer; writes its keys and values."""
         ...
 
     def logits(self, exit_AD: Tensor) -> Tensor:
-        """[A, V] of rows that `run_head` returned."""
+        """Returns logits [A, V] of rows that `run_head` returned."""
         ...
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -64,22 +64,22 @@ class DraftCompute(Protocol):
         ...
 
     def take_head(self, head: ExitHead) -> None:
-        """Another one goes on with the present one's pages."""
+        """Replaces the exit head by one that takes over its pages."""
         ...
 
     def begin(self) -> None:
-        """A new epoch: the ranks may be others, and nobody's pages hold anything."""
+        """Starts an epoch: the ranks may be different ones, and no page is valid yet."""
         ...
 
     def check(self) -> None:
-        """Raises PeerLost when results of a while ago are not to be used."""
+        """Raises PeerLost if earlier results must not be used, since a rank is lost."""
         ...
 
     def close(self) -> None: ...
 
 
 class OwnShard:
-    """What one rank holds: everything, where it is the only one."""
+    """Layers and exit head of one rank; the whole stage if it is the only one."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class OwnShard:
         self._numerics: Numerics = numerics
         self._segments: list[RowSegment] = []
         self._rows: RowPlan | None = None
-        """The plan of `_segments`, the rows computed last; None before the first ones."""
+        """Plan of `_segments`, the rows computed last; None before the first rows."""
 
     def run_layers(
         self, tokens: Sequence[int], segments: Sequence[RowSegment]
@@ -150,7 +150,7 @@ class OwnShard:
         return self.head
 
     def _plan(self, segments: Sequence[RowSegment]) -> RowPlan:
-        """Made once for span and exit head when both run the same rows, as they mostly do."""
+        """Returns the plan, built once for span and exit head if both run the same rows."""
         if segments != self._segments or self._rows is None:
             self._segments = list(segments)
             self._rows = RowPlan.build(
@@ -163,7 +163,7 @@ class OwnShard:
 
 
 class LeadingShard:
-    """Rank 0 of several: says what it is about to compute, then takes its part in it."""
+    """Rank 0 of several: sends each operation to the other ranks, then computes its own part."""
 
     def __init__(self, own: OwnShard, commands: CommandSink) -> None:
         self._own = own
@@ -218,16 +218,16 @@ class LeadingShard:
     def _agree_on_head(self) -> None:
         head = self._own.head
         if head is not None:
-            assert head.identity is not None, "a part of a head knows which files it is a part of"
+            assert head.identity is not None, "a part of a head has the identity of its files"
             self._commands.announce(
                 TakeHead(folder=head.identity.folder, sha256=head.identity.sha256)
             )
 
 
 class HeadShelf:
-    """A follower's part of the exit head that rank 0 will name next, read ahead of time.
+    """Holds a follower's part of the next exit head, loaded ahead of time.
 
-    What is not here when it is named is read then, while everybody waits for it.
+    A head that was not loaded ahead is loaded on the command, while all ranks wait for it.
     """
 
     def __init__(self, load: Callable[[Path], ExitHead]) -> None:
@@ -236,7 +236,10 @@ class HeadShelf:
         self._aside: ExitHead | None = None
 
     def put_aside(self, folder: Path) -> HeadIdentity:
-        """From any thread. Raises CheckpointError or ConfigError for a head that does not fit."""
+        """Loads a head, from any thread.
+
+        Raises CheckpointError or ConfigError for a head that does not fit.
+        """
         head = self._load(folder)
         with self._lock:
             self._aside = head
@@ -253,14 +256,14 @@ class HeadShelf:
             raise CheckpointError(
                 file=wanted.folder,
                 found=f"an exit head {found} on this node",
-                expected=f"{wanted.sha256[:12]}, as rank 0 of the draft stage has read there",
+                expected=f"{wanted.sha256[:12]}, which rank 0 of the draft stage read there",
                 advice="put the same files on every node and restart the service",
             )
         return head
 
 
 def follow_commands(shard: OwnShard, source: CommandSource, *, heads: HeadShelf) -> None:
-    """A follower's loop: returns when rank 0 closes, raises PeerLost when a rank is gone."""
+    """Runs a follower's loop. Returns when rank 0 closes, raises PeerLost when a rank is lost."""
     while (command := source.next_command()) is not None:
         _obey(command, shard, heads)
 
@@ -301,7 +304,7 @@ def _expect_rows(x_TD: Tensor, span: LlamaSpan, *, width_times: int = 1) -> None
     expected = width_times * span.spec.hidden_size, span.compute_dtype
     if found != expected:
         raise WireError(
-            f"found rows of {found[0]} x {found[1]} beside a command, expected "
+            f"found rows of {found[0]} x {found[1]} with a command, expected "
             f"{expected[0]} x {expected[1]}: start every rank with the same configuration"
         )
 

@@ -1,11 +1,10 @@
-"""One request's draft of one round, and what the draft stage remembers of it between rounds.
+"""One request's draft of one round, and the draft stage's state of the request between rounds.
 
-Bookkeeping alone: which token follows which, where its row lies, which rows the exit head has seen.
-Refuses to know models, policies and rules.
+Tracks which token follows which, the slots of their rows, and which rows the exit head has seen.
+Does not depend on models, policies or sampling rules.
 """
 
-# Shapes: T rows, A tokens that the next guesses follow, D hidden size, E what the exit head reads
-# of a row, V vocabulary.
+# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
@@ -27,29 +26,29 @@ class Candidate:
     token: int
     evidence: Evidence
     probs_V: Tensor | None
-    """The distribution it was drawn from; only rejection sampling asks for it."""
+    """The distribution it was drawn from; only for rejection sampling."""
     hidden_D: Tensor | None = None
-    """Its row after layer N, when it was computed ahead of time."""
+    """Its row after layer N, if it was computed ahead."""
 
     def at_depth(self, depth: int) -> "Candidate":
-        """The same guess with another number of drafted tokens before it."""
+        """Returns the same guess with `depth` drafted tokens before it."""
         return replace(self, evidence=replace(self.evidence, depth=depth))
 
 
 @dataclass(slots=True, kw_only=True)
 class DraftState:
-    """What the draft stage remembers of a request between rounds: a cache, never needed."""
+    """The draft stage's state of a request between rounds; a cache that can be dropped anytime."""
 
     exit_len: int = 0
-    """Positions whose exit-head keys and values are valid."""
+    """Number of positions with valid keys and values of the exit head."""
     lagging_TE: list[Tensor] = field(default_factory=list)
-    """What the exit head has yet to read, from position exit_len on."""
+    """Inputs that the exit head has not read yet, from position exit_len on."""
     ahead_from: int = 0
     ahead_pages: tuple[int, ...] = ()
-    """The page table that work was done in; under another one it is worth nothing."""
+    """The page table that `ahead` was computed in; with another one it is invalid."""
     ahead: deque[Candidate] = field(default_factory=deque)
-    """Work done while the last verdict was under way: the token at position `ahead_from` and
-    further candidates, each with its row already computed except perhaps the last."""
+    """Candidates drafted while the last verdict was pending: the token at position `ahead_from` and
+    later ones, each with its row computed, except possibly the last."""
 
     @property
     def num_lagging(self) -> int:
@@ -66,22 +65,22 @@ class DraftRun:
     """Pieces [n, D]: the known rows, then the drafted ones."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    """Which drafted token each follows; -1: the last known one."""
+    """The drafted token before each one; -1: the last known token."""
     ranks: list[int] = field(default_factory=list)
     """0: the exit head's first choice after its parent; r: its r-th alternative."""
     depths: list[int] = field(default_factory=list)
-    """How many drafted tokens lie on the way to each, itself included."""
+    """Number of drafted tokens on the path to each, including itself."""
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
     prefetched: deque[Candidate] = field(default_factory=deque)
     frontier: list[int] = field(default_factory=lambda: [ROOT])
-    """The newest tokens: what is guessed next follows one of them."""
+    """The newest tokens, which the next guesses follow."""
     exit_AD: Tensor | None = None
-    """The exit head's output at the frontier, when it has seen them."""
+    """The exit head's output at the frontier; None until it has seen those rows."""
     level_TE: list[Tensor] = field(default_factory=list)
-    """Of a tree: what the exit head reads of its tokens, level by level."""
+    """For a tree: the exit head's inputs of its tokens, level by level."""
     num_seen: int = 0
-    """Of a tree: how many of its tokens the exit head has seen."""
+    """For a tree: number of its tokens that the exit head has seen."""
 
     @property
     def request_id(self) -> RequestId:
@@ -89,22 +88,22 @@ class DraftRun:
 
     @property
     def is_tree(self) -> bool:
-        """Whether alternatives may be drafted. A draft without any is still a chain of rows."""
+        """Whether alternatives may be drafted; without any the rows still form a chain."""
         return self.item.live.tree != "none"
 
     @property
     def first_position(self) -> int:
-        """Where the first drafted token would stand."""
+        """Position of the first drafted token."""
         return self.item.start + self.item.num_known
 
     @property
     def next_place(self) -> int:
-        """Where the next row goes in the page table; of a chain its position too."""
+        """KV slot of the next row; for a chain also its position."""
         return self.first_position + len(self.tokens)
 
     @property
     def room(self) -> int:
-        """Tokens that may still be drafted."""
+        """Number of tokens that may still be drafted."""
         item = self.item
         return (item.max_nodes if self.is_tree else item.max_draft) - len(self.tokens)
 
@@ -114,18 +113,18 @@ class DraftRun:
 
     @property
     def branching(self) -> tuple[int, ...]:
-        """The tree's parents; empty while every token follows the one before it."""
+        """The tree's parents; empty if every token follows the one before it."""
         return () if is_chain(self.parents) else tuple(self.parents)
 
     def depth_of(self, frontier_node: int) -> int:
         return 0 if frontier_node == ROOT else self.depths[frontier_node]
 
     def tokens_to(self, frontier_node: int) -> list[int]:
-        """The drafted tokens up to one of them, itself included."""
+        """Returns the drafted tokens on the path to a node, including its own."""
         return [self.tokens[node] for node in path_to(self.parents, frontier_node)]
 
     def append(self, candidate: Candidate, *, parent: int, rank: int) -> None:
-        """Takes a candidate, all of one level before any of the next."""
+        """Appends a candidate; all candidates of one level come before those of the next."""
         node = len(self.tokens)
         self.append_token(candidate.token, parent=parent, rank=rank)
         self.evidence.append(candidate.evidence)
@@ -143,11 +142,11 @@ class DraftRun:
     # -- rows and the exit head -----------------------------------------------------------------
 
     def last_rows(self, count: int) -> RowSegment:
-        """The newest `count` drafted tokens as rows to compute."""
+        """Returns the newest `count` drafted tokens as rows to compute."""
         return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
 
     def note_level(self, hidden_AD: Tensor, input_AE: Tensor) -> None:
-        """The newest tokens have been computed."""
+        """Stores the newest tokens' rows and exit head inputs after they were computed."""
         self.rows_TD.append(hidden_AD)
         self.exit_AD = None
         if self.is_tree:
@@ -161,14 +160,15 @@ class DraftRun:
         return bool(self.state.lagging_TE) or self.num_seen < len(self.tokens) * self.is_tree
 
     def unseen(self) -> tuple[list[Tensor], RowSegment]:
-        """Those rows. A tree's first level is drafted after the known rows were read."""
+        """Returns the inputs and rows that the exit head has not read. A tree's first level is
+        drafted after the known rows were read."""
         state = self.state
         if state.lagging_TE:
             return state.lagging_TE, RowSegment(state.exit_len, state.num_lagging, self.item.pages)
         return self.level_TE[-1:], self.last_rows(self.level_TE[-1].shape[0])
 
     def note_seen(self, out_TD: Tensor) -> None:
-        """The exit head has read them."""
+        """Marks the `unseen` rows as read, with the exit head's output for them."""
         state = self.state
         if state.lagging_TE:
             state.exit_len += out_TD.shape[0]
@@ -181,7 +181,7 @@ class DraftRun:
     # -- the verdict on a tree ------------------------------------------------------------------
 
     def keep_branch(self, path: Sequence[int], *, drafts: bool) -> None:
-        """The accepted branch becomes known text; what the head has not seen of it lags behind."""
+        """Turns the accepted branch into known text; rows the exit head has not seen lag behind."""
         state = self.state
         if not drafts or not path:
             return
@@ -192,8 +192,7 @@ class DraftRun:
             state.lagging_TE.append(input_TE[list(path[num_seen:])])
 
     def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
-        """Slots of the accepted branch, and those of its KV slots in the text, where they
-        differ."""
+        """Returns the KV moves, (from, to) slots, of an accepted branch to its KV slots."""
         pages, first = self.item.pages, self.first_position
 
         def slot(kv_slot: int) -> int:
@@ -205,7 +204,7 @@ class DraftRun:
 
 
 def roll_back(state: DraftState, keep: int) -> None:
-    """Forgets what the exit head has seen, or was about to see, from position `keep` on."""
+    """Drops the exit head's rows, seen or lagging, from position `keep` on."""
     if state.exit_len >= keep:
         state.exit_len = keep
         state.lagging_TE.clear()

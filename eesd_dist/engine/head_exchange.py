@@ -1,4 +1,4 @@
-"""Another exit head for a running engine, between two rounds."""
+"""Replaces the exit head of a running engine between two rounds."""
 
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.policy import DraftPolicy
@@ -9,7 +9,7 @@ from eesd_dist.schedule.scheduler import Scheduler
 
 
 class HeadExchange:
-    """Keeps the next head until the loop is between two rounds. Under the engine's lock."""
+    """Holds the next head until the loop is between two rounds. Used under the engine's lock."""
 
     def __init__(self, *, draft: DraftStage, policy: DraftPolicy, scheduler: Scheduler) -> None:
         self._draft = draft
@@ -18,7 +18,7 @@ class HeadExchange:
         self._next: tuple[ExitHead, Calibrator] | None = None
 
     def check(self, head: ExitHead) -> None:
-        """Raises ConfigError for one that reads other rows than the head it takes the place of."""
+        """Raises ConfigError for a head with another exit layer or other inputs."""
         mine = self._draft.head
         if mine is None or (mine.exit_layer, mine.reads_embedding) != (
             head.exit_layer,
@@ -26,19 +26,18 @@ class HeadExchange:
         ):
             raise ConfigError(
                 f"an exit head after layer {head.exit_layer} (reads_embedding "
-                f"{head.reads_embedding}) cannot take the place of this engine's: build a new one"
+                f"{head.reads_embedding}) cannot replace this engine's head: build a new engine"
             )
 
     def offer(self, head: ExitHead, calibrator: Calibrator) -> None:
         self._next = (head, calibrator)
 
     def take(self) -> None:
-        """Takes the head that was offered, if one was: what prefixes the old head has seen is
-        nothing to the new one."""
+        """Installs the offered head, if there is one; cached prefixes have to be read again."""
         waiting, self._next = self._next, None
         if waiting is None:
             return
         head, calibrator = waiting
         self._policy.recalibrate(calibrator)
         self._scheduler.change_drafter()
-        self._draft.swap_head(head)  # last: a lost rank may end it, and the head is here
+        self._draft.swap_head(head)  # last: it raises if a rank is lost

@@ -1,4 +1,4 @@
-"""The headers of rounds: what the verify stage is told beside the hidden states."""
+"""Writes the headers of rounds, which the verify stage gets in addition to the hidden states."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,14 +10,13 @@ from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.types import RequestId
 
 RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
-"""From the traceparents of a round's requests to trace id and span id that the round will have."""
+"""Traceparents of a round's requests -> the round's trace id and span id."""
 
 
 class KvMoves:
-    """Slots of accepted branches that the verify stage has yet to move. From any thread.
+    """KV moves of accepted branches that the verify stage has not done yet. Thread-safe.
 
-    The next header says so, before anything is read or written there, whichever request's round
-    that is.
+    The next header of any request has them, and they are done before its rows are computed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class KvMoves:
             self._pending += moves
 
     def take(self, round_id: int) -> tuple[Move, ...]:
-        """All pending ones, for this round's header."""
+        """Returns all pending moves, for this round's header."""
         with self._lock:
             moves, self._pending = tuple(self._pending), []
             if moves:
@@ -38,7 +37,7 @@ class KvMoves:
             return moves
 
     def settle(self, round_id: int) -> None:
-        """This round's reply has come: its moves are done."""
+        """Drops this round's moves: its reply has arrived, so that they are done."""
         with self._lock:
             self._sent.pop(round_id, None)
 
@@ -48,8 +47,8 @@ class KvMoves:
             self._sent.clear()
 
     def pages(self, page_size: int) -> set[int]:
-        """Pages that the verify stage has yet to move slots in: an accepted branch is not in its
-        place there, or lies in a page that its request has given back already."""
+        """Returns the pages with pending moves: an accepted branch is not in its KV slots there
+        yet, or is still in a page that its request has freed."""
         with self._lock:
             moves = [*self._pending, *(move for sent in self._sent.values() for move in sent)]
         return {slot // page_size for move in moves for slot in move}
@@ -68,7 +67,7 @@ class HeaderWriter:
         round_ids: RoundIds | None,
         recorder: RecorderTap | None,
     ) -> None:
-        """`round_ids` is None where nothing is traced."""
+        """`round_ids`: None without tracing."""
         self.epoch = epoch
         self._moves = moves
         self._page_size = page_size
@@ -94,12 +93,12 @@ class HeaderWriter:
         )
 
     def settle(self, round_id: int, moves: Sequence[Move]) -> None:
-        """The round's reply has come; its verdict asks for these moves."""
+        """Completes a round; `moves`: the KV moves of its verdict."""
         self._moves.settle(round_id)
         self._moves.add(moves)
 
     def attach(self, epoch: int) -> None:
-        """Goes on with stages that know nothing of any page."""
+        """Continues with stages in which no page is valid."""
         self.epoch = epoch
         self._moves.clear()
 
@@ -109,7 +108,7 @@ class HeaderWriter:
         return self._round_ids([item.live.request.traceparent for item in plan.items])
 
     def _num_recorded(self, request_id: RequestId) -> int:
-        """How many of the target's best tokens the recorder wants of this request's rows."""
+        """Returns how many of the target's best tokens the recorder needs per row of a request."""
         return 0 if self._recorder is None else self._recorder.top_k(request_id)
 
 
@@ -138,6 +137,6 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
         min_tokens=p.min_tokens,
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
-        # What the recorder asks for never leaves: log-probabilities go by the request alone.
+        # The recorder's tokens are never returned: responses have what the request asked for.
         top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
     )

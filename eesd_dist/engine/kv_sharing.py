@@ -1,4 +1,4 @@
-"""KV pages that other pipelines read or write while this engine goes on. From any thread."""
+"""KV pages that other pipelines read or write while this engine runs. Thread-safe."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,7 @@ from eesd_dist.types import RequestId
 
 
 class KvSharing:
-    """Leases pages of live requests, and takes in those of others."""
+    """Leases pages of live requests, and reserves pages for requests of other pipelines."""
 
     def __init__(
         self,
@@ -28,33 +28,34 @@ class KvSharing:
         self._epoch = epoch
 
     def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
-        """Full pages of live requests (None: of all) stay as they are until they are returned.
+        """Leases the full pages of live requests (None: of all): they do not change until the lease
+        ends.
 
-        The requests go on meanwhile: their rounds write behind these pages.
+        The requests continue: their rounds write to later pages.
         """
         with self._lock:
             return self._scheduler.lease(request_ids, untouchable=self._moving_pages())
 
     def end_lease(self, number: str) -> bool:
-        """Whether the lease's pages held the same all the while."""
+        """Ends a lease; returns whether its pages were unchanged throughout."""
         with self._lock:
             return self._scheduler.leases.end_lease(number)
 
     def reserve(self, leased: Sequence[LeasedPages]) -> PageReservation:
-        """Pages that no round reads or writes until they are adopted or abandoned."""
+        """Reserves pages that no round reads or writes until they are adopted or abandoned."""
         with self._lock:
             return self._scheduler.reserve(
                 leased, untouchable=self._moving_pages(), epoch=self._epoch()
             )
 
     def adopt(self, number: str) -> bool:
-        """Their content is there: a request that is added from now on finds it. False: nothing was
-        adopted, since the stores have been lost meanwhile."""
+        """Makes reserved pages with their content available to requests added from now on. Returns
+        False if nothing was adopted, since the epoch has ended."""
         with self._lock:
             return self._scheduler.leases.adopt(number)
 
     def abandon(self, number: str) -> None:
-        """Nothing is written into them any more, and nothing of it is to be found."""
+        """Frees reserved pages; their content is dropped and nothing may be written to them."""
         with self._lock:
             self._scheduler.leases.abandon(number)
 

@@ -1,6 +1,6 @@
-"""Text in, text out, in the caller's own process: the library's public face.
+"""Offline generation in the caller's process: the library's public interface.
 
-Both stages run here, over memory; there is no Ray and no server. One thread drives it.
+Both stages run in this process, without Ray and without a server. Used from one thread.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ from eesd_dist.types import (
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Conversation = Sequence[Mapping[str, object]]
-"""Messages with `role` and `content`, as the model's chat template takes them."""
+"""Messages with `role` and `content`, as the model's chat template expects them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What speculation did for one text."""
+    """Speculation statistics of one text."""
 
     num_rounds: int
     num_drafted: int
@@ -40,30 +40,30 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted of drafted tokens; None where nothing was drafted."""
+        """Accepted tokens per drafted token; None if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One text."""
+    """One generated text."""
 
     prompt_token_ids: tuple[TokenId, ...]
     text: str
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Per token, where `SamplingParams.top_logprobs` asks for them."""
+    """One per token if `SamplingParams.top_logprobs` is set."""
     finish_reason: TextFinish
     stop_reason: str | int | None
-    """The stop string or stop token that ended the text; None for the model's own end."""
+    """The stop string or stop token that ended the text; None for an end-of-sequence token."""
     statistics: Statistics
 
 
 class LLM:
     """Generates texts with early-exit speculation, the same as without.
 
-    `model` is a checkpoint folder, or an `EngineConfig` where its defaults are not enough. Raises
-    ConfigError or CheckpointError for what cannot be loaded.
+    `model` is a checkpoint folder, or an `EngineConfig` for settings other than the defaults.
+    Raises ConfigError or CheckpointError if it cannot be loaded.
     """
 
     def __init__(self, model: str | Path | EngineConfig) -> None:
@@ -98,7 +98,7 @@ class LLM:
         ignore_eos: bool = False,
         speculation: SpeculationParams = SpeculationParams(),
     ) -> list[Completion]:
-        """Answers each conversation; returns the answers in their order."""
+        """Answers each conversation; returns the answers in the order of the conversations."""
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         several = [conversations] if single else conversations
         tokens = [
@@ -116,7 +116,7 @@ class LLM:
         ignore_eos: bool = False,
         speculation: SpeculationParams = SpeculationParams(),
     ) -> Iterator[TextDelta]:
-        """Yields one text round by round. A caller that stops reading ends the request."""
+        """Yields one text round by round. Closing the iterator ends the request."""
         request = self._request(self._encoded(prompt), sampling, ignore_eos, speculation)
         text = TextAssembler(self._tokenizer, request.sampling, stops=stop)
         for emission in self._engine.stream([request]):
@@ -184,7 +184,7 @@ class LLM:
 
 
 class _Growing:
-    """One text while it grows."""
+    """One text during its generation."""
 
     def __init__(self, request: Request, text: TextAssembler) -> None:
         self._request = request
@@ -197,13 +197,13 @@ class _Growing:
         return bool(self._deltas) and self._deltas[-1].finish_reason is not None
 
     def take(self, emission: Emission) -> bool:
-        """Returns whether the text has ended although the engine goes on."""
+        """Adds an emission; returns whether the text has ended and the engine has not."""
         self._emissions.append(emission)
         self._deltas.append(self._text.take(emission))
         return self.is_over and emission.finish_reason is None
 
     def completion(self) -> Completion:
-        """Raises EngineError for a text without an end."""
+        """Returns the text. Raises EngineError if it has no finish reason."""
         last = self._deltas[-1] if self._deltas else None
         if last is None or last.finish_reason is None:
             raise EngineError(f"request {self._request.request_id} ended without a finish reason")
@@ -223,7 +223,7 @@ class _Growing:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt is a list of one."""
+    """Wraps a single prompt in a list."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""The engine as a library: token ids in, token ids out, in the caller's own process.
+"""The engine as a library: token ids in, token ids out, in the caller's process.
 
-`LocalEngine` drives the loop in the calling thread until the last request is done; `EngineThread`
-drives it in a thread of its own and hands emissions over. Neither knows text.
+`LocalEngine` runs the loop in the calling thread until the last request is done; `EngineThread`
+runs it in a separate thread and delivers the results. Neither handles text.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """All that left for one request."""
+    """All emissions of one request."""
 
     request_id: RequestId
     tokens: list[TokenId] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Generation:
 
 
 class LocalEngine:
-    """Both stages in this process. Not for several threads: that is what the service is for."""
+    """An engine with both stages in this process. Not thread-safe: use the service for that."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine = build_local_engine(config, book=BeliefBook())
@@ -65,9 +65,10 @@ class LocalEngine:
         *,
         observe: Callable[[RoundStats], None] | None = None,
     ) -> Iterator[Emission]:
-        """Emissions as they leave, interleaved. Requests enter as the queue has room for them.
+        """Yields the emissions of all requests, interleaved. Requests are added as the queue has
+        room.
 
-        Raises RequestError for one that cannot be served, and ends the others.
+        Raises RequestError for a request that cannot be served, and ends the others.
         """
         pending = deque(requests)
         added: list[RequestId] = []
@@ -81,7 +82,7 @@ class LocalEngine:
                     for stats in result.rounds:
                         observe(stats)
                 yield from result.emissions
-        finally:  # refused halfway, or read no further: the next call finds nothing of it
+        finally:  # a refused request or a closed iterator leaves no request behind
             for request_id in added:
                 self._engine.abort(request_id)
             while self._engine.has_work:
@@ -93,14 +94,14 @@ class LocalEngine:
         *,
         observe: Callable[[RoundStats], None] | None = None,
     ) -> list[Generation]:
-        """Every request to its end, in the order given."""
+        """Runs every request to its end; returns them in the order given."""
         generations = {r.request_id: Generation(request_id=r.request_id) for r in requests}
         for emission in self.stream(requests, observe=observe):
             generations[emission.request_id].take(emission)
         return [generations[r.request_id] for r in requests]
 
     def abort(self, request_id: RequestId) -> None:
-        """Ends a request; also while `stream` is being read."""
+        """Ends a request, also while `stream` is being read."""
         self._engine.abort(request_id)
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class LocalEngine:
 
 
 class EngineThread:
-    """Turns an engine's loop in a thread of its own until closed or broken."""
+    """Runs an engine's loop in a separate thread until it is stopped or fails."""
 
     def __init__(
         self,
@@ -138,6 +139,6 @@ class EngineThread:
                     self._deliver(result)
         except EesdError as error:
             self._broken(error)
-        except Exception as error:  # a bug; nobody else would tell those who wait
+        except Exception as error:  # a bug: waiting requests have to be told
             logger.exception("engine loop broke")
             self._broken(EngineError(f"the engine broke: {type(error).__name__}: {error}"))

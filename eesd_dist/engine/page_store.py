@@ -1,8 +1,8 @@
-"""One rank's KV pages as bytes, and whether another pipeline's may be had for them.
+"""Reads and writes one rank's KV pages as bytes, and describes their layout for a peer rank.
 
-The draft stage keeps pages for its layers and for the exit head, a verify rank for its share of
-the others: a list of layers either way, each with pages of its own size. Knows nothing of who is
-on the other side.
+The draft stage has pages for its layers and for the exit head, a verify rank for its share of the
+other layers: in both cases a list of layers, each with its own page size. Does not depend on how
+the bytes are sent.
 """
 
 import platform
@@ -33,11 +33,11 @@ class PageStore:
         self.page_bytes = tuple(size for part in self._parts for size in part.page_bytes)
         """Bytes of one page, layer by layer."""
         self.weights = span.weights
-        """Digest of the files that they are computed with, as these were when they were read."""
+        """Digest of the target's files that the layers were read from, taken at that time."""
 
     @torch.inference_mode()
     def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
-        """A chunk of these pages. Rounds may go on: they write no page that is leased."""
+        """Returns a chunk of these pages. Rounds may run: they do not write leased pages."""
         wanted = pages[chunk.first_page : chunk.last_page]
         return torch.cat(
             [
@@ -48,9 +48,9 @@ class PageStore:
 
     @torch.inference_mode()
     def write(self, chunk: Chunk, pages: Sequence[int], content_B: Tensor) -> None:
-        """Rounds may go on: no table has these pages. A round may read across the end of its own
-        pages, into numbers that its mask then multiplies by nothing; bytes that another pipeline
-        computed with are finite numbers too, and so is any mixture of whole old and new ones."""
+        """Writes a chunk to these pages. Rounds may run: these pages are in no page table. A round
+        may read past the end of its pages, into numbers that its mask hides; the bytes of another
+        pipeline are finite numbers too, and so is any mixture of old and new ones."""
         wanted = pages[chunk.first_page : chunk.last_page]
         at = 0
         for layer in range(chunk.first_layer, chunk.last_layer):
@@ -60,14 +60,14 @@ class PageStore:
             at = end
 
     def settle(self) -> None:
-        """Returns when all that was written is there for the rounds to come."""
+        """Waits until all writes are visible to later rounds."""
         for part in self._parts:
             part.settle_writes()
 
 
 def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) -> KvLayout:
-    """What a rank's like in another pipeline has to agree in; `weights` and `head` are digests of
-    what was loaded, of the target and of the exit head that drafts."""
+    """Returns the properties that a peer rank has to share to exchange pages; `weights` and `head`:
+    digests of the loaded target and exit head."""
     return KvLayout(
         weights=f"{config.model.path} ({weights[:16]})",
         head=head,
@@ -93,7 +93,7 @@ def _machine(device: torch.device, *, num_threads: int) -> str:
 
 
 def _cpu_model() -> str:
-    """Linear algebra libraries choose their routines by it."""
+    """Returns the CPU model, by which linear algebra libraries choose their routines."""
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

@@ -1,7 +1,7 @@
-"""What drafting and verifying cost on this machine, measured before the first request.
+"""Measures the cost of drafting and verifying on this machine, before the first request.
 
-Runs real rounds through the real stages on pages that hold nothing yet: of one request for every
-draft length, of several on a sparse grid. It decides nothing; the figures go to the controllers.
+Runs real rounds through the real stages on unused pages: of one request for every draft length, of
+several requests on a sparse grid. The controllers use the figures.
 """
 
 import statistics
@@ -27,7 +27,7 @@ _REPEATS = 15
 _FEWEST = 3
 _WARM_UPS = 2
 _POINT_S = 0.09
-"""Time for one figure; where a round takes long there are fewer repeats, and never under three."""
+"""Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
 
 
 def measure_cost(
@@ -40,13 +40,14 @@ def measure_cost(
     epoch: int,
     max_running: int = 1,
 ) -> CostModel:
-    """Seconds of drafting and verifying, for one request and for batches of up to `max_running`.
+    """Measures drafting and verifying, in seconds, for one request and for batches of up to
+    `max_running`.
 
-    Drafts that fit into neither the pages nor the positions are not rehearsed: they are taken to
-    cost what the longest does that fits.
+    Drafts that do not fit into the pages or the positions are not measured: they get the cost of
+    the longest draft that fits.
 
-    Lower quartiles: on a shared machine whatever disturbs a run makes it longer. What is left of
-    the noise must not look like a free row, so that times over rising counts never fall.
+    Figures are lower quartiles: on a shared machine disturbances only make a run longer. Times are
+    made non-decreasing over the row counts, so that remaining noise does not make a row look free.
     """
     longest = max_draft_tokens + 1
     num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
@@ -61,7 +62,7 @@ def measure_cost(
     request_s = bench.request_s(min(8, max_running), verify_s)
     batches = [bench.verify_s([fitting] * size) - request_s * (size - 1) for size in sizes]
     known_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
-    # A draft of a few tokens, since the first one differs: the exit head sees the known row too.
+    # A draft of a few tokens, since the first costs more: the exit head also reads the known row.
     length = min(4, max_draft_tokens, fitting - 1)
     drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
     steps_s = isotonic(
@@ -71,7 +72,7 @@ def measure_cost(
     return CostModel(
         draft_step_s=steps_s[0],
         round_s=known_s[0],
-        # Every length on its own: kernels take rows in blocks, so the times rise in steps.
+        # Every length is measured: kernels compute rows in blocks, so that times rise in steps.
         verify_s=tuple(verify_s),
         guess_s=min(max(guess_s, 0.0), steps_s[0]),
         request_s=request_s,
@@ -85,14 +86,14 @@ def measure_cost(
 
 
 def _batch_sizes(max_running: int) -> list[int]:
-    """2, 4, 16, ... and the largest batch there can be."""
+    """Returns 2, 4, 16, ... and `max_running`."""
     sizes = [size for size in (2, 4, 16, 64, 256) if size < max_running]
     return [*sizes, max_running] if max_running > 1 else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KvRange:
-    """Where the rehearsals write: the same pages for all, since nobody reads what they leave."""
+    """The pages that measured rounds write to, shared by all requests: their content is unused."""
 
     start: int
     pages: tuple[PageId, ...]
@@ -106,22 +107,23 @@ class _Bench:
     epoch: int
 
     def verify_s(self, rows: Sequence[int]) -> float:
-        """A verify pass over so many rows of each request."""
+        """Measures a verify pass over `rows`, a row count per request."""
         return _usual(partial(self._verify, rows))
 
     def request_s(self, count: int, verify_s: Sequence[float]) -> float:
-        """What a request adds beside its rows: as many rows of one request, and of as many."""
+        """Measures what a request costs in addition to its rows: `count` requests of one row each
+        against one request of `count` rows."""
         count = min(count, len(verify_s))
         if count < 2:
             return 0.0
         return max(self.verify_s([1] * count) - verify_s[count - 1], 0.0) / (count - 1)
 
     def draft_s(self, count: int, *, length: int) -> float:
-        """Known rows and a draft of so many tokens, evidence included, for `count` requests."""
+        """Measures known rows and drafts of `length` tokens, with evidence, of `count` requests."""
         return _usual(partial(self._draft, count, length, 0.0))
 
     def refused_s(self) -> float:
-        """A first guess that is looked at and not taken."""
+        """Measures a first guess that is not taken."""
         return _usual(partial(self._draft, 1, 1, 1.0))
 
     def _draft(self, count: int, length: int, threshold: float) -> None:
@@ -175,7 +177,7 @@ class _Bench:
 
 
 def _usual(run: Callable[[], None]) -> float:
-    """Lower quartile of the seconds a run takes."""
+    """Returns the lower quartile of a run's time in seconds."""
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < _WARM_UPS + _REPEATS:
@@ -189,7 +191,7 @@ def _usual(run: Callable[[], None]) -> float:
 
 
 def greedy_segment(*, start: int, num_rows: int, pages: tuple[int, ...]) -> Segment:
-    """Rows of a greedy request that wants nothing special, every one of them judged."""
+    """Returns rows of a greedy request without further options, all of them sampled."""
     return Segment(
         start=start,
         num_rows=num_rows,

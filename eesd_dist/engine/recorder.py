@@ -1,8 +1,8 @@
-"""What verification computed anyway, kept for training: rows, tokens, the target's best tokens.
+"""Records what verification computes anyway, for training: rows, tokens, the target's best tokens.
 
-Decides which rows of a round belong to the text that left, and how long a piece of one text may
-become (OSD, arXiv 2310.07177, trains on such pieces). Refuses to know where pieces are stored: a
-`RecorderSink` is given from outside, and without one nothing here runs.
+Selects the rows of a round that belong to the emitted text, and limits the length of a piece of one
+text (OSD, arXiv 2310.07177, trains on such pieces). A `RecorderSink` is passed in to store the
+pieces; without one nothing is recorded.
 """
 
 # Shapes: T verified positions of one text, D hidden size, K best tokens.
@@ -21,48 +21,48 @@ from eesd_dist.transport.contracts import Floats, Ints, VerifyReply
 from eesd_dist.types import Request, RequestId
 
 MAX_POSITIONS = 512
-"""Of a longer text the last so many positions are kept."""
+"""Maximum positions per piece: of a longer text the last ones are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifiedPiece:
-    """Consecutive verified positions of one text: no request's name, no word of it."""
+    """Consecutive verified positions of one text, without request id and without text."""
 
     tokens_T: Ints
-    """The token at each row; the first one was known, the others had been drafted or verified."""
+    """The token at each row; the first one was known, the others were drafted or verified."""
     hidden_TD: Tensor
-    """The rows after the draft stage's layers, where they were computed."""
+    """The rows after the draft stage's layers, on the device that computed them."""
     top_ids_TK: Ints
     """The target's best tokens after each row."""
     top_logprobs_TK: Floats
-    """Under the target, before temperature and filters."""
+    """Log-probabilities under the target, before temperature and filters."""
     workload: str
     temperature: float
 
 
 class RecorderSink(Protocol):
-    """Where pieces go."""
+    """Receives pieces and selects the requests to record."""
 
     @property
     def top_k(self) -> int:
-        """How many of the target's best tokens to ask for."""
+        """Number of the target's best tokens to record per row."""
         ...
 
     def wants(self, request: Request) -> bool:
-        """Whether this request is among those sampled."""
+        """Returns whether this request is recorded."""
         ...
 
     def put(self, piece: VerifiedPiece) -> None:
-        """Takes a piece or drops it; never waits and never raises."""
+        """Takes a piece or drops it; never blocks and never raises."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifiedRows:
-    """One round's rows of one request that its verdict confirmed."""
+    """Rows of one request in one round that its verdict confirmed."""
 
     position: int
-    """Of the first row; the others follow it."""
+    """Position of the first row; the others follow it."""
     tokens: tuple[int, ...]
     hidden_TD: Tensor
     top_ids_TK: Ints
@@ -81,8 +81,8 @@ class VerifiedRows:
 def verified_rows(
     run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int], top_k: int
 ) -> VerifiedRows:
-    """The last known row and the accepted drafted ones: `path` are their indices among the drafted
-    rows, `first` is where the run's verdicts begin in the reply."""
+    """Returns the last known row and the accepted drafted ones. `path`: their indices among the
+    drafted rows; `first`: the run's first row in the reply."""
     item = run.item
     last = item.num_known - 1
     index = torch.tensor([last, *(item.num_known + i for i in path)])
@@ -98,7 +98,7 @@ def verified_rows(
 
 
 class _Text:
-    """One sampled request so far."""
+    """The recorded rows of one request so far."""
 
     def __init__(self, request: Request) -> None:
         self.workload = request.workload
@@ -106,7 +106,7 @@ class _Text:
         self.parts: deque[VerifiedRows] = deque()
         self.num_rows = 0
         self.staged: VerifiedRows | None = None
-        """This round's rows, until it is known how many of their tokens left."""
+        """This round's rows, until it is known how many of their tokens are emitted."""
 
     @property
     def next_position(self) -> int | None:
@@ -121,7 +121,7 @@ class _Text:
             self.num_rows -= len(self.parts.popleft().tokens)
 
     def piece(self) -> VerifiedPiece:
-        """All of it, at most the last MAX_POSITIONS."""
+        """Returns all recorded rows, at most the last MAX_POSITIONS."""
         tokens = [token for part in self.parts for token in part.tokens]
         return VerifiedPiece(
             tokens_T=np.asarray(tokens, dtype=np.int32)[-MAX_POSITIONS:],
@@ -136,7 +136,7 @@ class _Text:
 
 
 class RecorderTap:
-    """Follows the sampled requests of an engine and hands on what became of them."""
+    """Collects the rows of an engine's recorded requests and passes them to the sink."""
 
     def __init__(self, sink: RecorderSink) -> None:
         self._sink = sink
@@ -147,18 +147,17 @@ class RecorderTap:
             self._texts[request.request_id] = _Text(request)
 
     def top_k(self, request_id: RequestId) -> int:
-        """How many best tokens this request's rows need for the recorder; 0 when it is not
-        sampled."""
+        """Returns how many best tokens to record per row of this request; 0 if not recorded."""
         return self._sink.top_k if request_id in self._texts else 0
 
     def stage(self, run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int]) -> None:
-        """What a verdict confirmed; it counts once `commit` says how much of it left."""
+        """Stages the rows that a verdict confirmed, until `commit` has the number emitted."""
         text = self._texts.get(run.request_id)
         if text is not None:
             text.staged = verified_rows(run, reply, first=first, path=path, top_k=self._sink.top_k)
 
     def commit(self, request_id: RequestId, num_left: int) -> None:
-        """So many tokens have left: each was chosen by one of the staged rows."""
+        """Keeps the staged rows of the `num_left` emitted tokens, one row per token."""
         text = self._texts.get(request_id)
         if text is None or text.staged is None:
             return

@@ -1,7 +1,7 @@
-"""The requests of an engine, from `add` to their one end.
+"""The requests of an engine, from `add` to their end.
 
-Scheduler, controllers, draft stage, recorder and beliefs each keep what is theirs of a request;
-this is the only place that admits a request to them and ends it in all of them.
+Scheduler, controllers, draft stage, recorder and beliefs each have state of a request; this is the
+only place that admits a request to them and ends it in all of them.
 """
 
 import threading
@@ -26,13 +26,14 @@ class EngineLoad:
     free_pages: int
     num_pages: int
     num_preemptions: int = 0
-    """Since the engine was built."""
+    """Count since the engine was built."""
 
 
 class EngineRequests:
-    """`add`, `abort` and `advise` may come from any thread, the rest from the round loop's.
+    """Admits and ends requests. `add`, `abort` and `advise` may be called from any thread, the rest
+    from the round loop's.
 
-    `lock` guards the scheduler and everything that is kept per request.
+    `lock` guards the scheduler and all state per request.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class EngineRequests:
     ) -> None:
         self.lock = threading.Lock()
         self.arrived = threading.Event()
-        """Set when the round loop has something new to look at."""
+        """Set when the round loop has new work."""
         self._scheduler = scheduler
         self._policy = policy
         self._draft = draft
@@ -55,10 +56,13 @@ class EngineRequests:
         self._book = book
         self._speculation = speculation
         self._returning: dict[RequestId, tuple[Request, DraftPlan | None]] = {}
-        """Waiting requests whose id an aborted one in flight still has: admitted when it leaves."""
+        """Waiting requests with the id of an aborted one in flight; admitted when that one ends."""
 
     def add(self, request: Request, plan: DraftPlan | None) -> None:
-        """Raises RequestError when it can never be served and CapacityError at a full queue."""
+        """Queues a request.
+
+        Raises RequestError if it can never be served and CapacityError if the queue is full.
+        """
         self._refuse_odd_tree(request)
         with self.lock:
             self._policy.check(request.speculation.controller)
@@ -66,7 +70,7 @@ class EngineRequests:
             self._scheduler.add(request)
             if before is None:
                 self._admit(request, plan)
-            else:  # aborted, and its round still goes by this id
+            else:  # aborted, and its round still uses this id
                 self._returning[request.request_id] = request, plan
         self.arrived.set()
 
@@ -99,7 +103,7 @@ class EngineRequests:
         emissions: Sequence[Emission],
         outcomes: Sequence[Outcome],
     ) -> None:
-        """After a round's commit, under the lock: what was learnt, recorded and ended by it."""
+        """Records, learns from and ends requests after a round's commit; under the lock."""
         if self._recorder is not None:
             for emission in emissions:
                 self._recorder.commit(emission.request_id, len(emission.tokens))
@@ -110,12 +114,12 @@ class EngineRequests:
             self._settle(item.live.request_id)
 
     def stages_lost(self) -> None:
-        """Under the lock, after the scheduler was reset: those that were aborted in flight end."""
+        """Ends requests aborted in flight, after the scheduler was reset; under the lock."""
         for request_id in self._policy.live():
             self._settle(request_id)
 
     def _settle(self, request_id: RequestId) -> None:
-        """Ends a request that has left, and admits the one that has waited for its id."""
+        """Ends a request that the scheduler has dropped, and admits one waiting for its id."""
         returning = self._returning.pop(request_id, None)
         if returning is not None or self._scheduler.live(request_id) is None:
             self._end(request_id)
@@ -127,7 +131,7 @@ class EngineRequests:
         if shape != "none" and self._speculation.acceptance == "rejection":
             raise RequestError(
                 f"speculation.tree is {shape} and this service accepts by rejection sampling, "
-                "which judges chains: leave it out, or ask for none",
+                "which judges chains: leave it out, or set it to none",
                 param="speculation.tree",
             )
 

@@ -1,8 +1,7 @@
-"""Where the time of rounds goes, and the statistics of one round.
+"""Times the round loop and computes the statistics of a round.
 
-The loop says what it has spent on what it can name; what is left of the clock is `other`: handing
-results on, waiting for the interpreter's lock, other processes on a busy core. Nothing is decided
-by it.
+The loop reports the time of its named parts; the rest is `other`: delivering results, waiting for
+the interpreter's lock, other processes on a busy core.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from eesd_dist.types import Emission, Outcome, RoundStats, Traffic
 
 @dataclass(slots=True, kw_only=True)
 class RoundInFlight:
-    """A round between its sending and its verdict."""
+    """A round that was sent and has no verdict yet."""
 
     plan: RoundPlan
     drafted: DraftedRound
@@ -27,16 +26,16 @@ class RoundInFlight:
     draft_s: float
     send_s: float
     sent_at: float
-    """When sending began, by the meter's clock."""
+    """Start of sending, by the meter's clock."""
     ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unnamed:
-    """What the stages of rounds do not tell, of the time since the verdict before."""
+    """Time since the previous verdict that no named part of a round accounts for."""
 
     idle_s: float
-    """Nobody had anything to do."""
+    """Time without work."""
     other_s: float
 
 
@@ -47,14 +46,14 @@ class LoopClock:
         self._idle_s = 0.0
 
     def spent(self, seconds: float) -> None:
-        """On something that the statistics of a round have a name for."""
+        """Adds time that the statistics of a round name."""
         self._named_s += seconds
 
     def idled(self, seconds: float) -> None:
         self._idle_s += seconds
 
     def verdict(self, *, now_s: float) -> Unnamed:
-        """A round is over: closes the account, and begins the next one."""
+        """Ends a round: returns its unnamed time, and starts the next one."""
         left_s = now_s - self._since_s - self._named_s - self._idle_s
         unnamed = Unnamed(idle_s=self._idle_s, other_s=max(left_s, 0.0))
         self._since_s, self._named_s, self._idle_s = now_s, 0.0, 0.0
@@ -62,10 +61,10 @@ class LoopClock:
 
 
 class RoundMeter:
-    """Times the turns of one round loop and makes statistics of its rounds."""
+    """Times the turns of one round loop and computes statistics of its rounds."""
 
     def __init__(self, *, clock: Callable[[], float], draft_traffic: Callable[[], Traffic]) -> None:
-        """`draft_traffic`: what this rank has exchanged with the other draft ranks so far."""
+        """`draft_traffic`: total traffic of this rank with the other draft ranks so far."""
         self.now = clock
         self._loop = LoopClock(now_s=clock())
         self._last_reply_at = clock()
@@ -73,14 +72,14 @@ class RoundMeter:
         self._traffic_before = draft_traffic()
 
     def spent(self, seconds: float) -> None:
-        """On something that the statistics of a round have a name for."""
+        """Adds time that the statistics of a round name."""
         self._loop.spent(seconds)
 
     def idled(self, seconds: float) -> None:
         self._loop.idled(seconds)
 
     def stages_changed(self) -> None:
-        """What was exchanged in between belongs to no round."""
+        """Restarts the traffic count: traffic between epochs belongs to no round."""
         self._traffic_before = self._draft_traffic()
 
     def finished(
@@ -93,7 +92,8 @@ class RoundMeter:
         wait_from: float,
         received: float,
     ) -> RoundStats:
-        """The round is committed now; the loop waited for its reply from `wait_from` on."""
+        """Returns the statistics of a round just committed; the loop waited for its reply from
+        `wait_from` on."""
         committed = self.now()
         self.spent(committed - wait_from)
         blocked_s, in_flight_s = received - wait_from, received - waiting.sent_at

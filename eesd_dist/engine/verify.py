@@ -1,7 +1,7 @@
 """The verify stage: the target's remaining layers, and the rule that decides every token.
 
-A verify rank keeps weights and KV pages and no opinion: which rows, which pages and which sampling
-parameters stand in each round's header. It does not know requests, queues or controllers.
+A verify rank has weights and KV pages only: each round's header has the rows, pages and sampling
+parameters. It does not depend on requests, queues or controllers.
 """
 
 # Shapes: T rows of a round, S sampled rows, K drafted rows, D hidden size, V vocabulary.
@@ -60,7 +60,7 @@ class VerifyStage:
     def verify(
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
     ) -> VerifyReply:
-        """The target's token after each sampled row. Every rank of the group returns the same."""
+        """Returns the target's token after each sampled row; all ranks return the same."""
         started = time.perf_counter()
         self.span.move(header.kv_moves)
         rows = RowPlan.build(
@@ -113,12 +113,12 @@ class VerifyStage:
         logprobs = np.asarray(choice.logprobs, dtype=np.float32)
         accepted = _NO_INTS
         if header.wants_rejection:
-            if draft_probs_KV is None:  # nobody drafted: every token is drawn from the target
+            if draft_probs_KV is None:  # no drafts: every token is drawn from the target
                 draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
             full_SV = self._joined(logits_SV)
             judged = self._reject(header.segments, full_SV, draft_probs_KV, rules)
             tokens, accepted = judged.tokens, judged.accepted
-            if logprobs.size:  # they are those of other tokens
+            if logprobs.size:  # so far those of the tokens sampled without rejection
                 logprobs = _logprobs_of(tokens, full_SV)
         took_s = time.perf_counter() - started
         return VerifyReply(
@@ -142,7 +142,7 @@ class VerifyStage:
         draft_probs_KV: Tensor,
         rules: list[RowRule],
     ) -> "_Judged":
-        """Rejection sampling over each drafted chain (the published baseline)."""
+        """Runs rejection sampling over each drafted chain (the published baseline)."""
         drafts = [
             segment.tokens[segment.num_rows - segment.num_sampled + 1 :]
             for segment in segments
@@ -176,7 +176,7 @@ def _logprobs_of(
 
 
 def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:
-    """Flat indices of the rows that get a verdict: the last `num_sampled` of each segment."""
+    """Returns flat indices of the rows with a verdict: the last `num_sampled` of each segment."""
     indices: list[int] = []
     end = 0
     for segment in segments:
@@ -186,15 +186,15 @@ def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:
 
 
 Observe = Callable[[RoundHeader, VerifyReply], None]
-"""Told of every round that a rank has just finished."""
+"""Called after every round that a rank has finished."""
 
 
 def serve_rounds(
     stage: VerifyStage, source: RoundSource, *, observe: Observe = lambda *_: None
 ) -> None:
-    """Rank 0's loop: take a round, share it with the other ranks, verify, reply.
+    """Runs rank 0's loop: receives a round, shares it with the other ranks, verifies and replies.
 
-    Returns when the draft stage closes the channel; raises PeerLost when a rank is gone.
+    Returns when the draft stage closes the channel; raises PeerLost when a rank is lost.
     """
     shared = _ranks_of(stage)
     while True:
@@ -209,19 +209,19 @@ def serve_rounds(
 
 
 def _verify_together(stage: VerifyStage, group: ProcessGroup, taken: Round) -> VerifyReply:
-    """Rank 0 computes its part of a round while the other ranks are still being told of it."""
+    """Computes rank 0's part of a round while the round is still being sent to the other ranks."""
     started_s, before = time.perf_counter(), group.counts().total
     sharing = share_round(group, *taken)
     reply = stage.verify(*taken)
     finish_all(sharing, timeout_s=group.timeout_s)
-    group.check()  # a collective that was given up leaves garbage behind, not an error
+    group.check()  # an aborted collective leaves garbage instead of raising
     took_s = time.perf_counter() - started_s
     traffic = group.counts().total.since(before)
     return replace(reply, verify_s=took_s, received_to_sent_s=took_s, group=traffic)
 
 
 def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> None:
-    """The other ranks' loop: the same computation on the same rows, and nothing to decide."""
+    """Runs the other ranks' loop: the same computation on the same rows."""
     group = _ranks_of(stage)
     assert group is not None, "a follower is a rank of a process group"
     while (taken := follow_round(group)) is not None:
@@ -229,7 +229,7 @@ def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> 
 
 
 def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:
-    """The group to share rounds with; None for a stage of one rank."""
+    """Returns the group to share rounds with; None for a stage of one rank."""
     group = stage.group
     if isinstance(group, GroupHandle):
         group = group.current

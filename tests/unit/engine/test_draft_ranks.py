@@ -187,11 +187,11 @@ def told(config: EngineConfig, command: Command) -> None:
         (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),
         (
             RunHead(segments=(ROW,), input_TE=torch.zeros(1, 3)),
-            "found rows of 3 x torch.float32 beside a command, expected",
+            "found rows of 3 x torch.float32 with a command, expected",
         ),
         (
             RunLogits(exit_AD=torch.zeros(1, 3, dtype=torch.float16)),
-            "found rows of 3 x torch.float16 beside a command, expected",
+            "found rows of 3 x torch.float16 with a command, expected",
         ),
     ],
 )
