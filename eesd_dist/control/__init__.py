@@ -1,4 +1,4 @@
-"""Decides how long to keep drafting, from counts and evidence, never tensors."""
+"""Draft-length control: decides how long to draft, from counts and evidence, never tensors."""
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator

@@ -1,10 +1,10 @@
-"""What a draft-length controller is: two protocols, and what both are given.
+"""Protocols of draft-length controllers, and what controllers are built from.
 
-A `Controller` decides for one request. It is asked before every draft token whether one more is
-worth drawing, and is told after every round how the verifier judged the draft. A `BatchController`
-decides for all of its requests in a round, level by level. Both see counts, seconds of the cost
-model and the exit head's evidence, never tensors, clocks or texts; equal seeds give equal
-decisions. A decision changes time alone: every token is the verifier's.
+A `Controller` decides for one request: it is asked before every draft token whether to draft it,
+and is told after every round how the verifier judged the draft. A `BatchController` decides for all
+of its requests in a round, level by level. Both depend on counts, seconds of the cost model and the
+exit head's evidence, never on tensors, clocks or texts; equal seeds give equal decisions. Decisions
+affect speed only: every token is the verifier's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -23,22 +23,22 @@ from eesd_dist.types import Evidence, Outcome, RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSetup:
-    """What controllers of one engine are built from; each takes what it needs."""
+    """Inputs that the controllers of one engine are built from."""
 
     speculation: SpeculationConfig
     cost: CostModel | None
-    """Measured; None where nothing was."""
+    """Measured cost; None if nothing was measured."""
     calibrator: Calibrator
     trees: TreeGrowth
-    """Shared by the controllers that say how deep a draft goes and not which tokens it has."""
+    """Shared by controllers that decide the depth of a draft and not its tokens."""
 
     @property
     def assumed_cost(self) -> CostModel:
-        """For controllers that decide nothing without costs."""
+        """The measured cost, or `NOMINAL_COST`; for controllers that need a cost model."""
         return self.cost or NOMINAL_COST
 
     def rng(self, request_id: RequestId) -> Random:
-        """A request's own draws: the same ones whatever else the engine serves."""
+        """Returns a request's random generator, independent of the engine's other requests."""
         return Random(f"{self.speculation.seed}/{request_id}")
 
 
@@ -47,49 +47,49 @@ class Controller(Protocol):
 
     @property
     def needs_evidence(self) -> bool:
-        """False lets the drafter skip computing it; what it then passes is not looked at."""
+        """False lets the drafter skip computing evidence; what it then passes is ignored."""
         ...
 
     def begin_round(self) -> None:
-        """Before the first question of every round."""
+        """Called before the first `keep_drafting` of every round."""
         ...
 
     def keep_drafting(self, evidence: Evidence) -> bool:
-        """Whether to draft the token this evidence is about."""
+        """Returns whether to draft the token with this evidence."""
         ...
 
     def observe(self, outcome: Outcome) -> None:
-        """The verdict of one round."""
+        """Learns from the verdict of one round."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundLoad:
-    """A round that is about to be drafted."""
+    """Load of a round that is about to be drafted."""
 
     request_ids: tuple[RequestId, ...]
-    """The controller's own requests that may draft in it."""
+    """The controller's requests that may draft in it."""
     num_requests: int
-    """All requests of the round, also those that draft nothing or have another controller."""
+    """All requests of the round, including those without drafts or with another controller."""
     num_known: int
-    """Known rows of the round: one a request, more for a prefill chunk."""
+    """Known rows of the round: one per request, more for a prefill chunk."""
     overlapped: bool
-    """Another microbatch is verified meanwhile: the round costs the slower of drafting and
-    verifying, not both."""
+    """Whether another microbatch is verified at the same time: the round then takes the longer of
+    drafting and verifying, not both."""
 
 
 class DraftRound(Protocol):
-    """The decisions of one round. Drafts grow level by level, all requests together."""
+    """Decisions of one round. Drafts grow level by level, all requests together."""
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
-        """The requests whose next guess is worth the exit head's work; the other drafts end."""
+        """Returns the requests with a next guess worth the exit head's time; other drafts end."""
         ...
 
     def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
-        """Which of one level's offers to draft. A request that is refused is not offered again.
+        """Returns which of one level's offers to draft. A request without any is not offered again.
 
-        Called on every level of the round, with no offers too. `given`: tokens that other
-        controllers draft on this level.
+        Called on every level of the round, also without offers. `given`: number of tokens that
+        other controllers draft on this level.
         """
         ...
 
@@ -99,23 +99,23 @@ class BatchController(Protocol):
 
     @property
     def needs_evidence(self) -> bool:
-        """As a `Controller`'s."""
+        """Same as `Controller.needs_evidence`."""
         ...
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
-        """A request begins, or begins again with a belief that rests on more rounds."""
+        """Adds a request, or replaces its belief by one from more rounds."""
         ...
 
     def end(self, request_id: RequestId) -> None:
-        """The request is over. A verdict of its last round may still be observed."""
+        """Removes a request. A verdict of its last round may still be observed."""
         ...
 
     def begin_round(self, load: RoundLoad) -> DraftRound: ...
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        """Verdicts of a round or of a part of it, other controllers' requests included."""
+        """Learns from verdicts of (part of) a round, including other controllers' requests."""
         ...
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
-        """Another exit head has come. `beliefs`: of all its requests; they stay what they are."""
+        """Switches to another exit head. `beliefs`: those of all its requests, unchanged."""
         ...

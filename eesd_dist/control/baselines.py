@@ -1,4 +1,4 @@
-"""Published ways to choose a draft length, to hold ours against.
+"""Published controllers of the draft length, as baselines.
 
     fixed         the same length every round
     threshold     stop when the exit head is unsure (Kangaroo, arXiv 2404.18911)
@@ -6,9 +6,9 @@
     ema           SGLang's adaptive number of steps (its pull request 21599)
     ucb           UCBSpec (BanditSpec, Hou et al. 2025, arXiv 2505.15141), lengths as arms
 
-Written from their descriptions, with the constants their code has. Each decides for one request;
-where the original has one state for a whole batch, here every request has its own. None of them
-draws anything.
+Written from their descriptions, with the constants of their code. Each decides for one request;
+where the original has one state for a whole batch, here every request has a separate one. All are
+deterministic.
 """
 
 import math
@@ -48,7 +48,7 @@ def ucb(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
 
 
 class FixedController:
-    """The same length every round."""
+    """Drafts the same length every round."""
 
     needs_evidence = False
 
@@ -69,7 +69,7 @@ class FixedController:
 
 
 class ThresholdController:
-    """Stop when the exit head's top-1 probability falls below eta (Kangaroo's rule)."""
+    """Stops when the exit head's top-1 probability falls below eta (Kangaroo's rule)."""
 
     needs_evidence = True
 
@@ -87,13 +87,13 @@ class ThresholdController:
 
 
 class DraftVerifyController:
-    """Draft until a token's top-1 probability is below gamma; that token is still verified.
+    """Drafts until a token's top-1 probability is below gamma; that token is still verified.
 
-    gamma aims at a target acceptance alpha. After every round, with AR the accepted share of it:
+    gamma is adapted to a target acceptance alpha. After every round, with AR its accepted share:
 
         mean AR <- b1 mean AR + (1 - b1) AR
         gamma'  =  gamma + e   where mean AR < alpha
-                   gamma - e   otherwise; gamma where the draft was as long as may be
+                   gamma - e   otherwise; gamma where the draft had the maximum length
         gamma   <- b2 gamma + (1 - b2) gamma'
 
     with alpha = 0.9, b1 = 0.5, b2 = 0.9 and e = 0.01.
@@ -147,7 +147,7 @@ class DraftVerifyController:
 
 
 class EmaController:
-    """One step beyond the moving average of accepted lengths, on a ladder of lengths.
+    """Drafts one step beyond the moving average of accepted lengths, on a ladder of lengths.
 
         ema <- (1 - a) ema + a accepted
 
@@ -209,14 +209,14 @@ class EmaController:
 
 
 class UcbController:
-    """The length of highest upper confidence bound on its tokens per second.
+    """Drafts the length with the highest upper confidence bound on its tokens per second.
 
         index(k) = tokens(k) / seconds(k) + B sqrt(x log n / n(k))
 
     Sums and counts are discounted (Garivier and Moulines 2011), since text changes; seconds are the
-    cost model's, B the rate of plain decoding and x = 0.5. Length 0 is an arm like any other. A
-    round teaches its own arm alone, as in the paper, though it tells more (HedgeSpec, arXiv
-    2510.20064).
+    cost model's, B the rate of plain decoding and x = 0.5. Length 0 is an ordinary arm. A round
+    updates its own arm only, as in the paper, although it has information on others (HedgeSpec,
+    arXiv 2510.20064).
     """
 
     needs_evidence = False

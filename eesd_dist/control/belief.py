@@ -1,12 +1,12 @@
-"""What a request's rounds have taught so far, as five plain numbers.
+"""Beliefs: what has been learnt from a request's rounds, as five plain numbers.
 
-Decides how counts are learnt from an outcome, forgotten, scaled and pooled. Refuses to know how a
-length is chosen from them (controllers) and who keeps them (`routing.beliefs`).
+Updates counts from an outcome, discounts, scales and pools them. Does not depend on how a length is
+chosen from them (controllers) or where they are kept (`routing.beliefs`).
 
 Censoring: of k drafted tokens with r accepted, the first r were judged good and, when r < k, the
-next one was judged bad. Later tokens were never judged, so they teach nothing; counting k - r
-failures would bias every estimate down. Of a tree the exit head's first choices count, where the
-verdict came to them.
+next one was judged bad. Later tokens were never judged and are not counted; counting k - r failures
+would bias every estimate down. Of a tree the exit head's first choices count, where the verdict
+reached them.
 """
 
 import math
@@ -17,19 +17,19 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.types import Outcome
 
 _UNIFORM = 1.0
-"""Both parameters of the uniform prior; what is above are counts, and only they are forgotten."""
+"""Both parameters of the uniform prior; the excess over it are counts, which are discounted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belief:
-    """A Beta posterior over "the next drafted token is accepted", and the counts behind it."""
+    """Beta posterior of "the next drafted token is accepted", and the counts it is based on."""
 
     alpha: float = _UNIFORM
     beta: float = _UNIFORM
     num_tested: float = 0.0
     """Judged tokens, discounted; the calibration forms mix these counts with their own prior."""
     num_accepted: float = 0.0
-    """Of those, the accepted ones."""
+    """Accepted ones of the judged tokens."""
     num_rounds: int = 0
 
     @property
@@ -42,14 +42,14 @@ class Belief:
 
     @property
     def weight(self) -> float:
-        """How many judged tokens this belief is worth."""
+        """Number of judged tokens that this belief is worth."""
         return max(self.alpha + self.beta - 2 * _UNIFORM, 0.0)
 
     def after(self, outcome: Outcome, *, discount: float = 1.0) -> "Belief":
-        """The posterior after one more round; earlier counts are multiplied with `discount`.
+        """Returns the posterior after one more round; earlier counts are multiplied by `discount`.
 
-        A round without a draft judges nothing and still forgets: a controller that stopped
-        drafting becomes uncertain again, and tries again.
+        A round without a draft adds no counts and still discounts: a controller that stopped
+        drafting becomes uncertain, and tries again.
         """
         accepted, rejected = outcome.num_first_accepted, outcome.num_first_rejected
         old = self.scaled(discount)
@@ -62,7 +62,7 @@ class Belief:
         )
 
     def scaled(self, factor: float) -> "Belief":
-        """The same opinion, held with `factor` times the weight."""
+        """Returns the same belief with `factor` times the weight."""
         return Belief(
             alpha=_UNIFORM + factor * (self.alpha - _UNIFORM),
             beta=_UNIFORM + factor * (self.beta - _UNIFORM),
@@ -72,11 +72,11 @@ class Belief:
         )
 
     def bounded(self, max_weight: float) -> "Belief":
-        """The same opinion, worth at most `max_weight` judged tokens: warm, and not fixed."""
+        """Returns the same belief with at most `max_weight`, so that new rounds can change it."""
         return self if self.weight <= max_weight else self.scaled(max_weight / self.weight)
 
     def merged(self, other: "Belief") -> "Belief":
-        """Both bodies of counts together."""
+        """Returns the belief with the counts of both."""
         return Belief(
             alpha=self.alpha + other.alpha - _UNIFORM,
             beta=self.beta + other.beta - _UNIFORM,

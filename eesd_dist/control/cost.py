@@ -1,7 +1,7 @@
-"""What a draft costs in seconds, and what length earns most by it.
+"""Cost model: the seconds of a draft, and the length with the most tokens per second.
 
-Decides tokens per second from survival probabilities and a start-up profile, for one request and
-for a batch. Refuses to know where the figures come from, and what is believed about acceptance.
+Computes tokens per second from survival probabilities and a start-up profile, for one request and
+for a batch. Does not depend on how the figures were measured or how acceptance is estimated.
 """
 
 import json
@@ -14,32 +14,31 @@ from pathlib import Path
 from eesd_dist.errors import ConfigError
 
 Points = tuple[tuple[int, float], ...]
-"""(count, seconds), counts ascending; between two of them seconds are interpolated, and beyond the
-last one the last slope goes on."""
+"""(count, seconds), counts ascending; seconds are interpolated between two counts, and extrapolated
+with the last slope beyond the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of a round as measured on the machine at hand."""
+    """Seconds of a round, as measured on this machine."""
 
     draft_step_s: float
     """One drafted token through layers [0, N) and the exit head."""
     verify_s: tuple[float, ...]
     """verify_s[i]: a verify pass over i + 1 rows of one request. A draft of k tokens has k + 1
-    rows; beyond the table `verify_rows_s` goes on, or the slope of the table."""
+    rows; beyond the table `verify_rows_s` applies, or the slope of the table."""
     round_s: float = 0.0
-    """Paid once a round whatever its length: first token through [0, N), transfer, planning."""
+    """Fixed cost of a round of any length: first token through [0, N), transfer, planning."""
     guess_s: float = 0.0
-    """The part of draft_step_s that is the exit head's guess: paid also for a guess that is looked
-    at and then not drafted."""
+    """The exit head's guess, a part of draft_step_s: also paid for a guess that is not drafted."""
     request_s: float = 0.0
-    """What each further request adds to a verify pass beside its rows: its attention calls."""
+    """Cost of each further request in a verify pass in addition to its rows: attention calls."""
     verify_rows_s: Points = ()
-    """A verify pass over more rows than `verify_s` has, by rows, `request_s` taken off."""
+    """A verify pass over more rows than `verify_s` has, by rows, without `request_s`."""
     draft_rows_s: Points = ()
-    """One drafted token for each of so many requests at once."""
+    """One drafted token for each request of a batch, by number of requests."""
     known_rows_s: Points = ()
-    """`round_s` of a round of so many requests."""
+    """`round_s` by number of requests."""
 
     def __post_init__(self) -> None:
         if not self.verify_s or min(self.verify_s) <= 0 or self.draft_step_s < 0:
@@ -51,30 +50,30 @@ class CostModel:
     # -- one request ----------------------------------------------------------------------------
 
     def verify(self, num_drafted: int) -> float:
-        """v(k): seconds to verify a draft of k tokens."""
+        """Returns v(k), the seconds to verify a draft of k tokens."""
         return self.verify_batch(num_drafted + 1, 1)
 
     def seconds(self, num_drafted: int) -> float:
-        """A whole round with a draft of k tokens."""
+        """Returns the seconds of a whole round with a draft of k tokens."""
         return self.round_s + num_drafted * self.draft_step_s + self.verify(num_drafted)
 
     def rate(self, num_drafted: int, survival: Sequence[float]) -> float:
-        """Expected tokens per second; survival[j] is the chance that drafts 0..j all survive."""
+        """Returns expected tokens per second; survival[j]: P(drafts 0..j are all accepted)."""
         return (1.0 + sum(survival[:num_drafted])) / self.seconds(num_drafted)
 
     def best_length(self, survival: Sequence[float]) -> int:
-        """The length of highest rate, the shortest among equals."""
+        """Returns the length with the highest rate, the shortest of equals."""
         return max(range(len(survival) + 1), key=lambda k: (self.rate(k, survival), -k))
 
     def best_rate(self, *, theta: float, max_draft_tokens: int) -> float:
-        """The rate of the best length when every token is accepted with probability theta."""
+        """Returns the best length's rate if every token is accepted with probability theta."""
         survival = list(accumulate([theta] * max_draft_tokens, mul))
         return self.rate(self.best_length(survival), survival)
 
     # -- a batch --------------------------------------------------------------------------------
 
     def verify_batch(self, rows: int, requests: int = 1) -> float:
-        """A verify pass over `rows` rows, known and drafted ones of all requests together."""
+        """Returns the seconds of a verify pass over `rows` rows, known and drafted, in total."""
         extra = self.request_s * max(requests - 1, 0)
         if rows <= len(self.verify_s):
             return self.verify_s[max(rows, 1) - 1] + extra
@@ -84,27 +83,26 @@ class CostModel:
         return self.verify_s[-1] + self._table_slope() * (rows - len(self.verify_s)) + extra
 
     def draft_batch(self, rows: int) -> float:
-        """One drafted token for each of `rows` requests."""
+        """Returns the seconds of one drafted token for each of `rows` requests."""
         return self._scaled(self.draft_step_s, self.draft_rows_s, rows)
 
     def guess_batch(self, rows: int) -> float:
-        """The exit head's part of `draft_batch`."""
+        """Returns the exit head's part of `draft_batch`."""
         if self.draft_step_s <= 0.0:
             return 0.0
         return self.draft_batch(rows) * min(self.guess_s / self.draft_step_s, 1.0)
 
     def known_batch(self, requests: int) -> float:
-        """What a round of so many requests costs beside drafting and verifying."""
+        """Returns the seconds of a round in addition to drafting and verifying."""
         return self._scaled(self.round_s, self.known_rows_s, requests)
 
     def batch_seconds(
         self, lengths: Sequence[int], *, num_known: int | None = None, overlapped: bool = False
     ) -> float:
-        """A round that drafts a chain of each of these lengths.
+        """Returns the seconds of a round that drafts chains of these lengths.
 
-        `num_known`: known rows of the round, where they are more than one a request. `overlapped`:
-        another microbatch is verified while this one is drafted, so that the slower of the two
-        counts.
+        `num_known`: known rows of the round, if more than one per request. `overlapped`: another
+        microbatch is verified while this one is drafted, so that the longer of the two counts.
         """
         known = len(lengths) if num_known is None else num_known
         longest = max(lengths, default=0)
@@ -114,7 +112,7 @@ class CostModel:
         return max(drafting, verifying) if overlapped else drafting + verifying
 
     def _table_slope(self) -> float:
-        """The last one, and no less than the mean: a last step that noise made flat is not free."""
+        """Returns the last slope, at least the mean: noise may have made the last step flat."""
         last = len(self.verify_s) - 1
         if not last:
             return 0.0
@@ -122,7 +120,8 @@ class CostModel:
         return max(self.verify_s[last] - self.verify_s[last - 1], mean, 0.0)
 
     def _scaled(self, one_s: float, points: Points, count: int) -> float:
-        """Unmeasured, many rows are taken to grow as those of a verify pass do: same kernels."""
+        """Scales to `count` rows; without measurements like a verify pass, which has the same
+        kernels."""
         if count <= 0:
             return 0.0
         if points and points[-1][0] > 1:
@@ -145,7 +144,7 @@ class CostModel:
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "CostModel":
-        """Whatever a batch costs may be missing: files of before it was measured are read too."""
+        """Parses a cost model; batch costs may be missing, as in files of older versions."""
         verify_s = data.get("verify_s")
         if not isinstance(verify_s, Sequence):
             raise ConfigError(f"cost model: found verify_s={verify_s!r}, expected seconds")
@@ -161,7 +160,7 @@ class CostModel:
         )
 
     def save(self, file: Path) -> None:
-        """For `speculation.cost_file`: later runs decide by these figures instead of new ones."""
+        """Writes a file for `speculation.cost_file`, with which later runs skip the measurement."""
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
@@ -170,8 +169,8 @@ class CostModel:
             data = json.loads(file.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(
-                f"cost model {file}: found {error}, expected what CostModel.save wrote: measure it "
-                "again, or leave speculation.cost_file empty"
+                f"cost model {file}: found {error}, expected a file from CostModel.save: measure "
+                "it again, or leave speculation.cost_file empty"
             ) from error
         if not isinstance(data, dict):
             raise ConfigError(f"cost model {file}: found {str(data)[:40]}, expected an object")
@@ -181,12 +180,12 @@ class CostModel:
 NOMINAL_COST = CostModel(
     draft_step_s=0.1, verify_s=(1.0, 1.03), round_s=0.05, guess_s=0.06, draft_rows_s=((2, 0.11),)
 )
-"""Where nobody has measured and something must be assumed: a drafter of a tenth of the verifier's
-work, rows nearly free. In units of a verify pass, not in seconds."""
+"""Assumed cost if nothing was measured: drafting costs a tenth of verifying, and rows are almost
+free. In units of a verify pass, not in seconds."""
 
 
 def _between(points: Sequence[tuple[int, float]], count: int) -> float:
-    """Straight lines from point to point, and on along the last one; it never falls."""
+    """Interpolates linearly, extrapolates along the last segment, and never decreases."""
     if len(points) == 1:
         return points[0][1]
     right = next((i for i, point in enumerate(points) if point[0] >= count), len(points) - 1)
@@ -204,7 +203,7 @@ def _points(value: object) -> Points:
         points.append((pair[0], _seconds(pair[1])))
     counts = [count for count, _ in points]
     if counts != sorted(set(counts)) or min(counts, default=1) < 1:
-        raise ConfigError(f"cost model: found counts {counts}, expected them ascending from 1")
+        raise ConfigError(f"cost model: found counts {counts}, expected ascending counts from 1")
     return tuple(points)
 
 

@@ -1,14 +1,13 @@
-"""Chance, drawn once and used for many distributions.
+"""Random deviates: one draw of randomness that is used for many distributions.
 
-Thompson sampling with `redraw: round` needs one draw of chance for a whole round, while
-Calibration-TS has another posterior for every token. A `Deviate` is that one draw: asked for
-Beta(a, b) or N(mean, std) it answers as a sampler with those parameters would have, had it met this
-very chance. Each answer alone is an exact draw; answers of one deviate move together (a lucky round
-is lucky for all its tokens).
+Thompson sampling with `redraw: round` needs one draw for a whole round, while Calibration-TS has
+another posterior for every token. A `Deviate` is that one draw: it returns samples of Beta(a, b) or
+N(mean, std) for any parameters from the same randomness. Each sample alone is an exact draw;
+samples of one deviate are coupled, so that all tokens of a round have high or low samples together.
 
 Gamma draws: Marsaglia and Tsang, "A simple method for generating gamma variables", 2000, which
-accepts its first normal more than 95 times in a hundred and is smooth in the shape; that is why
-the coupling holds where `random.betavariate` would break it.
+accepts its first normal more than 95 times in a hundred and is smooth in the shape. The coupling
+needs this; `random.betavariate` would break it.
 """
 
 import math
@@ -16,7 +15,7 @@ from random import Random
 
 
 class Deviate:
-    """One draw of chance."""
+    """One draw of randomness for many distributions."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -28,14 +27,14 @@ class Deviate:
         return mean + std * self._normal
 
     def beta(self, a: float, b: float) -> float:
-        """A draw of Beta(a, b), as the share of one of two gamma draws, in logarithms so that tiny
-        parameters do not become 0/0."""
+        """Returns a draw of Beta(a, b), computed from two gamma draws, in logarithms so that tiny
+        parameters do not give 0/0."""
         odds_log = self._bad.log_gamma_draw(b) - self._good.log_gamma_draw(a)
         return 1.0 / (1.0 + math.exp(min(odds_log, 700.0)))
 
 
 class _GammaChance:
-    """The stream of chance behind one gamma variable, kept so that it can be met again."""
+    """Stream of random numbers of one gamma variable, stored so that it can be replayed."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

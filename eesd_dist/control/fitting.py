@@ -1,9 +1,9 @@
-"""Fitting a `Calibrator` to logged verdicts.
+"""Fits a `Calibrator` to logged verdicts.
 
-Logistic regression by Newton's method with a ridge that pulls towards the default calibrator, so
-that ten judged tokens change little and ten thousand decide. With enough of them a third is held
-back and says where the straight line is off: isotonic regression (Zadrozny and Elkan 2002) over
-groups of equally many tokens. A pure function of its pairs.
+Logistic regression by Newton's method with a ridge towards the default calibrator, so that ten
+judged tokens change little and ten thousand determine the fit. With enough tokens a third is held
+out to correct the regression: isotonic regression (Zadrozny and Elkan 2002) over groups of equal
+size. A pure function of its pairs.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ Array = npt.NDArray[np.float64]
 
 Judged = Sequence[tuple[Evidence, bool]]
 
-# rows: [judged tokens, features]; every other array has one of the two lengths.
+# Shapes: `rows` [judged tokens, features]; every other array has one of these two lengths.
 
 _BLOCK = 64
-"""Held back are whole rows of neighbours, since tokens of one text are like each other."""
+"""Tokens per held-out block: neighbouring tokens of one text are alike."""
 _KNOTS = 20
 _FEWEST_FOR_CURVE = 100 * _KNOTS
-"""Held-back tokens below which a curve would follow their noise."""
+"""With fewer held-out tokens the curve would fit noise."""
 
 
 def fit_calibrator(
     judged: Judged, *, ridge: float = 1.0, max_steps: int = 50, curved: bool = True
 ) -> Calibrator:
-    """The calibrator of highest penalised likelihood (`judged_tokens` makes the pairs, in the order
-    of their rounds). `curved` False leaves the sigmoid as it is."""
+    """Returns the calibrator with the highest penalised likelihood (`judged_tokens` gives the
+    pairs, in the order of their rounds). `curved` False fits no isotonic curve."""
     held_back = [pair for i, pair in enumerate(judged) if i // _BLOCK % 3 == 2]
     if not curved or len(held_back) < _FEWEST_FOR_CURVE:
         return _fit_line(judged, ridge=ridge, max_steps=max_steps)
@@ -44,13 +44,13 @@ def fit_calibrator(
 
 
 def _fit_curve(line: Calibrator, judged: Judged) -> tuple[tuple[float, float], ...]:
-    """What came true in groups of equally many tokens, made to rise with the forecast."""
+    """Returns the accepted share of groups of equal size, made non-decreasing in the forecast."""
     forecast = [(line.probability(evidence), accepted) for evidence, accepted in judged]
     ranked = sorted(forecast, key=lambda pair: pair[0])
     edges = [len(ranked) * index // _KNOTS for index in range(_KNOTS + 1)]
     groups = [ranked[low:high] for low, high in pairwise(edges)]
     forecasts = [sum(forecast for forecast, _ in group) / len(group) for group in groups]
-    # Half a token of either kind, so that no group says never or always.
+    # Half a token of either kind is added, so that no group has a share of 0 or 1.
     shares = [(sum(accepted for _, accepted in group) + 0.5) / (len(group) + 1) for group in groups]
     return tuple(
         (x, y)
@@ -65,8 +65,8 @@ def _fit_line(judged: Judged, *, ridge: float, max_steps: int) -> Calibrator:
         return Calibrator()
     rows = np.array([features(evidence) for evidence, _ in judged])
     accepted = np.array([was_accepted for _, was_accepted in judged], dtype=np.float64)
-    # In units of each feature's spread, so that one ridge means the same for all; a feature that
-    # hardly varies (the bias above all) tells nothing and is held as tightly as one that does.
+    # In units of each feature's spread, so that one ridge has the same effect on all. A feature
+    # that hardly varies (such as the bias) is penalised as if its spread were 1.
     scale = np.maximum(rows.std(axis=0), 1.0)
     penalty = ridge * scale**2
     weights = _newton(rows, accepted, start, penalty, max_steps=max_steps)

@@ -1,15 +1,15 @@
-"""The nearest row of numbers that never falls.
+"""Isotonic regression: the nearest non-decreasing sequence.
 
-Pool adjacent violators (Ayer et al. 1955; Barlow et al. 1972): neighbours in the wrong order become
-their weighted mean, until none are. Knows neither seconds nor probabilities.
+Pool adjacent violators (Ayer et al. 1955; Barlow et al. 1972): neighbours in the wrong order are
+replaced by their weighted mean, until there are none.
 """
 
 from collections.abc import Sequence
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
-    """Of all rows that never fall, the one of least weighted squared distance to `values`."""
-    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many values
+    """Returns the non-decreasing sequence with the least weighted squared distance to `values`."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, number of values
     for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
         block = (float(value), float(weight), 1)
         while blocks and blocks[-1][0] >= block[0]:

@@ -1,7 +1,6 @@
-"""A token that could be drafted next: the question a drafter asks.
+"""Offers: tokens that could be drafted next.
 
-The drafter works level by level and offers the next tokens of every request at once. Holds no
-opinion on them.
+The drafter works level by level and offers the next tokens of all requests to the controllers.
 """
 
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ class Offer:
 
     request_id: RequestId
     evidence: Evidence
-    """Of the distribution it was drawn from; `depth` counts the drafted tokens before it."""
+    """Evidence of its distribution; `depth` counts the drafted tokens before it."""
     parent: int = -1
-    """Which drafted token of this request it follows, counted in the order they were taken; -1
-    follows the last known token."""
+    """Index of the drafted token of this request that it follows, in the order they were taken; -1:
+    the last known token."""
     rank: int = 0
     """0: the exit head's first choice after its parent; r: its r-th alternative. There is room for
-    all that are offered; those taken are numbered in the order they were offered."""
+    all offers; those taken are numbered in the order they were offered."""
     shape: TreeShape = "none"
-    """What its request's drafts look like."""
+    """Shape of its request's drafts."""

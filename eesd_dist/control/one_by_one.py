@@ -1,4 +1,4 @@
-"""Presents controllers that decide for one request each as one controller of a batch."""
+"""Adapts controllers of single requests to a controller of a batch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -12,16 +12,16 @@ from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.types import Evidence, Outcome, RequestId
 
 ControllerBuilder = Callable[[ControlSetup, Belief, Random], Controller]
-"""The controller of one request, warmed with a belief."""
+"""Builds the controller of one request with an initial belief."""
 
 _NOT_COMPUTED = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
 
 
 class OneByOne:
-    """Every request has a controller of its own, all built alike."""
+    """Batch controller with one controller per request."""
 
     def __init__(self, build: ControllerBuilder, setup: ControlSetup) -> None:
-        """Raises ConfigError when the controller needs what `setup` lacks."""
+        """Raises ConfigError if `setup` lacks something the controller needs."""
         self._build = build
         self._setup = setup
         self._controllers: dict[RequestId, Controller] = {}
@@ -53,13 +53,13 @@ class OneByOne:
 
 
 class _Round:
-    """Each controller has one answer a level, asked about the likeliest next token."""
+    """Asks each controller once per level, about the likeliest next token."""
 
     def __init__(self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth) -> None:
         self._controllers = controllers
         self._trees = trees
         self._answers: dict[RequestId, bool] = {}
-        """Of this level, where no evidence was needed to answer."""
+        """Answers of this level that needed no evidence."""
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         return {request_id for request_id in request_ids if self._may_go_on(request_id)}

@@ -1,35 +1,35 @@
-"""Whether two microbatches that take turns earn more than all requests in one batch.
+"""Decides whether two microbatches are faster than all requests in one batch.
 
-Two microbatches keep both stages busy, and each verify pass then serves half as many requests: that
-pays where drafting takes about as long as verifying, and costs where one of them is nearly all of a
-round. Decides from the cost model and from how much is drafted lately; knows no request.
+Two microbatches keep both stages busy, but each verify pass then serves half as many requests: that
+is faster if drafting takes about as long as verifying, and slower if one of them is almost all of a
+round. Depends on the cost model and on recent draft lengths, not on requests.
 """
 
 from eesd_dist.control.cost import CostModel
 
 _MEMORY = 0.9
 _MARGIN = 0.05
-"""What has to be won before the present way is given up: a change idles one stage for a round."""
+"""Minimum gain of a change, which leaves one stage idle for a round."""
 
 
 class OverlapPolicy:
-    """One engine's choice, asked before every round."""
+    """Overlap decision of one engine, made before every round."""
 
     def __init__(self, cost: CostModel | None) -> None:
-        """Without a cost model nothing is drafted: one batch."""
+        """`cost`: None decides for one batch, since nothing is drafted without a cost model."""
         self._cost = cost
         self._drafted = 0.0
-        """Tokens that a request drafts in a round, lately."""
+        """Running mean of drafted tokens per request and round."""
         self._pays = False
 
     def observe(self, *, num_drafted: int, num_requests: int) -> None:
-        """A round that is over, the requests of it that may draft."""
+        """Adds a finished round; `num_requests`: its requests that may draft."""
         if num_requests:
             mean = num_drafted / num_requests
             self._drafted += (1.0 - _MEMORY) * (mean - self._drafted)
 
     def pays(self, num_requests: int) -> bool:
-        """With so many requests in the engine."""
+        """Returns whether two microbatches are faster with `num_requests` in the engine."""
         if self._cost is None or num_requests < 2:
             self._pays = False
             return False
@@ -38,7 +38,7 @@ class OverlapPolicy:
         return self._pays
 
     def _together_s(self, num_requests: int) -> float:
-        """Until every request has had a round."""
+        """Returns the seconds until every request has had a round, in one batch."""
         assert self._cost is not None
         return self._cost.batch_seconds(self._lengths(num_requests))
 
@@ -48,7 +48,7 @@ class OverlapPolicy:
         return 2 * self._cost.batch_seconds(larger, overlapped=True)
 
     def _lengths(self, num_requests: int) -> list[int]:
-        """Whole drafts that add up to what is drafted lately."""
+        """Returns draft lengths that add up to the recent mean of all requests."""
         total = round(self._drafted * num_requests)
         each, more = divmod(total, num_requests)
         return [each + (i < more) for i in range(num_requests)]

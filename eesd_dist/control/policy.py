@@ -1,9 +1,9 @@
-"""All that an engine asks about drafting: one record per request, and one answer per level.
+"""The engine's interface to draft-length control.
 
-The drafter works level by level: it offers the next tokens of every request at once and is told
-which to draft. Routes each request to the controller it names; knows no tokens, tensors or rounds
-in flight, and not where beliefs are pooled. The replaying benchmark asks it the same questions as
-the engine does.
+The drafter works level by level: it offers the next tokens of all requests, and the policy decides
+which to draft, with the controller that each request names. Does not depend on tokens, tensors,
+rounds in flight or where beliefs are pooled. The replay benchmark uses it in the same way as the
+engine.
 """
 
 from collections import deque
@@ -27,13 +27,13 @@ class _Request:
     group: BatchController
     belief: Belief
     advice: deque[Belief] = field(default_factory=lambda: deque(maxlen=1))
-    """The router's latest, which counts from the next round on. Another thread appends to it."""
+    """The router's latest belief, used from the next round on. Appended to by another thread."""
 
 
 class DraftPolicy:
-    """The live requests of an engine, grouped by controller.
+    """Draft decisions for the live requests of an engine, grouped by controller.
 
-    One thread asks; requests and advice may come from any.
+    Decisions are made in one thread; `admit` and `advise` may be called from any thread.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DraftPolicy:
         cost: CostModel | None,
         calibrator: Calibrator | None,
     ) -> None:
-        """Raises ConfigError when the default controller is not known."""
+        """Raises ConfigError if the default controller does not exist."""
         entry_of(speculation.controller)
         calibrator = _for_acceptance(calibrator or Calibrator(), speculation)
         trees = TreeGrowth(calibrator=calibrator, discount=speculation.discount)
@@ -51,34 +51,34 @@ class DraftPolicy:
             speculation=speculation, cost=cost, calibrator=calibrator, trees=trees
         )
         self._groups: dict[str, BatchController] = {}
-        """Built when a request first names them, and kept with what they have learnt. Replaced and
-        never changed, since another thread may be going through them."""
+        """Built when a request first names them, and kept with their state. Replaced and never
+        mutated, since another thread may be iterating."""
         self._requests: dict[RequestId, _Request] = {}
         self._rounds: list[tuple[BatchController, DraftRound]] = []
-        """Of the groups with requests in this round, in the order they decide in."""
+        """Groups with requests in this round, in the order in which they decide."""
 
     @property
     def cost(self) -> CostModel | None:
         return self._setup.cost
 
     def admit(self, request_id: RequestId, name: str | None, belief: Belief) -> None:
-        """A request begins, warmed with `belief`; `name` None takes the service's default.
+        """Adds a request with an initial belief; `name` None is the service's default controller.
 
-        Raises ConfigError when there is no such controller, or when it lacks what it needs.
+        Raises ConfigError if the controller does not exist, or lacks something it needs.
         """
         group = self._group(name)
         group.admit(request_id, belief)
         self._requests[request_id] = _Request(group=group, belief=belief)
 
     def check(self, name: str | None) -> None:
-        """Raises RequestError where `admit` would fail with it."""
+        """Raises RequestError if `admit` would fail with this controller."""
         try:
             self._group(name)
         except ConfigError as error:
             raise RequestError(str(error), param="speculation.controller") from error
 
     def advise(self, beliefs: Mapping[RequestId, Belief]) -> None:
-        """The router's beliefs, from any thread: they count from each request's next round on."""
+        """Takes the router's beliefs, from any thread; used from each request's next round on."""
         if not self._setup.speculation.learn:
             return
         for request_id, belief in beliefs.items():
@@ -87,17 +87,17 @@ class DraftPolicy:
                 request.advice.append(belief)
 
     def recalibrate(self, calibrator: Calibrator) -> None:
-        """Another exit head has come with a calibration of its own; beliefs stay what they are."""
+        """Switches to the calibration of another exit head; beliefs do not change."""
         calibrator = _for_acceptance(calibrator, self._setup.speculation)
         self._setup = replace(self._setup, calibrator=calibrator)
         self._setup.trees.recalibrate(calibrator)
-        requests = list(self._requests.items())  # others may be admitting
+        requests = list(self._requests.items())  # other threads may be admitting
         for group in self._groups.values():
             beliefs = {name: request.belief for name, request in requests if request.group is group}
             group.recalibrate(calibrator, beliefs)
 
     def end(self, request_id: RequestId) -> None:
-        """Drops all that is kept of a request."""
+        """Drops all state of a request."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.group.end(request_id)
@@ -106,7 +106,7 @@ class DraftPolicy:
         return tuple(self._requests)
 
     def needs_evidence(self, request_ids: Iterable[RequestId]) -> bool:
-        """False lets the drafter skip computing it; what it then offers is not looked at."""
+        """Returns False if the drafter can skip computing evidence; it is then ignored."""
         return any(self._requests[request_id].group.needs_evidence for request_id in request_ids)
 
     def begin_round(
@@ -117,11 +117,11 @@ class DraftPolicy:
         num_requests: int | None = None,
         num_known: int | None = None,
     ) -> None:
-        """Before the first offers of a round, with all requests that may draft in it.
+        """Starts a round, before its first offers, with all requests that may draft in it.
 
-        `overlapped`: another microbatch is verified meanwhile, so that the slower of drafting and
-        verifying is what the round costs. `num_requests` and `num_known`: all requests of the round
-        and their known rows, where there are more than one a drafting request.
+        `overlapped`: another microbatch is verified at the same time, so that the round takes the
+        longer of drafting and verifying. `num_requests` and `num_known`: all requests of the round
+        and their known rows, if there are more than one per drafting request.
         """
         request_ids = list(request_ids)
         for request_id in request_ids:
@@ -139,7 +139,7 @@ class DraftPolicy:
                 self._rounds.append((group, group.begin_round(load)))
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
-        """Requests whose next guess is worth the exit head's work; the others' drafts end here."""
+        """Returns requests with a next guess worth the exit head's time; the other drafts end."""
         worth: set[RequestId] = set()
         for group, round_ in self._rounds:
             mine = [i for i in request_ids if self._requests[i].group is group]
@@ -147,9 +147,9 @@ class DraftPolicy:
         return worth
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
-        """Which of one level's offers to draft. A request that is refused is not offered again.
+        """Returns which of one level's offers to draft. A request without any is not offered again.
 
-        Controllers of single requests decide first; batch-wide ones share what is left.
+        Controllers of single requests decide first; batch-wide ones take their tokens into account.
         """
         taken = [False] * len(offers)
         for group, round_ in self._rounds:
@@ -164,7 +164,7 @@ class DraftPolicy:
         return taken
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        """Nothing is learnt where `speculation.learn` is off."""
+        """Learns from verdicts, unless `speculation.learn` is off."""
         speculation = self._setup.speculation
         if not speculation.learn:
             return
@@ -178,8 +178,8 @@ class DraftPolicy:
             group.observe(outcomes)
 
     def _take_advice(self, request_id: RequestId) -> None:
-        """Where the router knows more rounds than this engine's own, or where neither has seen one
-        yet and the router has the better prior."""
+        """Takes over the router's belief if it is from more rounds than the engine's, or if the
+        engine has seen none yet: the router then has the better prior."""
         request = self._requests[request_id]
         if not request.advice:
             return
@@ -190,7 +190,7 @@ class DraftPolicy:
         request.group.admit(request_id, advice)
 
     def _group(self, name: str | None) -> BatchController:
-        """Raises ConfigError when there is no such controller, or when it lacks what it needs."""
+        """Raises ConfigError if the controller does not exist, or lacks something it needs."""
         name = name or self._setup.speculation.controller
         if name not in self._groups:
             group = entry_of(name).build(self._setup)
@@ -204,6 +204,6 @@ def _decides_last(named: tuple[str, BatchController]) -> bool:
 
 
 def _for_acceptance(calibrator: Calibrator, speculation: SpeculationConfig) -> Calibrator:
-    """Calibrations are fitted on coupled rounds; rejection sampling accepts other tokens and draws
-    without a score gap, so its forecasts are the exit head's own."""
+    """Returns the default calibrator for rejection sampling, which accepts other tokens and has no
+    score gap: calibrations are fitted on coupled rounds."""
     return Calibrator() if speculation.acceptance == "rejection" else calibrator

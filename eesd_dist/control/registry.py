@@ -1,4 +1,4 @@
-"""The controllers by name. A new one is its own file and one line of `CONTROLLERS`."""
+"""Registry of controllers by name. A new one is a file and one line in `CONTROLLERS`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from eesd_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PerRequest:
-    """Decides for each request alone."""
+    """Entry of a controller that decides for each request alone."""
 
     build_one: ControllerBuilder
 
@@ -23,7 +23,7 @@ class PerRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchWide:
-    """Decides over all requests that name it, knowing what the others draft."""
+    """Entry of a controller that decides over all requests that name it."""
 
     build: Callable[[ControlSetup], BatchController]
 
@@ -45,7 +45,7 @@ CONTROLLER_NAMES = tuple(CONTROLLERS)
 
 
 def entry_of(name: str) -> Entry:
-    """Raises ConfigError for a name that is not registered."""
+    """Returns a controller's entry. Raises ConfigError for a name that is not registered."""
     entry = CONTROLLERS.get(name)
     if entry is None:
         raise ConfigError(

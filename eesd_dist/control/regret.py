@@ -1,15 +1,16 @@
-"""What could have been earned, from logs.
+"""Computes regret from logs: the tokens per second that other draft lengths would have had.
 
-Verifying a draft of k tokens with r accepted tells what every other length would have yielded:
-min(r, j) for j <= k, and r for a longer one when a token was rejected. Only lengths beyond a draft
-that survived whole are censored. So the oracle (the accepted count of each round) and the best
-fixed length in hindsight are computable from outcomes and a cost model, with no second run.
+Verifying a draft of k tokens with r accepted determines what every other length would have yielded:
+min(r, j) for j <= k, and r for a longer one if a token was rejected. Only lengths beyond a draft
+that was accepted completely are censored. The oracle (the accepted count of each round) and the
+best fixed length in hindsight can therefore be computed from outcomes and a cost model, without
+another run.
 
 Acceptance beyond a censored draft is estimated from the rounds that got that far (the product of
-conditional acceptance rates, Kaplan and Meier 1958); when a controller stops where it expects a
-rejection that estimate leans up, against the controller.
+conditional acceptance rates, Kaplan and Meier 1958). If a controller stops where it expects a
+rejection, that estimate is biased up, against the controller.
 
-Rounds that drafted a tree are left out: what another length would have cost them is another tree.
+Rounds that drafted a tree are left out: with another length they would have drafted another tree.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from eesd_dist.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hindsight:
-    """Tokens per second by the cost model: as it was, and as it could have been."""
+    """Tokens per second by the cost model: achieved, and achievable in hindsight."""
 
     rate: float
     plain_rate: float
     oracle_rate: float
-    """Every round drafted exactly what was accepted of it."""
+    """Rate if every round had drafted exactly its accepted tokens."""
     best_fixed_length: int
     best_fixed_rate: float
     fixed_rates: tuple[float, ...]
@@ -36,7 +37,7 @@ class Hindsight:
 
     @property
     def oracle_regret(self) -> float:
-        """Share of the oracle's rate that was missed."""
+        """Share of the oracle's rate that was not achieved."""
         return 1.0 - self.rate / self.oracle_rate
 
     @property
@@ -45,12 +46,12 @@ class Hindsight:
 
 
 def oracle_length(outcome: Outcome) -> int:
-    """The shortest draft that would have yielded as much; a lower bound when all was accepted."""
+    """Returns the shortest draft with the same yield; a lower bound if all was accepted."""
     return outcome.num_accepted
 
 
 def position_rates(outcomes: Sequence[Outcome], *, max_length: int) -> tuple[float, ...]:
-    """Acceptance of draft position i among the rounds that tested it; 0 where none did."""
+    """Returns the acceptance of draft position i among the rounds that tested it; 0 if none did."""
     tested, accepted = [0] * max_length, [0] * max_length
     for outcome in _chains(outcomes):
         judged = min(outcome.num_drafted, outcome.num_accepted + 1)
@@ -61,7 +62,7 @@ def position_rates(outcomes: Sequence[Outcome], *, max_length: int) -> tuple[flo
 
 
 def hindsight(outcomes: Sequence[Outcome], *, cost: CostModel, max_length: int) -> Hindsight:
-    """Judges a logged row of rounds."""
+    """Computes the rates of a logged sequence of rounds."""
     outcomes = _chains(outcomes)
     tokens = sum(1 + outcome.num_accepted for outcome in outcomes)
     spent = sum(cost.seconds(outcome.num_drafted) for outcome in outcomes)

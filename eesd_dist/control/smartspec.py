@@ -1,16 +1,16 @@
 """SmartSpec: one draft length for the whole batch, by goodput (Liu et al. 2024, arXiv 2406.14066).
 
-Before every round, of the lengths 0 to the ceiling, the one of most expected tokens per second:
+Before every round it chooses, of the lengths 0 to the maximum, the one with the highest goodput:
 
     goodput(k) = n (1 + a + a^2 + ... + a^k) / seconds(n, k)
 
 for n requests, where the sum is (1 - a^(k+1)) / (1 - a) and a is a moving average of the token
-acceptance rate. Written from the paper's formulas; what differs:
+acceptance rate. Written from the paper's formulas, with two differences:
 
 - The paper fits seconds as a linear function of the batch's tokens and of its context; here they
   are the measured cost model, linear between measured numbers of rows, without a term for context.
-- Only judged tokens count for a, and a round without a draft forgets as others do. At length 0
-  nothing would be learnt, and a batch that once did badly would never draft again.
+- Only judged tokens count for a, and a round without a draft is discounted as well. Otherwise a
+  batch would learn nothing at length 0, and after low acceptance never draft again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -24,7 +24,7 @@ from eesd_dist.types import Outcome, RequestId
 
 
 class SmartSpec:
-    """A batch-wide controller by one acceptance rate and the load."""
+    """Batch-wide controller by one acceptance rate and the load."""
 
     needs_evidence = False
 
@@ -37,7 +37,7 @@ class SmartSpec:
         self._acceptance = Belief()
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
-        """The first request's belief is where the moving average starts."""
+        """Adds a request; the first one's belief initializes the moving average."""
         self._requests.add(request_id)
         if not self._acceptance.num_rounds:
             self._acceptance = belief
@@ -56,10 +56,10 @@ class SmartSpec:
             self._acceptance = self._acceptance.after(outcome)
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
-        """The moving average follows another exit head by itself."""
+        """Does nothing: the moving average adapts to another exit head."""
 
     def length_for(self, load: RoundLoad) -> int:
-        """The shortest one of highest goodput."""
+        """Returns the length with the highest goodput, the shortest of equals."""
         count = len(load.request_ids)
         step_s = self._cost.draft_batch(count)
         drafting_s = self._cost.known_batch(load.num_known)

@@ -1,8 +1,8 @@
-"""From sampled acceptance probabilities to a decision: one more token, or verify now.
+"""Stop rules: decide from sampled acceptance probabilities whether to draft one more token.
 
-Three rules behind one seam. `BernoulliStop` is the published rule. `OptimalStop` is the cost-aware
-optimum of one round; `SteadyStop` that of a long row of rounds. They see probabilities and
-seconds, never counts, evidence or tokens.
+`BernoulliStop` is the published rule. `OptimalStop` is the cost-aware optimum of one round;
+`SteadyStop` that of a long sequence of rounds. They depend on probabilities and seconds, not on
+counts, evidence or tokens.
 """
 
 from random import Random
@@ -15,16 +15,16 @@ from eesd_dist.types import Outcome
 class StopRule(Protocol):
     def begin_round(self) -> None: ...
     def goes_on(self, theta: float) -> bool:
-        """Whether to draft one more token, accepted with probability theta if all before it are."""
+        """Returns whether to draft one more token, with theta = P(accepted | all before it are)."""
         ...
 
     def observe(self, outcome: Outcome) -> None: ...
 
 
 class BernoulliStop:
-    """chi ~ Bernoulli(theta): go on when the toss says so.
+    """Drafts on if chi = 1, with chi ~ Bernoulli(theta).
 
-    With theta known exactly this drafts theta / (1 - theta) tokens on average, whatever they cost.
+    With theta known exactly this drafts theta / (1 - theta) tokens on average, at any cost.
     """
 
     def __init__(self, *, rng: Random) -> None:
@@ -41,11 +41,11 @@ class BernoulliStop:
 
 
 class OptimalStop:
-    """Draft on while some longer draft would beat the best rate so far.
+    """Drafts on while some longer draft has a higher rate than the best so far.
 
-    Looking one token ahead this is S_{k+1} / (c + v(k+1) - v(k)) > best rate so far. It looks up to
-    the ceiling, taking later tokens to be like the next one, since measured verify times rise in
-    steps: the token that crosses a step does not pay, and the ones after it may.
+    For one more token this is S_{k+1} / (c + v(k+1) - v(k)) > best rate so far. It looks ahead up
+    to the maximum length, with the next token's theta for later ones, since measured verify times
+    rise in steps: the token that crosses a step does not pay, but the ones after it may.
     """
 
     def __init__(self, *, cost: CostModel, max_draft_tokens: int) -> None:
@@ -83,13 +83,13 @@ class OptimalStop:
 
 
 class SteadyStop:
-    """Draft on while the next tokens earn more per second than this request earns on average.
+    """Drafts on while the next tokens have a higher rate than this request has on average.
 
-    A request is a row of rounds, and what counts is all its tokens over all its seconds. The best
-    policy for that (renewal reward; Dinkelbach's iteration) compares each marginal rate with the
-    long-run rate g instead of with this round's own: hard rounds stop sooner, easy ones go on
-    longer. g is estimated from the outcomes with the same cost model, starting at what the belief
-    promises.
+    A request is a sequence of rounds, with all its tokens over all its seconds as the objective.
+    The optimal policy for that (renewal reward; Dinkelbach's iteration) compares each marginal rate
+    with the long-run rate g instead of with this round's: hard rounds stop sooner, easy ones
+    continue longer. g is estimated from the outcomes with the same cost model, and starts at the
+    rate that the belief predicts.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class SteadyStop:
         self._ceiling = max_draft_tokens
         self._memory = memory
         rate = cost.best_rate(theta=theta, max_draft_tokens=max_draft_tokens)
-        self._seconds = 8 * cost.seconds(0)  # the start is worth eight plain rounds
+        self._seconds = 8 * cost.seconds(0)  # the prior has the weight of eight plain rounds
         self._tokens = rate * self._seconds
         self.begin_round()
 
     @property
     def rate(self) -> float:
-        """g, in tokens per second; never below plain decoding."""
+        """g, in tokens per second; at least the rate of plain decoding."""
         return max(self._tokens / self._seconds, 1.0 / self._cost.seconds(0))
 
     def begin_round(self) -> None:

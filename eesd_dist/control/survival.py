@@ -1,9 +1,9 @@
-"""The chance that a drafted token and all before it are accepted, on a chain and on a tree.
+"""Survival: the probability that a drafted token and all before it are accepted.
 
-A token survives when its parent does and it is the verifier's choice there. Of siblings at most
-one is: the r-th alternative when the first choice and all alternatives before it are wrong, which
-happens with a share that is learnt per rank. Refuses to know where the chance of a first choice
-comes from.
+A token survives if its parent does and it is the verifier's choice there. Of siblings at most one
+is: the r-th alternative only if the first choice and all alternatives before it are wrong; how
+often it is then right is learnt per rank. Does not depend on how a first choice's probability is
+computed.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,16 @@ from typing import NamedTuple
 from eesd_dist.types import Outcome
 
 _PRIOR_HIT, _PRIOR_MISS = 1.0, 2.0
-"""Before a rank was ever judged: a third of what the ranks before it missed."""
+"""Prior counts: a rank is right in a third of the cases that the ranks before it missed."""
 
 
 class Node(NamedTuple):
-    """One drafted token's chance to survive."""
+    """Survival of one drafted token."""
 
     drawn: float
-    """By a draw of what may be."""
+    """Survival by a Thompson draw."""
     expected: float
-    """By the mean."""
+    """Survival by the mean."""
 
 
 ROOT = Node(1.0, 1.0)
@@ -28,22 +28,22 @@ ROOT = Node(1.0, 1.0)
 
 
 class Siblings:
-    """The tokens that may follow one, in order of rank."""
+    """Possible successors of one token, in order of rank."""
 
     __slots__ = ("_drawn", "_expected", "_last", "_parent")
 
     def __init__(self, *, parent: Node, drawn: float, expected: float) -> None:
-        """`drawn` and `expected`: that the first choice is right where its parent is."""
+        """`drawn` and `expected`: P(first choice is right | its parent is)."""
         self._parent = parent
         self._drawn = drawn
         self._expected = expected
         self._last: Node | None = None
 
     def next_node(self, share: float) -> Node:
-        """The next rank's. `share`: how often it is right where all before it are wrong; of the
-        first choice nothing is to be said.
+        """Returns the next rank's node. `share`: how often it is right if all before it are wrong;
+        unused for the first choice.
 
-        Never more than the rank before it has, so that siblings are drafted in order of rank.
+        Its survival is at most that of the rank before, so that siblings are drafted in order.
         """
         parent, last = self._parent, self._last
         if last is None:
@@ -61,22 +61,22 @@ class Siblings:
 
 
 class RankShares:
-    """How often each alternative was right where all before it were wrong: of all requests, with
-    old verdicts forgotten."""
+    """How often each alternative was right if all before it were wrong: over all requests, with
+    older verdicts discounted."""
 
     def __init__(self, *, discount: float) -> None:
         self._discount = discount
         self._counts: list[tuple[float, float]] = []
 
     def of(self, rank: int) -> float:
-        """The first choice (rank 0) has a chance of its own at every token; its share is 1."""
+        """Returns a rank's share; 1 for the first choice (rank 0), which has a probability."""
         if rank == 0:
             return 1.0
         hits, misses = self._counts[rank - 1] if rank <= len(self._counts) else (0.0, 0.0)
         return (_PRIOR_HIT + hits) / (_PRIOR_HIT + _PRIOR_MISS + hits + misses)
 
     def observe(self, outcome: Outcome) -> None:
-        """Of each branch: ranks before the chosen one were wrong, those after it never judged."""
+        """Counts every branch: ranks before the chosen one were wrong, later ones not judged."""
         for branch in outcome.branches:
             chosen = branch.chosen_rank
             last = branch.num_offered - 1 if chosen < 0 else min(chosen, branch.num_offered - 1)

@@ -1,10 +1,10 @@
 """Thompson sampling of the acceptance rate: Beta-TS and Calibration-TS (arXiv 2406.03853).
 
     beta         theta ~ Beta(alpha, beta)
-    calibration  theta from the calibrated probability of this very token, mixed with the request's
-                 own counts, in a gaussian (a) or a beta form (b)
+    calibration  theta from the calibrated probability of the token, mixed with the request's
+                 counts, in a gaussian (a) or a beta form (b)
 
-A posterior says what theta may be, a stop rule (`stopping`) what length follows.
+A posterior samples theta; a stop rule (`stopping`) decides the length from it.
 """
 
 import math
@@ -40,7 +40,7 @@ def calibration(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
 
 
 class Posterior(Protocol):
-    """What the acceptance probability of the next token may be, given belief and evidence."""
+    """Distribution of the next token's acceptance probability, given belief and evidence."""
 
     @property
     def needs_evidence(self) -> bool: ...
@@ -48,12 +48,12 @@ class Posterior(Protocol):
 
 
 class ThompsonController:
-    """Sample what acceptance may be, then act as if it were so.
+    """Samples the acceptance probability and applies the stop rule to the sample.
 
-    `redraw: token` draws new chance for every token. `redraw: round` draws it once: Beta-TS then
-    has one theta for the round, so that P(continue k times) = prod_{i<k} (alpha+i)/(alpha+beta+i)
-    under the Bernoulli rule. Calibration-TS has another posterior for every token; there the
-    round's one `Deviate` is met again by each of them.
+    `redraw: token` draws a new `Deviate` for every token. `redraw: round` draws one per round:
+    Beta-TS then has one theta for the round, so that P(continue k times) =
+    prod_{i<k} (alpha+i)/(alpha+beta+i) under the Bernoulli rule. Calibration-TS has another
+    posterior for every token, and all of them use the round's `Deviate`.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class BetaPosterior:
 class CalibratedBetaPosterior:
     """Calibration-TS, form (b): theta ~ Beta(kappa m + r, kappa (1 - m) + f).
 
-    r and f are read off the belief's own (alpha, beta), so that kappa -> 0 is Beta-TS to the last
-    digit; the uniform prior's one and one stay in, and keep both parameters positive.
+    r and f are the belief's (alpha, beta), so that kappa -> 0 equals Beta-TS exactly; they include
+    the uniform prior, which keeps both parameters positive.
     """
 
     def __init__(self, *, calibrator: Calibrator, strength: float) -> None:
@@ -127,10 +127,10 @@ class CalibratedBetaPosterior:
 
 
 class CalibratedGaussianPosterior:
-    """Calibration-TS, form (a): prior N(m, s0^2), and the counts a measurement of variance sn^2.
+    """Calibration-TS, form (a): prior N(m, s0^2), and the counts as a measurement of variance sn^2.
 
-    sn^2 never falls below the floor. A tiny floor lets a first unlucky round (share 0, so variance
-    0) end all drafting: simulated, 0.001 lost up to 44 % against the best fixed length.
+    sn^2 has a lower limit, the floor. With a tiny floor a first unlucky round (share 0, so variance
+    0) ends all drafting: in simulation, 0.001 lost up to 44 % against the best fixed length.
     """
 
     needs_evidence = True
@@ -169,7 +169,7 @@ def _thompson(
 
 
 def _stop_rule(setup: ControlSetup, belief: Belief, rng: Random) -> StopRule:
-    """Without a cost model `auto` is the Bernoulli rule."""
+    """Returns the configured rule; without a cost model `auto` is the Bernoulli rule."""
     config, cost = setup.speculation, setup.cost
     if config.stop_rule == "bernoulli" or (config.stop_rule == "auto" and cost is None):
         return BernoulliStop(rng=rng)

@@ -1,10 +1,10 @@
-"""Which tokens of a level to draft for requests whose controllers decide alone.
+"""Chooses a level's tokens for requests with controllers that decide alone.
 
-The controller says whether its request's draft goes one level deeper. A chain then has its one next
-token and a static tree all that were offered; a dynamic tree those whose chance to survive is above
-a floor, by the calibrated probability of first choices and by what earlier verdicts say of
-alternatives (the trees of EAGLE-2, arXiv 2406.16858, grow by the same product of confidences; here
-they are calibrated first). Refuses to know costs: `goodput` weighs tokens against seconds instead.
+The controller decides whether its request's draft goes one level deeper. A chain then gets its one
+next token and a static tree all offered tokens; a dynamic tree gets those with a survival above a
+floor, by the calibrated probability of first choices and the learnt share of alternatives (the
+trees of EAGLE-2, arXiv 2406.16858, grow by the same product of confidences; here they are
+calibrated first). Does not depend on costs: `goodput` weighs tokens against seconds instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
 from eesd_dist.types import Outcome, RequestId
 
 FLOOR = 0.12
-"""A token that survives in fewer than an eighth of all rounds is seldom worth its row."""
+"""Minimum survival: tokens that survive in fewer than an eighth of rounds rarely pay for a row."""
 
 
 class TreeGrowth:
-    """The trees of one round, as far as they have been drafted."""
+    """Trees of one round so far."""
 
     def __init__(
         self, *, calibrator: Calibrator | None, discount: float, floor: float = FLOOR
@@ -36,7 +36,7 @@ class TreeGrowth:
         self._nodes = {}
 
     def choose(self, offers: Sequence[Offer], goes_on: Mapping[RequestId, bool]) -> list[bool]:
-        """One answer per offer; siblings are offered in order of rank."""
+        """Returns one decision per offer; siblings are offered in order of rank."""
         siblings: dict[tuple[RequestId, int], Siblings] = {}
         return [
             goes_on[offer.request_id]

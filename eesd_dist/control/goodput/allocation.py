@@ -1,10 +1,10 @@
-"""Which of a round's possible tokens to draft, given what each is expected to earn.
+"""Chooses which of a round's possible tokens to draft, by their expected value.
 
-A possible token has a chance to survive: that it and all before it are accepted. Rows and draft
-steps cost seconds, and a second is worth `rate` tokens. Tokens are added in order of survival, of
-all requests together, and the number of them that earns most above its price is kept: D-cut (arXiv
-2607.14647) and DSpark (2607.05147) add while the batch's rate rises; going through the whole order
-instead finds what lies behind a step of the cost table. Knows no requests and no beliefs.
+The survival of a possible token is the probability that it and all before it are accepted. Rows and
+draft steps cost seconds, and a second is worth `rate` tokens. The tokens of all requests are added
+in order of survival, and the prefix with the highest value above its price is kept: D-cut (arXiv
+2607.14647) and DSpark (2607.05147) add while the batch's rate rises; trying the whole order also
+finds gains after a step of the cost table. Does not depend on requests or beliefs.
 """
 
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Entry = tuple[float, int, int, float]
-"""A possible token: less its survival, levels from now, its owner, less its expected survival.
+"""A possible token: negative survival, levels from now, owner, negative expected survival.
 
-Sorted, the likeliest comes first, a parent before its child, and of equals the lower owner's. Only
-tokens of level 0 are decided, the others are looked ahead to. The last figure is survival by the
-mean of what is believed, where the first is by a draw of it."""
+Sorted, the likeliest token comes first, a parent before its child, and of equals the lower owner.
+Only tokens of level 0 are decided; the others are a look-ahead. Survival is by a Thompson draw,
+expected survival by the mean of the belief."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Prices:
-    """What more tokens would cost a round as it stands now."""
+    """Prices of adding tokens to a round in its present state."""
 
     rate: float
-    """Tokens a second is worth."""
+    """Value of a second, in tokens."""
     first_s: Sequence[float]
-    """Seconds of a level of 0, 1, 2, ... tokens, for the level that is decided."""
+    """Seconds of the level being decided, with 0, 1, 2, ... tokens."""
     later_s: Sequence[float]
-    """The same for the levels after it."""
+    """Seconds of each later level, with 0, 1, 2, ... tokens."""
     verify_s: Sequence[float]
-    """Seconds of the verify pass with 0, 1, 2, ... more rows than it has."""
+    """Seconds of the verify pass with 0, 1, 2, ... additional rows."""
     drafting_s: float
-    """Of this round so far."""
+    """Seconds of drafting in this round so far."""
     overlapped: bool
-    """The slower of drafting and verifying counts, not both."""
+    """Whether the longer of drafting and verifying counts, not both."""
 
     def start(self) -> float:
         return self._both(self.drafting_s, self.verify_s[0])
@@ -46,26 +46,26 @@ class Prices:
 
 
 class Allocation(NamedTuple):
-    """What is taken, and what it earns above its price, in tokens."""
+    """Tokens that are taken, and their value above their price, in tokens."""
 
     owners: frozenset[int]
-    """Those whose token of the level that is decided is taken."""
+    """Owners of the taken tokens of the level being decided."""
     value: float
     expected_value: float
-    """By the mean of what is believed."""
+    """Value by the mean of the belief."""
 
 
 NOTHING = Allocation(frozenset(), 0.0, 0.0)
 _FIRST = frozenset((0,))
 _SURELY = 1e-12
-"""What must be earned at least: of equals the shorter is taken."""
+"""Minimum gain in value: of equal prefixes the shorter is taken."""
 
 
 def best_chain(
     survival: float, expected: float, *, theta: float, levels: int, prices: Prices
 ) -> Allocation:
-    """One possible token and those it may lead to, each accepted with probability theta: what
-    `best_allocation` says of them, in a quarter of the time."""
+    """Returns `best_allocation` of one possible token and its successors, each accepted with
+    probability theta, in a quarter of the time."""
     rate, verify_s, overlapped = prices.rate, prices.verify_s, prices.overlapped
     drafting, start = prices.drafting_s + prices.first_s[1] - prices.first_s[0], prices.start()
     step = prices.later_s[1] - prices.later_s[0]
@@ -85,10 +85,10 @@ def best_chain(
 
 
 def best_allocation(order: Sequence[Entry], prices: Prices) -> Allocation:
-    """What earns most of a sorted order: a prefix of it, of as many levels as pays.
+    """Returns the prefix with the highest value of a sorted order, over all numbers of levels.
 
-    A level has a price of its own whatever is on it, so that every number of levels is tried: the
-    first entry of a level that does not pay would keep away all less likely ones before it.
+    Every number of levels is tried, since a level has a fixed price: the first entry of a level
+    that does not pay would otherwise exclude later entries of the levels before it.
     """
     levels = 1 + max((level for _, level, _, _ in order), default=-1)
     best = _best_prefix(order, prices, levels=levels)
@@ -101,7 +101,7 @@ def best_allocation(order: Sequence[Entry], prices: Prices) -> Allocation:
 
 
 def _best_prefix(order: Sequence[Entry], prices: Prices, *, levels: int) -> Allocation:
-    """The prefix of highest value; the shortest among equals, maybe none."""
+    """Returns the prefix with the highest value, the shortest of equals; it may be empty."""
     rate, verify_s, overlapped = prices.rate, prices.verify_s, prices.overlapped
     first_s, later_s = prices.first_s, prices.later_s
     drafting, start = prices.drafting_s, prices.start()

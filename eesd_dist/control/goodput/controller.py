@@ -1,4 +1,4 @@
-"""The requests of one engine whose drafts `goodput` decides together."""
+"""The `goodput` controller: decides the drafts of all its requests in one engine together."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class _Request:
     rng: Random
     forecast: RequestForecast
     round: GoodputRound | None = None
-    """The one its next verdict is of."""
+    """The round of its next verdict."""
 
 
 class Goodput:
-    """A batch-wide controller by tokens per second of the whole batch."""
+    """Batch-wide controller that maximizes tokens per second of the whole batch."""
 
     needs_evidence = True
 
@@ -49,7 +49,7 @@ class Goodput:
         self._requests.pop(request_id, None)
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
-        requests = list(self._requests.values())  # others may be admitting
+        requests = list(self._requests.values())  # other threads may be admitting
         self._forecast.recalibrate(calibrator, [request.forecast for request in requests])
 
     def begin_round(self, load: RoundLoad) -> GoodputRound:

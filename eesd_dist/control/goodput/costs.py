@@ -1,10 +1,10 @@
-"""The cost model as tables by the count."""
+"""Caches the cost model as tables by count."""
 
 from eesd_dist.control.cost import CostModel
 
 
 class CostTable:
-    """Asks the cost model for each figure once; more rows never cost less."""
+    """Tables of the cost model's figures, non-decreasing in the number of rows."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -19,7 +19,7 @@ class CostTable:
         return self._known[rows]
 
     def steps(self, most: int) -> list[float]:
-        """Seconds of levels of 0, 1, 2, ... and at least `most` tokens."""
+        """Returns the seconds of levels of 0, 1, 2, ... up to at least `most` tokens."""
         steps = self._steps
         while len(steps) <= most:
             steps.append(max(steps[-1], self._cost.draft_batch(len(steps))))
@@ -34,7 +34,7 @@ class CostTable:
         return self._rows[rows] + self._cost.request_s * max(requests - 1, 0)
 
     def verify_from(self, rows: int, more: int, requests: int) -> list[float]:
-        """Seconds of verify passes over `rows` rows, one more, and so on."""
+        """Returns the seconds of verify passes over `rows` rows up to `rows + more`."""
         while len(self._rows) <= rows + more:
             self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
         found = self._rows[rows : rows + more + 1]

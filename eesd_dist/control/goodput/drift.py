@@ -1,31 +1,31 @@
-"""How far acceptance is off from what the calibration says, followed through time.
+"""Tracks how far acceptance differs from the calibration over time.
 
 A shift on the log-odds scale, tracked by an extended Kalman filter (West, Harrison and Migon 1985
 for dynamic models of counts; this is the logistic one): every judged token moves the mean by its
-surprise, and every round gives some of the certainty back, since load, text and head change. It
-knows no tokens and no evidence.
+prediction error, and every round increases the variance, since load, text and head change. Does not
+depend on tokens or evidence.
 """
 
 import math
 
 
 class Drift:
-    """Normal belief about one shift: its mean and variance."""
+    """Normal distribution of one shift: its mean and variance."""
 
     __slots__ = ("_memory", "_widest", "mean", "variance")
 
     def __init__(self, *, std: float, memory: float) -> None:
-        """`std`: before anything was seen, and after everything was forgotten."""
+        """`std`: standard deviation without observations; also the upper limit later."""
         self.mean = 0.0
         self.variance = self._widest = std * std
         self._memory = memory
 
     def forget_a_little(self) -> None:
-        """Certainty goes, the mean stays."""
+        """Increases the variance; the mean does not change."""
         self.variance = min(self.variance / self._memory, self._widest)
 
     def observe(self, score: float, *, accepted: bool) -> None:
-        """One judged token; `score` is its log-odds with this shift left out."""
+        """Updates with one judged token; `score`: its log-odds without this shift."""
         p = sigmoid(score + self.mean)
         self.variance /= 1.0 + self.variance * p * (1.0 - p)
         self.mean += self.variance * (accepted - p)

@@ -1,15 +1,15 @@
-"""Two running figures: what guesses are usually worth, and how well promised rates are kept."""
+"""Running estimates: the usual value of guesses, and how well forecasts of tokens hold."""
 
 import math
 
 _PROMISE_MEMORY = 0.98
-"""Per round."""
+"""Discount per round."""
 _START_TOKENS = 24.0
-"""How many tokens' worth the promises are believed before one was kept."""
+"""Prior weight of a ratio of 1, in tokens."""
 
 
 class RunningMean:
-    """Mean and spread of the chances of guesses, the late ones most."""
+    """Mean and spread of the guesses' probabilities, discounted over time."""
 
     __slots__ = ("_memory", "_variance", "_weight", "mean")
 
@@ -31,7 +31,7 @@ class RunningMean:
 
 
 class PromiseRatio:
-    """Tokens that came over tokens that were promised."""
+    """Tokens received over tokens expected, of recent rounds."""
 
     def __init__(self) -> None:
         self._came = self._promised = _START_TOKENS
@@ -41,7 +41,7 @@ class PromiseRatio:
         return self._came / self._promised
 
     def observe(self, *, came: float, promised: float, share: float) -> None:
-        """One request's `share` of a round."""
+        """Adds one request's `share` of a round."""
         keep = _PROMISE_MEMORY**share
         self._came = keep * self._came + came
         self._promised = keep * self._promised + promised

@@ -1,36 +1,37 @@
-"""Exploration budgets: what may be spent on finding out, as a share of all tokens.
+"""Exploration budgets, as a share of all tokens.
 
-Two ways of finding out have a budget each, so that looking, which is cheaper, never starves
-drafting, which is surer: with one budget a text that became easy went unnoticed for more than a
-thousand rounds.
+Looking (computing a guess) and drafting have separate budgets, so that looking, which is cheaper,
+does not use up the budget of drafting, which is more informative: with one budget a text that
+became easy was not detected for more than a thousand rounds.
 """
 
 _DRAFTING_SHARE, _LOOKING_SHARE = 0.0015, 0.0035
-"""Of all tokens."""
+"""Shares of all tokens."""
 _PRICE_MEMORY = 0.99
-"""Of the dearest probe that a budget may be saved for: rounds differ in size."""
+"""Discount per round of the highest probe price, the limit of a budget: rounds differ in size."""
 _PROFIT_MEMORY = 0.98
 
 
 class Exploration:
-    """The budgets of one batch, in tokens."""
+    """Budgets of one batch, in tokens."""
 
     def __init__(self) -> None:
         self.drafting = 0.0
-        """For probes and optimistic draws."""
+        """Budget for probes and optimistic draws."""
         self._looking = 0.0
         self._ceiling = 0.0
         self._look_profit = 0.0
-        """Tokens a look at a level of doubtful worth has earned, beyond what it cost."""
+        """Mean profit, in tokens, of looks at levels that are not expected to pay."""
 
     def earn(self, *, num_requests: int, probe_price: float) -> None:
-        """A round begins. A budget never holds more than the dearest probe of late costs."""
+        """Adds a round's share to the budgets, up to the highest probe price of recent rounds."""
         self._ceiling = ceiling = max(probe_price, _PRICE_MEMORY * self._ceiling, 0.01)
         self.drafting = min(self.drafting + _DRAFTING_SHARE * num_requests, ceiling)
         self._looking = min(self._looking + _LOOKING_SHARE * num_requests, ceiling)
 
     def pay_for_look(self, price: float) -> bool:
-        """Whether to look: freely where looks have paid, else from their budget."""
+        """Returns whether to look: always if looks have been profitable, else if the budget has
+        `price`, which is then deducted."""
         if self._look_profit < 0.0:
             if self._looking < price:
                 return False

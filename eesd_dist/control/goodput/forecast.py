@@ -1,11 +1,11 @@
-"""How likely an offered token is to be accepted.
+"""Forecasts the probability that an offered token is accepted.
 
-    theta = sigmoid(logit m + pool + own + z * std)      z ~ N(0, 1), once a request and round
+    theta = sigmoid(logit m + pool + own + z * std)      z ~ N(0, 1), once per request and round
 
-m is the calibrated probability of this very token, `pool` and `own` are how far all requests and
-this one are off from it (`drift`): Calibration-TS with its mixing done in log-odds. On recorded
-rounds of the bundled model this forecasts better (log-loss 0.504) than its beta form at any
-strength (0.508 at best), since a request's own counts say little beside the evidence.
+m is the calibrated probability of the token; `pool` and `own` are the drifts (`drift`) of all
+requests and of this one: Calibration-TS with its mixing done in log-odds. On recorded rounds of the
+bundled model this forecasts better (log-loss 0.504) than its beta form at any strength (0.508 at
+best), since a request's counts add little to the evidence.
 """
 
 import math
@@ -23,7 +23,7 @@ _POOL_STD, _POOL_MEMORY = 1.0, 0.995
 _OWN_STD, _OWN_MEMORY = 0.3, 0.98
 _MEAN_START = 0.7
 _MEAN_MEMORY, _POOL_MEAN_MEMORY = 0.95, 0.995
-"""Of what a request's and all requests' tokens are usually like, per guess."""
+"""Discounts per guess of the running means of a request and of all requests."""
 _PRIOR_GUESSES = 4.0
 
 
@@ -37,14 +37,14 @@ def _pool_drift() -> Drift:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestForecast:
-    """What is known of one request."""
+    """Forecast state of one request."""
 
     running_mean: RunningMean
     drift: Drift = field(default_factory=_own_drift)
 
 
 class Forecast:
-    """What is known of all requests together, and of tokens by both."""
+    """Forecast state of all requests together; forecasts tokens from it and a request's state."""
 
     def __init__(self, *, calibrator: Calibrator, learns: bool) -> None:
         self._calibrator = calibrator
@@ -57,11 +57,11 @@ class Forecast:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the chances of guesses, over all requests."""
+        """Standard deviation of the guesses' probabilities, over all requests."""
         return self._running_mean.std
 
     def new_request(self, belief: Belief) -> RequestForecast:
-        """All requests' usual token, and as much of this one's as its belief is worth."""
+        """Returns the state of a new request: the mean of all requests and its belief, weighted."""
         weight = belief.weight + _PRIOR_GUESSES
         mean = (_PRIOR_GUESSES * self._running_mean.mean + belief.weight * belief.mean) / weight
         return RequestForecast(
@@ -69,7 +69,7 @@ class Forecast:
         )
 
     def recalibrate(self, calibrator: Calibrator, requests: Iterable[RequestForecast]) -> None:
-        """Another exit head: what the old one was off by says nothing of it."""
+        """Switches to another exit head, and resets all drifts, which were the old head's."""
         self._calibrator = calibrator
         self._drift = _pool_drift()
         for request in requests:
@@ -84,7 +84,7 @@ class Forecast:
     def siblings(
         self, request: RequestForecast, evidence: Evidence, *, parent: Node, chance: float
     ) -> Siblings:
-        """Survival of the tokens that may follow `parent`; `chance`: z of the round."""
+        """Returns the survival of tokens that may follow `parent`; `chance`: z of the round."""
         score = logit(self._calibrator.probability(evidence)) + self._drift.mean
         mean = sigmoid(score + request.drift.mean)
         std = math.sqrt(request.drift.variance + self._drift.variance)
@@ -95,7 +95,7 @@ class Forecast:
         return Siblings(parent=parent, drawn=drawn, expected=mean)
 
     def share_of(self, rank: int) -> float:
-        """How often the alternative of this rank is right where all before it are wrong."""
+        """Returns how often the alternative of this rank is right if all before it are wrong."""
         return self._ranks.of(rank)
 
     def observe(self, request: RequestForecast, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""One round under `goodput`: which tokens of each level to look at, and which to draft."""
+"""One round of `goodput`: decides which guesses of each level to compute and which to draft."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ from eesd_dist.control.survival import ROOT, Node, Siblings
 from eesd_dist.types import RequestId
 
 _LOOK_AHEAD = 16
-"""Possible tokens a level may consider, its own and later ones together: a small batch looks over
-the steps of the cost table, in a large one the next rows of the others lead over them."""
+"""Maximum possible tokens considered at a level, including later levels: a small batch needs the
+look-ahead to get past steps of the cost table, a large one has enough rows of other requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSetup:
-    """What every round of a batch is decided with."""
+    """Inputs shared by all rounds of a batch."""
 
     costs: CostTable
     forecast: Forecast
@@ -35,19 +35,19 @@ class RoundSetup:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Draft:
-    """One request's draft, as far as it has grown."""
+    """One request's draft so far."""
 
     request: RequestForecast
     chance: float
-    """The round's draw of chance, in standard deviations."""
+    """The round's Thompson draw, in standard deviations."""
     nodes: list[Node] = field(default_factory=list)
-    """Of the drafted tokens, in the order they were taken."""
+    """Survival of the drafted tokens, in the order they were taken."""
     best: Node = ROOT
-    """The likeliest of the newest level."""
+    """The likeliest node of the newest level."""
 
     @property
     def mean(self) -> float:
-        """What the request's next token is worth before its guess is known."""
+        """Expected acceptance of the request's next token before its guess is computed."""
         return self.request.running_mean.mean
 
     def node(self, index: int) -> Node:
@@ -55,7 +55,7 @@ class Draft:
 
 
 class GoodputRound:
-    """What the round costs so far, and what its seconds are worth."""
+    """Decisions of one round: tracks its cost so far and the value of a second."""
 
     def __init__(
         self,
@@ -76,39 +76,39 @@ class GoodputRound:
         plain = load.num_requests / self._seconds()
         self._promise = self._best_promise(plain)
         self._rate = max(self._promise * promise_ratio, plain)
-        """Tokens a second is taken to be worth."""
+        """Value of a second, in tokens."""
         probe_s = self._seconds(level=self._num_ours) - self._seconds()
         self._probe_price = self._rate * probe_s
-        """In tokens: one token drafted for every request."""
+        """Price in tokens of one drafted token for every request."""
         self._is_probe = False
         self._look_price = 0.0
-        """In tokens: of guesses of this level that are looked at in doubt."""
+        """Price in tokens of this level's guesses that are not expected to pay."""
         setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
 
     @property
     def share(self) -> float:
-        """One request's."""
+        """One request's share of the round."""
         return 1.0 / self._num_ours
 
     @property
     def promised(self) -> float:
-        """Tokens that one request's share of the round was to yield."""
+        """Expected tokens of one request's share of the round."""
         return self._promise * self._seconds() / self._num_ours
 
     def yielded(self, num_accepted: int) -> float:
-        """Tokens that it has yielded; the other controllers' requests bring a token each."""
+        """Returns the tokens of one request's share, with one per request of other controllers."""
         return num_accepted + self._load.num_requests / self._num_ours
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
-        """Before a guess its token is only known to be like others of its request."""
+        """Returns the requests to guess for, judged by the running mean of each request."""
         if not request_ids:
             return frozenset()
         drafts = [self._drafts[request_id] for request_id in request_ids]
         expected = [draft.best.expected * draft.mean for draft in drafts]
         wanted = self._worth(request_ids, expected, guess_weight=1.0)
         if len(wanted) < len(request_ids):
-            # An easy token would be drafted, a hard one would not: at even chances of either, the
-            # guess is paid for twice over by the easy one alone.
+            # Only an easy token would be drafted. With equal probability of an easy and a hard
+            # token, the easy one has to pay for two guesses.
             spread = self._setup.forecast.spread
             hopeful = [draft.best.expected * min(draft.mean + spread, 1.0) for draft in drafts]
             looked = self._worth(request_ids, hopeful, guess_weight=2.0)
@@ -138,7 +138,7 @@ class GoodputRound:
         return taken
 
     def _seconds(self, *, level: int = 0) -> float:
-        """Of the round as it stands, or with one more level of so many tokens."""
+        """Returns the seconds of the round so far, or with one more level of `level` tokens."""
         rows = self._load.num_known + self._num_drafted + level
         verifying = self._costs.verify(rows, self._load.num_requests)
         return self._both(self._drafting_s + self._costs.step(level), verifying)
@@ -149,8 +149,8 @@ class GoodputRound:
         return drafting_s + verifying_s
 
     def _best_promise(self, plain: float) -> float:
-        """Tokens per second of the mean request at the best common length; so what a second is
-        worth follows the load at once."""
+        """Returns tokens per second of the mean request at the best common length, so that the
+        value of a second follows the load immediately."""
         load, count = self._load, self._num_ours
         theta = sum(draft.mean for draft in self._drafts.values()) / count
         best, drafting_s = plain, self._drafting_s
@@ -165,8 +165,8 @@ class GoodputRound:
         return best
 
     def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
-        """Guesses of a level of doubtful worth: none where looks have not paid and the budget for
-        them is spent."""
+        """Returns guesses that are not expected to pay: none if looks have not been profitable and
+        their budget is spent."""
         if not looked:
             return looked
         price = self._rate * self._costs.guess_share * self._costs.step(len(looked))
@@ -202,8 +202,8 @@ class GoodputRound:
         return [index in best.owners for index in range(len(offers))]
 
     def _nodes(self, offers: Sequence[Offer]) -> list[Node]:
-        """Survival of each offer. Of siblings, a later one counts when all before it are wrong, and
-        never more than the one before it: they are drafted in order of rank."""
+        """Returns the survival of each offer. A sibling's is that of all before it being wrong, and
+        at most that of the one before it, so that they are drafted in order of rank."""
         forecast = self._setup.forecast
         nodes: list[Node] = []
         families: dict[tuple[RequestId, int], Siblings] = {}
@@ -228,7 +228,7 @@ class GoodputRound:
         expected: list[float],
         prices: Prices,
     ) -> Allocation:
-        """Over this level's tokens, and the later ones they may lead to."""
+        """Returns the best allocation over this level's tokens and their possible successors."""
         count = len(drawn)
         levels = min(max(_LOOK_AHEAD // count, 1), self._setup.max_draft_tokens - self._level)
         thetas = [self._drafts[request_id].mean for request_id in request_ids]
@@ -244,7 +244,8 @@ class GoodputRound:
         return best_allocation(order, prices)
 
     def _prices(self, count: int, *, given: int, guess_weight: float) -> Prices:
-        """`guess_weight`: how much of the exit head's work this level has still to pay."""
+        """Returns the prices of `count` tokens. `guess_weight`: factor of the exit head's time that
+        this level still has to pay."""
         costs, load = self._costs, self._load
         steps = costs.steps(given + count)
         part = 1.0 - costs.guess_share * (1.0 - guess_weight)
@@ -260,7 +261,7 @@ class GoodputRound:
         )
 
     def _close_level(self, *, asked: int, taken: int) -> None:
-        """Guesses that were looked at and not drafted have cost the exit head's work, too."""
+        """Adds a level's cost; guesses that were not drafted have cost the exit head's time too."""
         costs, share = self._costs, self._costs.guess_share
         self._drafting_s += share * costs.step(asked) + (1.0 - share) * costs.step(taken)
         self._num_drafted += taken
