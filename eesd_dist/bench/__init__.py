@@ -1,1 +1,1 @@
-"""Decides what is measured and against what; every figure carries its recipe."""
+"""Benchmarks; every report has the settings it was measured with."""

@@ -1,7 +1,7 @@
 """`eesd bench control`: controllers against the best fixed draft length, replayed and live.
 
-The summary counts the live section. The best fixed length is the fastest in hindsight, by the very
-figures it is then compared with: noise speaks for it.
+The summary uses the live section if there is one. The best fixed length is the fastest in
+hindsight, by the same figures it is then compared with: noise is in its favour.
 """
 
 import time
@@ -54,14 +54,14 @@ from eesd_dist.text.tokenizer import Tokenizer
 
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _LEAST_REQUESTS = 4
-"""Of every variant at every load, times `Scale.load_blocks`."""
+"""Minimum requests of every variant at every load, times `Scale.load_blocks`."""
 _PAGE_SIZE = 32
 _MAX_RUNNING = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much work is done for each figure."""
+    """Amount of work per figure."""
 
     per_class: int
     max_tokens: int
@@ -70,15 +70,15 @@ class Scale:
     load_blocks: int
     loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     loads_of_classes: tuple[int, ...] = (1,)
-    """Loads at which the replay goes through each class on its own."""
+    """Loads at which the replay runs each class separately."""
     bursts: tuple[int, ...] = BURSTS
     fixed_at_most: int | None = None
-    """Live: only so many fixed lengths, the fastest by replay; None takes them all."""
+    """Live: maximum number of fixed lengths, the fastest by replay; None: all."""
     tree_loads: tuple[int, ...] = (1, 4, 16)
-    """Live: chains against trees, all classes."""
+    """Live: loads at which chains are compared with trees, all classes."""
     trees_by_class: bool = True
     contenders_only: bool = False
-    """Live: without the baselines."""
+    """Live: whether to leave out the baselines."""
 
 
 FULL = Scale(
@@ -104,14 +104,14 @@ QUICK = Scale(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is measured, on which texts, and how the engine is configured for it."""
+    """Texts and engine configuration of one benchmark run."""
 
     config: EngineConfig
     texts: tuple[Text, ...]
     scale: Scale
     seed: int
     cost: CostModel | None = None
-    """Pinned; None measures it."""
+    """Pinned cost model; None measures it."""
     clock: Callable[[], float] = time.perf_counter
 
     @property
@@ -119,7 +119,8 @@ class Bench:
         return self.config.speculation.max_draft_tokens
 
     def record(self) -> TraceSet:
-        """On an engine of its own: it drafts further and notes more than one that is timed."""
+        """Records traces on a separate engine, which drafts further and logs more than a timed
+        one."""
         length = chain_length(self.ceiling)
         speculation = self.config.speculation.model_copy(
             update={"max_draft_tokens": length, "fixed_length": length, "log_evidence": True}
@@ -143,7 +144,7 @@ class Bench:
 def race_live(
     bench: Bench, engine: EngineCore, findings: Findings | None, *, say: Say
 ) -> LiveRaces:
-    """Every class alone, mixed traffic, and every load, variants in turn."""
+    """Races the variants on every class alone, on mixed traffic, and at every load."""
     track, scale = Track(engine, bench.texts, clock=bench.clock), bench.scale
     rng = Random(bench.seed)
     everybody = _live_variants(bench.ceiling, None, scale)
@@ -181,7 +182,7 @@ def race_live(
 
 
 def _tree_blocks(bench: Bench, rng: Random) -> dict[str, list[list[Crowd]]]:
-    """All classes at some loads; in a full run every class alone, too."""
+    """Returns blocks with all classes at some loads, and in a full run with every class alone."""
     scale, num_texts = bench.scale, len(bench.texts)
     blocks = {
         f"load {load}": _load_blocks(num_texts, load, count=scale.load_blocks, rng=rng)
@@ -201,15 +202,16 @@ def _by_class(texts: Sequence[Text]) -> dict[str, list[int]]:
 
 
 def _load_blocks(num_texts: int, load: int, *, count: int, rng: Random) -> list[list[Crowd]]:
-    """One crowd a block: the smaller, the more often variants take turns, and the more blocks."""
+    """Returns blocks of one crowd each; smaller crowds have more blocks, and variants alternate
+    more often."""
     return [
         [at_once(num_texts, load, rng=rng)] for _ in range(count * max(1, _LEAST_REQUESTS // load))
     ]
 
 
 def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Variant]:
-    """Plain decoding, fixed lengths and controllers; where the scale is small, the fixed lengths
-    that the replay found fastest. Plain is a fixed length too: 0."""
+    """Returns plain decoding, fixed lengths and controllers; at a small scale only the fixed
+    lengths that were fastest in the replay. Plain decoding is the fixed length 0."""
     fixed = [variant for variant in fixed_variants(ceiling) if variant is not PLAIN]
     if rates is not None and scale.fixed_at_most is not None:
         fastest = rates.fixed_in_order()[: scale.fixed_at_most]
@@ -218,7 +220,7 @@ def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Vari
 
 
 def _load_variants(ceiling: int, rates: Rates | None) -> list[Variant]:
-    """At a load: plain decoding, the best fixed length by replay, and the contenders."""
+    """Returns the variants at a load: plain, the best fixed length by replay, the contenders."""
     best = rates.best_fixed if rates is not None else None
     fixed = [v for v in fixed_variants(ceiling) if v is not PLAIN and v.label == best]
     return [PLAIN, *fixed, *_controllers(contenders_only=True)]
@@ -234,7 +236,7 @@ def _controllers(*, contenders_only: bool) -> list[Variant]:
 def main(options: ControlOptions) -> None:
     say = say_unless(options.json)
     if options.traces is not None and options.record is not None:
-        raise ConfigError("--traces replays a recording and --record makes one: give one of them")
+        raise ConfigError("--traces replays a recording and --record makes one: use one of them")
     bench = _bench(options, QUICK if options.quick else FULL)
     traces, findings, judge = None, None, None
     if options.only != "live":
@@ -251,7 +253,7 @@ def main(options: ControlOptions) -> None:
         _traces(options, bench, say)
     races, cost = None, traces.cost if traces is not None else bench.cost
     if options.only != "replay":
-        # What was measured here an instant ago holds; a file's figures may be another machine's.
+        # Cost measured while recording is reused; a file's figures may be from another machine.
         engine = bench.engine(traces.cost if traces is not None and not options.traces else None)
         cost = engine.cost
         try:
@@ -287,7 +289,7 @@ def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:
 
 
 def _setting(bench: Bench, traces: TraceSet) -> ReplaySetting:
-    """The service's own settings, as the live engine has them."""
+    """Returns the replay's settings, the same as those of the live engine."""
     folder = layout_of(bench.config).head_folder
     return ReplaySetting(
         speculation=bench.config.speculation.model_copy(
@@ -303,7 +305,7 @@ def _setting(bench: Bench, traces: TraceSet) -> ReplaySetting:
 
 
 def _bench(options: ControlOptions, scale: Scale) -> Bench:
-    """Raises ConfigError when there is no head to draft with, or no room for the texts."""
+    """Builds the benchmark. Raises ConfigError without an exit head, or if texts are too long."""
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     prompts = take_per_class(prompts, scale.per_class)
     max_tokens = options.max_tokens or scale.max_tokens
@@ -311,13 +313,13 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
     layout = layout_of(config)
     if layout.head_folder is None:
         raise ConfigError(
-            f"{options.model}: found no exit head, and without one nothing is drafted"
+            f"{options.model}: found no exit head, without which nothing is drafted: use --head"
         )
     needed = _longest(prompts) + max_tokens + chain_length(options.max_draft_tokens)
     if needed > layout.max_model_len:
         raise ConfigError(
             f"the longest prompt with its answer and drafts needs {needed} positions, the model "
-            f"has {layout.max_model_len}: lower --max-tokens, or take shorter prompts"
+            f"has {layout.max_model_len}: lower --max-tokens, or use shorter prompts"
         )
     texts = texts_of(
         prompts,
@@ -327,7 +329,7 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
         seed=1000 + options.seed,
     )
     if options.clock == "cpu" and layout.device.type != "cpu":
-        raise ConfigError(f"--clock cpu cannot see the work of {layout.device}: take --clock wall")
+        raise ConfigError(f"--clock cpu does not measure work on {layout.device}: use --clock wall")
     return Bench(
         config=config,
         texts=tuple(texts),
@@ -339,7 +341,7 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
 
 
 def _config(options: ControlOptions, prompts: Sequence[Prompt], max_tokens: int) -> EngineConfig:
-    """Pages enough that no draft is ever cut for want of them."""
+    """Returns a config with enough pages that no draft is shortened."""
     ceiling = options.max_draft_tokens
     longest = _longest(prompts) + max_tokens + chain_length(ceiling)
     return EngineConfig(

@@ -1,6 +1,6 @@
-"""What `eesd bench control` says of its races: rows, ratios, a summary beside its targets.
+"""Report of `eesd bench control`: rows, ratios, and a summary with targets.
 
-Pure: it is handed what was measured and measures nothing.
+Pure functions of the measurements.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,24 +11,24 @@ from eesd_dist.bench.judging import Findings, Rates, tree_variants
 from eesd_dist.bench.live import PLAIN, Race
 
 CONTENDERS = ("goodput", "beta", "calibration")
-"""Whom the summary is about; the first one is ours."""
+"""Controllers in the summary; the first one is this project's."""
 TARGETS = {
     "over_best_fixed_per_class": 0.98,
     "over_best_single_fixed_mixed": 1.08,
     "worst_load_over_plain": 0.98,
 }
-"""What is promised of `goodput`; printed beside what was measured."""
+"""Targets of `goodput`, printed next to the measurements."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveRaces:
-    """What the real engine showed."""
+    """Results of the live section."""
 
     by_class: dict[str, Race] = field(default_factory=dict)
     mixed: Race
     by_load: dict[int, Race] = field(default_factory=dict)
     trees: dict[str, Race] = field(default_factory=dict)
-    """Chains against trees, at some loads and in some classes."""
+    """Chains against trees, by load or class."""
 
     @property
     def all(self) -> list[Race]:
@@ -80,7 +80,7 @@ def _race_row(race: Race) -> dict[str, object]:
 
 
 def summary_of(findings: Findings | None, races: LiveRaces | None) -> dict[str, Any]:
-    """The three ratios of each contender: live where there was a live section, else replayed."""
+    """Returns the three ratios of each contender, live if there was a live section."""
     rows = {
         name: _live_ratios(races, name) if races is not None else _replayed_ratios(findings, name)
         for name in CONTENDERS
@@ -120,7 +120,7 @@ def _live_ratios(races: LiveRaces, name: str) -> dict[str, Any]:
 def live_over_replay(
     races: LiveRaces | None, findings: Findings | None
 ) -> dict[str, dict[str, float]] | None:
-    """How well the model of the clock foretold each class: speed-ups measured over replayed."""
+    """Returns measured over replayed speed-ups per class: the accuracy of the cost model."""
     if races is None or findings is None:
         return None
     return {

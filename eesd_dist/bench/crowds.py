@@ -1,7 +1,7 @@
-"""Who comes when: the texts of a comparison and the crowds they form.
+"""Workloads of a comparison: its texts, and crowds of requests with arrival times.
 
-The same crowd is met by the replay and by the live engine. Arrivals are counted in tokens that have
-left, not in seconds, so that a faster variant meets the same company at the same point of its work.
+Replay and live engine run the same crowds. Arrivals are in emitted tokens, not in seconds, so that
+a faster variant has the same batch at the same point of its work.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from eesd_dist.bench.traces import Text
 from eesd_dist.text.prompts import Prompt
 
 BURSTS = (1, 2, 16, 4, 1, 8)
-"""Mixed traffic: so many requests at once, one burst after the other."""
+"""Mixed traffic: requests per burst, in order."""
 _OVERLAP = 0.8
-"""The next burst comes when this share of the tokens of those before has left, at the latest."""
+"""A burst arrives when at most this share of the tokens of earlier bursts has been emitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
-    """One request: which text, and how many tokens of the run have left when it comes.
+    """One request: its text, and the number of emitted tokens of the run at its arrival.
 
-    An engine without work does not wait for the count.
+    An engine without work does not wait for that number.
     """
 
     text: int
@@ -40,7 +40,7 @@ def texts_of(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> list[Text]:
-    """Every prompt at every temperature; a class is a prompt's class at one temperature."""
+    """Returns every prompt at every temperature; a class is a prompt's class at one temperature."""
     return [
         Text(
             prompt=prompt.tokens,
@@ -56,7 +56,7 @@ def texts_of(
 
 
 def take_per_class(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """The first `count` prompts of each class."""
+    """Returns the first `count` prompts of each class."""
     taken: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         taken.setdefault(prompt.workload, []).append(prompt)
@@ -64,12 +64,12 @@ def take_per_class(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def at_once(num_texts: int, size: int, *, rng: Random) -> Crowd:
-    """`size` requests that come together, of all classes."""
+    """Returns a crowd of `size` requests of all classes that arrive together."""
     return tuple(Guest(text=text) for text in _drawn(num_texts, size, rng=rng))
 
 
 def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int] = BURSTS) -> Crowd:
-    """Bursts of different sizes, classes interleaved: the batch swells and shrinks."""
+    """Returns bursts of different sizes with interleaved classes: the batch size varies."""
     texts = iter(_drawn(num_texts, sum(bursts), rng=rng))
     guests: list[Guest] = []
     for size in bursts:
@@ -79,7 +79,7 @@ def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int]
 
 
 def _drawn(num_texts: int, size: int, *, rng: Random) -> list[int]:
-    """Without repetition until all texts have been drawn."""
+    """Draws texts, without repetition until all have been drawn."""
     drawn: list[int] = []
     while len(drawn) < size:
         drawn.extend(rng.sample(range(num_texts), num_texts))

@@ -1,7 +1,7 @@
-"""`eesd bench exact`: speculation on against plain decoding on the same stages, token for token.
+"""`eesd bench exact`: compares speculation with plain decoding on the same stages, token by token.
 
-Shapes of trees take turns: each controller meets each of them under every sampling, in one of the
-three batches.
+Tree shapes alternate: each controller is run with each shape under every sampling, in one of the
+three batch sizes.
 """
 
 import dataclasses
@@ -57,21 +57,21 @@ SAMPLING: dict[str, SamplingParams] = {
 
 
 class Runner(Protocol):
-    """Something that takes requests to their ends: an engine here, or actors over there."""
+    """Runs requests to their end: an engine in this process, or actors."""
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
 
 
 class PlacedRunner(Runner, Protocol):
-    """One that says where it is."""
+    """A runner that reports its hosts."""
 
     def hosts(self) -> Sequence[str]:
-        """The host of each of its ranks."""
+        """Returns the host of each rank."""
         ...
 
 
 Actors = Callable[[EngineConfig], AbstractContextManager[PlacedRunner]]
-"""Starts the drafting and verify-rank actors of one engine, and ends them."""
+"""Context manager that starts and ends the actors of one engine."""
 
 
 HERE = (
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def is_promised(self) -> bool:
-        """Whether a mismatch is a bug; `fast` numerics promise nothing."""
+        """Whether a mismatch is a bug; `fast` numerics do not guarantee equal texts."""
         return self.numerics == "invariant"
 
     @property
@@ -129,7 +129,7 @@ class ExactTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that one runner was asked."""
+    """Results of one runner."""
 
     by_shape: dict[TreeShape, ExactTally]
 
@@ -190,8 +190,8 @@ def compare(
     label: str,
     finished: Callable[[ExactTally], None] = lambda _: None,
 ) -> Comparison:
-    """All controllers, samplings and batches on one runner, with shapes in turn. `finished` is
-    told of each sampling in each batch."""
+    """Compares all controllers, samplings and batch sizes on one runner, with alternating shapes.
+    `finished` is called after each sampling in each batch size."""
     by_shape = {shape: ExactTally() for shape in SHAPES}
     settings = itertools.product(enumerate(SAMPLING.items()), enumerate(BATCHES))
     for (first, (name, sampling)), (second, batch) in settings:
@@ -234,7 +234,7 @@ def compare(
 
 
 class Progress:
-    """How much of a run is done, and how long the rest will take at the rate so far."""
+    """Progress of a run, with an estimate of the remaining time from the rate so far."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Progress:
         self._total = ExactTally()
 
     def finished(self, group: ExactTally) -> None:
-        """One sampling in one batch, under every controller."""
+        """Reports one sampling in one batch size, under every controller."""
         self._done += 1
         self._total.add_all(group)
         spent_s = self._clock() - self._started_s
@@ -263,7 +263,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `2 h 05 min`."""
+    """Formats seconds as `45 s`, `12 min` or `2 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -316,13 +316,14 @@ def _here(config: EngineConfig) -> Iterator[PlacedRunner]:
 
 
 def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
-    """`is_cluster`: the actors run elsewhere, and nothing is compared in this process."""
+    """Runs the comparison and returns the exit status. `is_cluster`: the actors run in a cluster,
+    and no case runs in this process."""
     say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     topologies = options.topology or (ACROSS if is_cluster else HERE)
     cases = cases_of(topologies, with_one_process=not is_cluster)
     compared = len(cases) * len(CONTROLLER_NAMES) * len(SAMPLING) * len(BATCHES)
-    # Texts end when they end: a third is added for those that end before they are cut.
+    # Some texts end before `max_tokens`: a third is added to reach the number of tokens.
     max_tokens = max(8, round(1.33 * options.tokens / compared))
     progress = Progress(num_groups=len(cases) * len(SAMPLING) * len(BATCHES), report=say)
     rows = []

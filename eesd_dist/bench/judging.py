@@ -1,7 +1,7 @@
-"""What replayed traces say of every controller: by class, by load, after a change, cold and warm.
+"""Compares controllers on replayed traces: by class, by load, after a change, cold and warm.
 
-Seconds come from a measured cost model, everything else from recorded rounds, so the same traces
-give the same figures anywhere. Decides which comparisons are made; refuses to know the engine.
+Seconds come from a measured cost model, everything else from recorded rounds, so that the same
+traces give the same figures on every machine. Does not depend on the engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import RequestId, TreeShape
 
 _FIRST_ROUNDS = 8
-"""A cold start and a change of class are judged by so many rounds."""
+"""Number of rounds by which a cold start or a change of class is judged."""
 
 
 def fixed_variants(max_draft_tokens: int) -> list[Variant]:
-    """Plain decoding is the fixed length 0."""
+    """Returns all fixed lengths; plain decoding is the fixed length 0."""
     return [
         PLAIN,
         *(
@@ -50,12 +50,12 @@ def fixed_variants(max_draft_tokens: int) -> list[Variant]:
 
 
 def adaptive_variants() -> list[Variant]:
-    """Every controller as the service is configured."""
+    """Returns every controller with the service's settings."""
     return [Variant(label=name, controller=name) for name in CONTROLLER_NAMES if name != "fixed"]
 
 
 def other_forms() -> list[Variant]:
-    """Forms that are a setting of the engine and not of a request: replayed only."""
+    """Returns variants by settings of the engine, not of a request: replayed only."""
     return [
         Variant(label="beta, theta per token", controller="beta", settings=(("redraw", "token"),)),
         Variant(label="beta, coin", controller="beta", settings=(("stop_rule", "bernoulli"),)),
@@ -73,7 +73,7 @@ def other_forms() -> list[Variant]:
 
 
 def tree_variants() -> list[Variant]:
-    """The same controllers drawing chains and trees; live only."""
+    """Returns the same controllers with chains and trees; live only."""
     shapes: dict[TreeShape, str] = {
         "none": "",
         "static": ", static tree",
@@ -99,7 +99,7 @@ class Rates:
         return max(self.fixed, key=lambda label: self.by_label[label])
 
     def fixed_in_order(self) -> list[str]:
-        """Fixed lengths, the fastest first."""
+        """Returns the fixed lengths, the fastest first."""
         return sorted(self.fixed, key=lambda label: -self.by_label[label])
 
     def as_json(self) -> dict[str, object]:
@@ -125,13 +125,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Seconds lost against the clairvoyant, summed up over the rounds of one text."""
+    """Seconds lost against the clairvoyant, cumulative over the rounds of one text."""
 
     lost_s: tuple[float, ...]
 
     @staticmethod
     def mean_of(curves: Sequence["Curve"]) -> "Curve":
-        """By round; a text that has ended stays at its last value."""
+        """Returns the mean by round; a text that has ended stays at its last value."""
         longest = max(len(curve.lost_s) for curve in curves)
         return Curve(
             lost_s=tuple(
@@ -141,13 +141,13 @@ class Curve:
         )
 
     def as_json(self) -> list[float]:
-        """In milliseconds."""
+        """Returns the curve in milliseconds."""
         return [round(1e3 * lost, 3) for lost in self.lost_s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeOfClass:
-    """One request whose text goes from an easy class to a hard one and back."""
+    """One request with a text that changes from an easy class to a hard one and back."""
 
     stream: Trace
     seams: tuple[int, ...]
@@ -157,10 +157,10 @@ class ChangeOfClass:
     clairvoyant: Clairvoyant
     fixed: tuple[str, ...]
     discount: float
-    """Of the beliefs: what one round leaves of the counts before it."""
+    """Discount of the beliefs per round."""
 
     def parts(self) -> list[tuple[int, str]]:
-        """Where each class begins."""
+        """Returns the position and name of each class in the text."""
         return list(zip([0, *self.seams], self.classes, strict=True))
 
     def lost(self, label: str) -> list[float]:
@@ -181,7 +181,7 @@ class ChangeOfClass:
         }
 
     def _lost_by_part(self, label: str) -> list[dict[str, float]]:
-        """For each part of the stream: in its first rounds, and in all later ones."""
+        """Returns the loss in each part of the stream: in its first rounds, and in later ones."""
         parts: list[list[float]] = [[] for _ in self.classes]
         for lost, (turn,) in zip(self.lost(label), self.runs[label].rounds, strict=True):
             parts[sum(turn.at >= seam for seam in self.seams)].append(lost)
@@ -197,7 +197,7 @@ def _mean_ms(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """What the calibrator forecast of each judged token, and what came true."""
+    """The calibrator's forecast and the verdict of each judged token."""
 
     forecasts: tuple[tuple[float, bool], ...]
 
@@ -207,7 +207,7 @@ class Reliability:
 
     @property
     def bins(self) -> list[tuple[int, float, float]]:
-        """Tokens, mean forecast, share that was accepted."""
+        """Number of tokens, mean forecast and accepted share of each bin."""
         return [
             (row.num_judged, row.mean_forecast, row.accepted_share)
             for row in reliability_table(self.forecasts)
@@ -226,16 +226,16 @@ class Reliability:
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """The replay section of the report, as values."""
+    """Results of the replay section of the report."""
 
     by_class: dict[str, dict[int, Rates]] = field(default_factory=dict)
-    """Class, load."""
+    """Rates by class and load."""
     by_load: dict[int, Rates] = field(default_factory=dict)
-    """All classes together."""
+    """Rates of all classes together, by load."""
     mixed: Rates
     curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
     from_logs: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Class, variant: regret as `control.regret` estimates it from the run's own log."""
+    """By class and variant: regret as `control.regret` estimates it from the log of the run."""
     change: ChangeOfClass
     priors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     reliability: Reliability
@@ -286,7 +286,7 @@ class Judge:
         max_tokens: int,
         bursts: Sequence[int] = BURSTS,
     ) -> Findings:
-        """All comparisons. `bursts` are those of mixed traffic."""
+        """Makes all comparisons. `bursts`: those of mixed traffic."""
         groups = self._set.by_workload()
         by_class: dict[str, dict[int, Rates]] = {}
         for workload, traces in groups.items():
@@ -308,7 +308,7 @@ class Judge:
     # -- rates ------------------------------------------------------------------------------------
 
     def class_rates(self, traces: Sequence[Trace], load: int) -> Rates:
-        """One class at one load: a request after the other, or so many at once."""
+        """Returns rates of one class with `load` requests at once, or one after the other for 1."""
         crowds: list[tuple[Arrival, ...]]
         if load == 1:
             crowds = [(Arrival(trace=trace),) for trace in traces]
@@ -342,7 +342,7 @@ class Judge:
         )
 
     def _rate(self, crowds: Sequence[Sequence[Arrival]], variant: Variant) -> float:
-        """All crowds after each other; what the first ones teach warms the later ones."""
+        """Returns the rate over all crowds in order; beliefs carry over from earlier crowds."""
         engine = self._engine(variant)
         return _rate(
             [engine.run(crowd, tag=f"{self._seed}-{number}") for number, crowd in enumerate(crowds)]
@@ -360,14 +360,14 @@ class Judge:
     # -- one request at a time --------------------------------------------------------------------
 
     def alone(self, trace: Trace, variant: Variant) -> Replayed:
-        """One request on a cold engine."""
+        """Replays one request on a cold engine."""
         return replay([Arrival(trace=trace)], variant, self._setting, tag=f"{trace.seed}")
 
     def clairvoyant(self, trace: Trace) -> Clairvoyant:
         return Clairvoyant.of(trace, cost=self._setting.cost, ceiling=self._ceiling)
 
     def curves(self, traces: Sequence[Trace]) -> dict[str, Curve]:
-        """Regret by round, cold, mean over the class's texts."""
+        """Returns regret by round of cold engines, as the mean over the class's texts."""
         best = [self.clairvoyant(trace) for trace in traces]
         return {
             variant.label: Curve.mean_of(
@@ -380,7 +380,7 @@ class Judge:
         }
 
     def from_logs(self, traces: Sequence[Trace]) -> dict[str, dict[str, float]]:
-        """What a service could say of itself, with nothing but its own log of rounds."""
+        """Returns regret that a service could estimate from its log of rounds."""
         rows: dict[str, dict[str, float]] = {}
         for variant in self.adaptive:
             outcomes = [o for trace in traces for o in self.alone(trace, variant).outcomes]
@@ -393,7 +393,8 @@ class Judge:
         return rows
 
     def change_of_class(self) -> ChangeOfClass:
-        """Easy, hard, easy: the classes of longest and of shortest accepted drafts."""
+        """Replays a text of an easy, a hard and an easy class: those with the longest and the
+        shortest accepted drafts."""
         groups = sorted(self._set.by_workload().items(), key=lambda item: _ease(item[1]))
         hard, easy = groups[0], groups[-1]
         parts = [easy[1], hard[1], easy[1]]
@@ -410,7 +411,7 @@ class Judge:
         )
 
     def priors(self, traces: Sequence[Trace]) -> dict[str, dict[str, float]]:
-        """The second half of the class's texts, cold and warmed by the first half."""
+        """Compares the second half of the class's texts cold and warmed by the first half."""
         half = len(traces) // 2
         taught, judged = traces[:half] or traces, traces[half:]
         rows: dict[str, dict[str, float]] = {}
@@ -426,15 +427,15 @@ class Judge:
         return rows
 
     def _warmed(self, trace: Trace, variant: Variant, taught: Sequence[Trace]) -> Replayed:
-        """On an engine that has served these texts and no other: none of the judged ones warms the
-        next."""
+        """Replays one text on an engine that has served the `taught` texts only, so that judged
+        texts do not warm each other."""
         engine = self._engine(variant)
         for number, text in enumerate(taught):
             engine.run([Arrival(trace=text)], tag=f"taught-{number}")
         return engine.run([Arrival(trace=trace)], tag=f"{trace.seed}")
 
     def reliability(self) -> Reliability:
-        """Forecasts of every judged token of every position against what came true."""
+        """Returns forecast and verdict of every judged token at every position."""
         calibrator = self._setting.calibrator or Calibrator()
         outcomes = [
             trace.outcome(RequestId("all"), at, self._ceiling)
@@ -462,6 +463,6 @@ def _first_rate(runs: Sequence[Replayed], traces: Sequence[Trace]) -> float:
 
 
 def _ease(traces: Sequence[Trace]) -> float:
-    """Mean length of what is accepted, over all positions."""
+    """Returns the mean number of accepted tokens, over all positions."""
     accepted = [guess.num_accepted for trace in traces for guess in trace.guesses]
     return sum(accepted) / len(accepted)

@@ -1,8 +1,8 @@
-"""Variants take turns on one real engine, and every text is held against plain decoding's.
+"""Times variants in alternation on one real engine, and compares every text with plain decoding.
 
-A `Race` is a row of blocks; in each block every variant does the same work, in an order that turns
-from block to block, so that a machine that slows down slows them all. Ratios are of sums over
-blocks, with a bootstrap interval over blocks. Decides what is timed; refuses to know controllers.
+A `Race` is a sequence of blocks; in each block every variant does the same work, in an order that
+rotates from block to block, so that a slower machine affects all of them. Ratios are of sums over
+blocks, with a bootstrap interval over blocks. Does not depend on controllers.
 """
 
 import statistics
@@ -23,7 +23,7 @@ PLAIN = Variant(label="plain", controller=None)
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
-    """One variant's turn of one block."""
+    """Results of one variant in one block."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -48,7 +48,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """What came of it: for each block, each variant's pass."""
+    """Results of a race: for each block, each variant's pass."""
 
     blocks: tuple[dict[str, Pass], ...]
 
@@ -63,13 +63,13 @@ class Race:
         return self.rate(label) / self.rate(over)
 
     def median_ratio(self, label: str, over: str) -> float:
-        """Of single blocks: a disturbance in one of them hardly moves it."""
+        """Returns the median of the blocks' ratios, robust to a disturbance in one block."""
         return statistics.median(
             _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
         )
 
     def interval(self, label: str, over: str, *, share: float = 0.9, draws: int = 1000) -> Interval:
-        """Blocks drawn again with replacement (Efron 1979); seeded, so that it can be repeated."""
+        """Returns a bootstrap interval over blocks (Efron 1979); seeded, so that it repeats."""
         rng = Random(f"{label}/{over}/{len(self.blocks)}")
         ratios = []
         for _ in range(draws):
@@ -81,12 +81,12 @@ class Race:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Plain decoding is a fixed length too: 0."""
+        """Labels of the fixed lengths; plain decoding is the fixed length 0."""
         return tuple(v for v in self.labels if v == PLAIN.label or v.startswith("fixed"))
 
     @property
     def best_fixed(self) -> str:
-        """The fastest in hindsight: chosen by the very figures others are then held against."""
+        """The fastest fixed length in hindsight, by the figures it is then compared with."""
         return max(self.fixed, key=self.rate)
 
     @property
@@ -104,7 +104,7 @@ def _rate(passes: Sequence[Pass]) -> float:
 
 
 class Track:
-    """An engine and the texts that are run on it."""
+    """An engine and the texts to run on it."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Track:
         self._count = 0
 
     def warm_up(self, variants: Sequence[Variant]) -> None:
-        """Compiles, allocates, fills the caches of the allocator; nothing of it is counted."""
+        """Runs a few tokens of each variant, so that compilation and allocation are not timed."""
         few = tuple(Guest(text=number) for number in range(min(2, len(self._texts))))
         for variant in variants:
             self._run(few, variant, Pass(), max_tokens=4)
@@ -131,7 +131,7 @@ class Track:
         *,
         after_block: Callable[[], None] = lambda: None,
     ) -> Race:
-        """Each block's crowds, one after the other, by every variant in turn. Plain comes along."""
+        """Runs each block's crowds with every variant; plain decoding has to be one of them."""
         done: list[dict[str, Pass]] = []
         for number, crowds in enumerate(blocks):
             turn = number % len(variants)
@@ -154,7 +154,7 @@ class Track:
         *,
         max_tokens: int | None = None,
     ) -> None:
-        """A crowd to its last token, on the clock."""
+        """Runs and times a crowd to its last token."""
         engine = self._engine
         waiting = deque((guest, self._request(guest, variant, max_tokens)) for guest in crowd)
         written: dict[RequestId, list[TokenId]] = {request.request_id: [] for _, request in waiting}
@@ -174,7 +174,8 @@ class Track:
         into.texts.extend(tuple(tokens) for tokens in written.values())
 
     def _request(self, guest: Guest, variant: Variant, max_tokens: int | None) -> Request:
-        """Beliefs are pooled by variant and class: none is warmed by another's rounds."""
+        """Returns a request; its workload pools beliefs by variant and class, so that variants do
+        not warm each other."""
         self._count += 1
         text = self._texts[guest.text]
         sampling = text.sampling()

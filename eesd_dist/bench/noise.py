@@ -1,7 +1,7 @@
-"""`eesd bench noise`: the sampling noise of two tokens against what chance allows.
+"""`eesd bench noise`: tests the independence of the sampling noise of two tokens.
 
 The probability of a token depends on pairs of draws: the noise of two ids under one key. Every
-count becomes a z value; independent draws stay below 5.5 over all of them.
+count becomes a z value; for independent draws all of them stay below 5.5.
 
 Shapes: S keys, X differences.
 """
@@ -22,7 +22,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.sampling.noise import exponential, gumbel, hash_ids, noise_key
 
 LIMIT = 5.5
-"""Largest |z| that chance explains: 1 in 4,000 runs of some 7,000 counts has a larger one."""
+"""Limit of |z|: with independent draws 1 in 4,000 runs of some 7,000 counts exceeds it."""
 
 NUM_BITS = 17
 XORS = tuple(
@@ -44,7 +44,7 @@ HashIds = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """The z values of every statistic, one per difference."""
+    """z values of every statistic, one per difference."""
 
     num_draws: int
     differences: tuple[int, ...]
@@ -55,7 +55,7 @@ class Survey:
         return max(float(z_X.abs().max()) for z_X in self.z_X.values())
 
     def as_json(self) -> dict[str, object]:
-        """Per statistic: the root mean square, and the three differences that stand out most."""
+        """Returns, per statistic, the root mean square and the three largest differences."""
         return {
             name: {
                 "rms": round(float(z_X.square().mean().sqrt()), 3),
@@ -79,7 +79,7 @@ def survey(
     """Draws pairs (id, id ^ difference), or (id, id + difference), one key for each draw.
 
     The pairs of one key share their first id, so that statistics of different differences are
-    correlated; each of them has the distribution it is judged by.
+    correlated; each of them still has the distribution it is tested against.
     """
     rng = Random(seed)
     difference_X = torch.tensor(differences)
@@ -102,10 +102,10 @@ def survey(
 
 
 def _counts(hash_SX: Tensor) -> dict[str, Tensor]:
-    """The first column against each of the others, summed over keys."""
+    """Returns statistics of the first column with each other column, summed over keys."""
     draw_SX = exponential(hash_SX)
     mine_S1, others_SX = draw_SX[:, :1], draw_SX[:, 1:]
-    # the smaller of draw / probability wins
+    # The smaller draw / probability wins.
     counts = {
         f"wins at {p}": (mine_S1 * ((1.0 - p) / p) < others_SX).sum(0).double() for p in _WINS
     }
@@ -133,7 +133,7 @@ def _probability_of(name: str) -> float:
 
 
 def row_cost_us(*, num_ids: int = 4096, repeats: int = 200) -> float:
-    """Microseconds for the noise of one row, least of several runs."""
+    """Returns the microseconds for the noise of one row, the minimum of several runs."""
     ids, keys = torch.arange(num_ids, dtype=torch.int32), [noise_key(3, 5)]
 
     def run_s() -> float:

@@ -1,4 +1,4 @@
-"""`eesd bench offline`: every controller, plain decoding and transformers in turn."""
+"""`eesd bench offline`: times every controller, plain decoding and transformers in alternation."""
 
 import statistics
 import time
@@ -43,7 +43,7 @@ Decode = Callable[[Prompt, int], list[int]]
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """What one variant did on one class of prompts."""
+    """Results of one variant on one class of prompts."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -58,7 +58,7 @@ class Score:
 
 @dataclass(slots=True, kw_only=True)
 class OurDecoder:
-    """One speculation setting of our engine, one request at a time."""
+    """This engine with one speculation setting, one request at a time."""
 
     engine: EngineCore
     speculation: SpeculationParams
@@ -99,7 +99,7 @@ class OurDecoder:
 def transformers_decoders(
     path: Path, *, dtype: str, exit_layer: int, stop_token_ids: tuple[int, ...]
 ) -> dict[str, Decode]:
-    """transformers' own generate, and its early-exit assisted generation, on the same weights."""
+    """Returns transformers' plain and early-exit assisted generation, on the same weights."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), local_files_only=True
     ).eval()
@@ -132,7 +132,7 @@ def transformers_decoders(
 def our_decoders(
     engine: EngineCore, *, max_draft_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> dict[str, Decode]:
-    """Plain decoding, every fixed length and every controller, on one engine."""
+    """Returns plain decoding, every fixed length and every controller, on one engine."""
 
     def ours(name: str, speculation: SpeculationParams) -> OurDecoder:
         return OurDecoder(
@@ -157,10 +157,10 @@ def run(
     repeats: int,
     say: Say,
 ) -> dict[str, dict[str, Score]]:
-    """Scores by variant and class. Each prompt goes through all variants before the next one."""
+    """Returns scores by variant and class. Each prompt runs on all variants before the next one."""
     scores: dict[str, dict[str, Score]] = {name: defaultdict(Score) for name in decoders}
     for decode in decoders.values():
-        decode(prompts[0], 4)  # compiles, allocates, warms the caches
+        decode(prompts[0], 4)  # warm-up: compiles and allocates
         if isinstance(decode, OurDecoder):
             decode.take_logs()
     for repeat in range(repeats):
@@ -230,7 +230,7 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
 
 
 def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
-    """The ratios this project is judged by."""
+    """Returns the summary's ratios."""
     total = {name: merged(by_class) for name, by_class in scores.items()}
     plain = total["plain"].tokens_per_s
     fixed = [name for name in scores if name.startswith("fixed")]

@@ -1,6 +1,7 @@
-"""`eesd bench online`: a running service under load, as its clients see it.
+"""`eesd bench online`: measures a running service under load from its clients' side.
 
-Overlap on and off is a setting of the service, so it takes two runs of it (`make bench-online`).
+Overlap is a setting of the service, so that comparing on and off takes two runs of it
+(`make bench-online`).
 """
 
 import asyncio
@@ -26,11 +27,11 @@ MODES = ("off", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One request as its client saw it; times in seconds."""
+    """Measurements of one request at its client; times in seconds."""
 
     first_token_s: float
     gaps_s: tuple[float, ...]
-    """Between chunks; a chunk may carry several tokens."""
+    """Times between chunks; a chunk may have several tokens."""
     total_s: float
     num_tokens: int
     num_drafted: int
@@ -40,7 +41,7 @@ class Sample:
 async def ask(
     client: httpx.AsyncClient, model: str, body: dict[str, Any], *, mode: str, max_tokens: int
 ) -> Sample:
-    """One streamed request. Raises EngineError with the service's own words if it fails."""
+    """Sends one streamed request. Raises EngineError with the service's message if it fails."""
     route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     payload = body | {
         "model": model,
@@ -107,7 +108,7 @@ async def offer(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Returns p50, p95 and p99 in milliseconds."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -182,7 +183,7 @@ async def run(
 
 
 async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[dict[str, Any]]:
-    """The service's latest rounds; those of the last so many requests, if a number is given."""
+    """Returns the service's latest rounds, of the last `last_requests` requests if given."""
     rounds: list[dict[str, Any]] = (await client.get("/debug/rounds")).json()["rounds"]
     if last_requests is None:
         return rounds
@@ -194,7 +195,7 @@ async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[
 
 
 def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians per round in ms; `overhead` is all that is neither drafting nor verifying."""
+    """Returns medians per round in ms; `overhead` is everything but drafting and verifying."""
     if not rounds:
         return {}
     stages = ("plan_s", "draft_s", "transfer_s", "verify_s", "commit_s")

@@ -1,4 +1,4 @@
-"""Options of the benchmarks that need the engine alone; a docstring is the help of its command.
+"""Options of benchmarks that need the engine only; docstrings are the help texts of the commands.
 
 Imports nothing heavy.
 """
@@ -17,19 +17,19 @@ Model = Annotated[Path, "folder of the target model (the bundled one)"]
 Head = Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"]
 Prompts = Annotated[Path, "prompts, JSON lines (the bundled ones)"]
 Quick = Annotated[bool, "a smaller run"]
-Json = Annotated[bool, "print the last line only, one JSON object"]
+Json = Annotated[bool, "print only the last line, one JSON object"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """How many actors hold each stage."""
+    """Number of ranks of each stage."""
 
     verify_ranks: int
     draft_ranks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """`4`, or `2x2`: verify ranks, then draft ranks."""
+        """Parses `4`, or `2x2`: verify ranks, then draft ranks."""
         found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
         if found is None:
             raise ValueError(
@@ -43,8 +43,8 @@ class OfflineOptions:
     """Speed of every controller, one request at a time.
 
     Compared with transformers and plain decoding: one process, the same weights and prompts,
-    greedy. For each prompt the variants take turns, so that a machine that slows down slows all of
-    them. Texts that differ from plain decoding's are counted.
+    greedy. Every prompt runs on all variants before the next one, so that a slower machine affects
+    all of them. Texts that differ from plain decoding are counted.
     """
 
     model: Model = BUNDLED_MODEL
@@ -65,9 +65,9 @@ class OfflineOptions:
 class OnlineOptions:
     """Latency and throughput of a running service under load.
 
-    Open loop: requests arrive by a seeded Poisson process whether or not earlier ones have ended.
-    Load c is c requests in the time that one request takes alone with speculation off. At every
-    load, speculation off and on take turns on the same prompts.
+    Open loop: requests arrive by a seeded Poisson process, independent of the end of earlier ones.
+    Load c is c requests in the time that one request takes alone with speculation off. Every load
+    runs with speculation off and on, with the same prompts.
     """
 
     url: Annotated[str, "the running service"] = "http://127.0.0.1:8000"
@@ -75,7 +75,7 @@ class OnlineOptions:
     loads: Annotated[tuple[int, ...], "requests per time of one alone"] = (1, 2, 4, 8, 16)
     per_load: Annotated[int, "requests at each load"] = 24
     max_tokens: Annotated[int, "length of each text"] = 96
-    seed: Annotated[int, "of the arrivals"] = 0
+    seed: Annotated[int, "seed of the arrivals"] = 0
     json: Json = False
 
 
@@ -84,14 +84,14 @@ class ExactOptions:
     model: Model = BUNDLED_MODEL
     head: Head = None
     prompts: Prompts = SHIPPED_PROMPTS
-    tokens: Annotated[int, "tokens to compare, about"] = 20_000
+    tokens: Annotated[int, "approximate tokens to compare"] = 20_000
     topology: Annotated[
         tuple[Topology, ...],
         Option(
             "--topology",
             parser=Topology.parse,
             metavar="V[xD]",
-            help="verify ranks, and draft ranks where there is more than one; may be repeated",
+            help="verify ranks, and draft ranks if more than one; may be repeated",
         ),
     ] = ()
     json: Json = False
@@ -101,14 +101,14 @@ class ExactOptions:
 class NoiseOptions:
     """Independence of the sampling noise of two tokens.
 
-    For every difference of one to three bits below 2^17, and for ids that lie a few apart, N pairs
-    are drawn, each under a key of its own. Counted is what a sampler would see (how often a token
-    of probability 0.01, 0.2, 0.5 or 0.8 wins) and what a weak hash shows first (correlation, low
-    bits, joint tails). Exit status 1 when a z value is above 5.5.
+    For every difference of one to three bits below 2^17, and for ids that are a few apart, N pairs
+    are drawn, each with another key. The statistics are how often a token of probability 0.01, 0.2,
+    0.5 or 0.8 wins, as in sampling, and typical faults of weak hashes (correlation, low bits, joint
+    tails). Exit status 1 if a z value is above 5.5.
     """
 
     draws: Annotated[int, "pairs per difference"] = 10_000_000
-    seed: Annotated[int, "of the keys"] = 0
+    seed: Annotated[int, "seed of the keys"] = 0
     json: Json = False
 
 
@@ -116,16 +116,16 @@ class NoiseOptions:
 class ControlOptions:
     """Controllers against the best fixed draft length.
 
-    Classes are the classes of the prompts at several temperatures. One recording of what a draft
-    from every position would have been lets every controller be replayed exactly; then the variants
-    take turns on the real engine, and every text is compared with plain decoding's. The best fixed
-    length is chosen in hindsight, by the figures it is then compared with.
+    Classes are the classes of the prompts at several temperatures. A recording of the drafts from
+    every position allows an exact replay of every controller; then the variants alternate on the
+    real engine, and every text is compared with plain decoding. The best fixed length is chosen in
+    hindsight, by the figures it is then compared with.
     """
 
     model: Model = BUNDLED_MODEL
     head: Head = None
     prompts: Prompts = SHIPPED_PROMPTS
-    temperatures: Annotated[tuple[float, ...], "of every prompt class"] = (0.0, 0.8, 1.2)
+    temperatures: Annotated[tuple[float, ...], "temperatures of each class"] = (0.0, 0.8, 1.2)
     max_tokens: Annotated[int | None, "length of each text"] = None
     max_draft_tokens: Annotated[int, "maximum draft length"] = 8
     dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
@@ -134,11 +134,11 @@ class ControlOptions:
     clock: Annotated[
         Literal["wall", "cpu"], "cpu: seconds of this process, for a busy machine; on the CPU only"
     ] = "wall"
-    seed: Annotated[int, "of requests and noise"] = 0
+    seed: Annotated[int, "seed of requests and noise"] = 0
     only: Annotated[Literal["replay", "live"] | None, "one section instead of both"] = None
     record: Annotated[Path | None, "write the recorded traces to this file"] = None
     traces: Annotated[Path | None, "replay the traces of this file"] = None
-    cost: Annotated[Path | None, "a pinned cost model, JSON; without it, it is measured"] = None
+    cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None
     plots: Annotated[Path | None, "folder for PNG pictures"] = None
     quick: Annotated[bool, "under four minutes on two cores"] = False
     json: Json = False

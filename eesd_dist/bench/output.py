@@ -1,4 +1,4 @@
-"""What a benchmark prints: text as it goes, and one JSON object at the end."""
+"""Output of a benchmark: lines of progress, and one JSON object at the end."""
 
 import json
 import sys
@@ -8,12 +8,12 @@ Say = Callable[[str], None]
 
 
 def say_unless(only_json: bool) -> Say:
-    """Prints a line at once, or not at all."""
+    """Returns a function that prints a line at once, or nothing if `only_json`."""
     return _silent if only_json else _say
 
 
 def print_report(report: Mapping[str, object]) -> None:
-    """The last line of the output."""
+    """Prints the last line of the output."""
     sys.stdout.write(json.dumps(report) + "\n")
 
 

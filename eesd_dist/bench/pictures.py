@@ -1,6 +1,6 @@
-"""Which pictures a comparison of controllers gets, and from which of its figures.
+"""Draws the pictures of a comparison of controllers.
 
-Chooses texts and variants to show; how they are drawn is `plots`.
+Chooses texts and variants to show; `plots` draws them.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ _SHOWN = ("goodput", "calibration", "beta", "threshold", "draft_verify", "ema", 
 _BEST = "best fixed length of each load"
 _DRAWS = 400
 _RECENT = 12
-"""Rounds over which the observed acceptance beside a posterior is taken."""
+"""Rounds of the observed acceptance that is plotted with a posterior."""
 
 
 def draw_all(
     folder: Path, judge: Judge, findings: Findings, live: Mapping[int, Race]
 ) -> list[Path]:
-    """Every picture, into a folder that is made if need be."""
+    """Draws every picture into a folder, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         name: folder / f"control-{name}.png"
@@ -49,7 +49,7 @@ def draw_all(
 
 
 def _posterior(file: Path, change: ChangeOfClass) -> None:
-    """Beta-TS over the stream that changes class."""
+    """Draws Beta-TS over the stream that changes class."""
     run = change.runs["beta"]
     rng = Random(0)
     belief = Belief()
@@ -82,7 +82,8 @@ def _posterior(file: Path, change: ChangeOfClass) -> None:
 
 
 def _lengths(file: Path, judge: Judge, findings: Findings) -> None:
-    """One text, the first of the first class: the clairvoyant, the best fixed, the controllers."""
+    """Draws the lengths on the first text of the first class: the clairvoyant, the best fixed
+    length, and the controllers."""
     workload = next(iter(findings.by_class))
     trace = judge.traces_of(workload)[0]
     best = judge.clairvoyant(trace)
@@ -108,7 +109,7 @@ def _lengths(file: Path, judge: Judge, findings: Findings) -> None:
 
 
 def _regret(file: Path, findings: Findings) -> None:
-    """Of the first class."""
+    """Draws the regret of the first class."""
     workload, curves = next(iter(findings.curves.items()))
     best = findings.by_class[workload][1].best_fixed
     shown = [label for label in (*_SHOWN, best) if label in curves]
@@ -140,7 +141,7 @@ def _change(file: Path, change: ChangeOfClass) -> None:
 
 
 def _loads(file: Path, findings: Findings, live: Mapping[int, Race]) -> None:
-    """Live figures where there are some, else replayed ones."""
+    """Draws rates by load: live figures if there are any, else replayed ones."""
     over_plain: dict[int, dict[str, float]] = (
         {load: _live_over_plain(race) for load, race in live.items()}
         if live

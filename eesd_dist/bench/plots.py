@@ -1,7 +1,6 @@
-"""Pictures of a comparison of controllers, as small PNG files.
+"""Plots for a comparison of controllers, as small PNG files.
 
-They take plain numbers and draw them; nothing is measured or decided here. matplotlib is loaded
-when the first picture is drawn, without a display.
+Takes plain numbers. matplotlib is loaded when the first picture is drawn, without a display.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     is_reference: bool = False
-    """Drawn in grey and dashed: the oracle, plain decoding, the best fixed length."""
+    """Whether to draw it grey and dashed: oracle, plain decoding, best fixed length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A posterior by round: its mean and its middle nine tenths."""
+    """A posterior by round: its mean and its middle 90 %."""
 
     rounds: Sequence[int]
     mean: Sequence[float]
@@ -37,7 +36,7 @@ class Band:
 def draw_posterior(
     file: Path, band: Band, *, observed: Line, changes: Sequence[tuple[int, str]]
 ) -> None:
-    """What one request's belief was, round by round, and where its text changed class."""
+    """Draws one request's belief by round, and where its text changes class."""
     with _axes(file, "round", "chance of acceptance") as axes:
         axes.fill_between(
             band.rounds,
@@ -58,7 +57,7 @@ def draw_posterior(
 
 
 def draw_lengths(file: Path, lines: Sequence[Line]) -> None:
-    """Draft length by position of one text: who went how far, and how far was right."""
+    """Draws draft lengths by position in one text, for each controller and the clairvoyant."""
     with _axes(file, "position in the text", "drafted tokens") as axes:
         for number, line in enumerate(lines):
             colour = "0.55" if line.is_reference else _COLOURS[number % len(_COLOURS)]
@@ -68,7 +67,7 @@ def draw_lengths(file: Path, lines: Sequence[Line]) -> None:
 
 
 def draw_regret(file: Path, lines: Sequence[Line], *, title: str, x: str = "round") -> None:
-    """Milliseconds lost against the clairvoyant so far."""
+    """Draws the cumulative milliseconds lost against the clairvoyant."""
     with _axes(file, x, "lost so far, ms") as axes:
         for number, line in enumerate(lines):
             _plot(axes, line, _COLOURS[number % len(_COLOURS)])
@@ -78,7 +77,7 @@ def draw_regret(file: Path, lines: Sequence[Line], *, title: str, x: str = "roun
 
 
 def draw_loads(file: Path, lines: Sequence[Line], *, title: str) -> None:
-    """Tokens per second over plain decoding, by load."""
+    """Draws tokens per second over plain decoding, by load."""
     with _axes(file, "requests at once", "times plain decoding") as axes:
         for number, line in enumerate(lines):
             _plot(axes, line, _COLOURS[number % len(_COLOURS)], marker=".")
@@ -91,7 +90,7 @@ def draw_loads(file: Path, lines: Sequence[Line], *, title: str) -> None:
 
 
 def draw_reliability(file: Path, bins: Sequence[tuple[int, float, float]], *, error: float) -> None:
-    """Forecast beside what came true; the size of a point is how many tokens it stands for."""
+    """Draws the accepted share by forecast; the size of a point is its number of tokens."""
     with _axes(file, "forecast", "accepted share", size=(4.4, 4.2)) as axes:
         axes.plot([0, 1], [0, 1], color="0.6", linewidth=0.8)
         largest = max((count for count, _, _ in bins), default=1)
@@ -107,7 +106,7 @@ def draw_reliability(file: Path, bins: Sequence[tuple[int, float, float]], *, er
 
 
 def lines_of(curves: Mapping[str, Sequence[float]], *, references: Sequence[str]) -> list[Line]:
-    """Rows of numbers by label, against 1, 2, 3..."""
+    """Returns a line per label, with x = 1, 2, 3..."""
     return [
         Line(
             label=label,

@@ -1,8 +1,8 @@
-"""Recorded guesses through any controller: the engine's rounds again, with a model of the clock.
+"""Replays recorded guesses with any controller: the engine's rounds with modelled time.
 
-The round loop asks a `DraftPolicy` exactly what the draft stage asks it, level by level over all
-requests, and reads the verdict off the trace. So drafts, verdicts and beliefs are those of the
-engine; only seconds are computed, from a measured `CostModel`. Refuses to know the engine.
+The round loop makes the same calls to a `DraftPolicy` as the draft stage, level by level over all
+requests, and takes the verdicts from the trace. Drafts, verdicts and beliefs are therefore those of
+the engine; only seconds are computed, from a measured `CostModel`. Does not depend on the engine.
 """
 
 from collections import deque
@@ -22,16 +22,16 @@ from eesd_dist.types import Outcome, RequestId, SpeculationParams, TreeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way of drafting that is held against the others."""
+    """One way of drafting in a comparison."""
 
     label: str
     controller: str | None
     """None is plain decoding."""
     max_draft_tokens: int | None = None
     settings: tuple[tuple[str, object], ...] = ()
-    """Keys of the speculation section that differ from the service's own; replay only."""
+    """Keys of the speculation section that differ from the service's; replay only."""
     tree: TreeShape = "none"
-    """Live only: a trace knows chains."""
+    """Live only: traces have chains only."""
 
     @property
     def params(self) -> SpeculationParams:
@@ -44,10 +44,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request, and how many tokens of the whole run have left when it comes in.
+    """A request, and the number of emitted tokens of the run at its arrival.
 
-    Counted in tokens and not in seconds: every variant meets the same crowd at the same point of
-    its work. An idle engine does not wait.
+    In tokens and not in seconds, so that every variant has the same crowd at the same point of its
+    work. An idle engine does not wait for that number.
     """
 
     trace: Trace
@@ -56,7 +56,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetting:
-    """What all variants of one comparison share."""
+    """Settings shared by all variants of one comparison."""
 
     speculation: SpeculationConfig
     cost: CostModel
@@ -76,10 +76,10 @@ class ReplayedRound:
 
 @dataclass(slots=True, kw_only=True)
 class Replayed:
-    """A run as it would have been."""
+    """Results of a replayed run."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each round."""
+    """Modelled time of each round."""
     rounds: list[tuple[ReplayedRound, ...]] = field(default_factory=list)
     tokens: int = 0
 
@@ -97,16 +97,16 @@ class Replayed:
 
 
 Lengths = Callable[[Trace, int], int]
-"""Draft length at a position, by someone who has read the trace."""
+"""Trace and position -> draft length, with knowledge of the trace."""
 
 
 def accepted_length(trace: Trace, at: int) -> int:
-    """The per-round oracle: draft just what will be accepted."""
+    """Returns the per-round oracle's length: exactly what will be accepted."""
     return trace.guesses[at].num_accepted
 
 
 class Replayer:
-    """One variant on an engine of its own, which remembers from run to run what it has learnt."""
+    """Replays one variant; beliefs are kept from run to run."""
 
     def __init__(
         self, variant: Variant, setting: ReplaySetting, *, book: BeliefBook | None = None
@@ -122,8 +122,8 @@ class Replayer:
     def run(
         self, arrivals: Sequence[Arrival], *, told: Lengths | None = None, tag: str = "replay"
     ) -> Replayed:
-        """Every request to its end. `told` decides the lengths instead of the controller; `tag`
-        begins the requests' names, by which their draws are seeded."""
+        """Runs every request to its end. `told` decides the lengths instead of the controller;
+        `tag` is the prefix of the request ids, which seed their draws."""
         waiting = deque(enumerate(arrivals))
         live: dict[RequestId, _Reader] = {}
         run = Replayed()
@@ -152,7 +152,7 @@ class Replayer:
         return reader
 
     def _commit(self, live: dict[RequestId, "_Reader"], run: Replayed) -> None:
-        """Reads the verdicts, counts tokens, tells policy and book, drops who is done."""
+        """Takes the verdicts, counts tokens, updates policy and book, drops finished requests."""
         turns = tuple(
             ReplayedRound(
                 request=reader.index,
@@ -185,12 +185,12 @@ def replay(
     told: Lengths | None = None,
     tag: str = "replay",
 ) -> Replayed:
-    """One run on a cold engine."""
+    """Replays one run without earlier beliefs."""
     return Replayer(variant, setting).run(arrivals, told=told, tag=tag)
 
 
 class _Reader:
-    """One request that reads its text off a trace."""
+    """One request that takes its text from a trace."""
 
     def __init__(
         self,
@@ -229,14 +229,14 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """One step of a round's drafting: guesses that were made, and those that were drafted."""
+    """One level of a round: number of guesses, and of those drafted."""
 
     offered: int
     taken: int
 
 
 def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> list[_Level]:
-    """The draft stage's own order of questions: level by level, over everybody still drafting."""
+    """Drafts like the draft stage: level by level, over all requests that still draft."""
     for reader in readers:
         reader.drafted = 0
     active = [reader for reader in readers if reader.room > 0]
@@ -269,7 +269,7 @@ def _draft_as_told(active: Sequence[_Reader], told: Lengths) -> list[_Level]:
 
 
 def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Level]) -> float:
-    """What the round takes: as `CostModel.batch_seconds`, and guesses nobody drafted on top."""
+    """Returns the seconds of a round: `CostModel.batch_seconds`, and guesses that are dropped."""
     wasted = sum(
         max(0.0, cost.guess_batch(level.offered) - cost.guess_batch(level.taken))
         for level in levels
@@ -279,20 +279,20 @@ def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Leve
     return cost.batch_seconds(lengths, num_known=known) + wasted
 
 
-# -- who has read the whole text ----------------------------------------------------------------
+# -- the optimum with knowledge of the whole text -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clairvoyant:
-    """The fastest way through one text alone, knowing every guess: nobody can be faster."""
+    """The fastest schedule for one text alone, with knowledge of all guesses."""
 
     remaining_s: tuple[float, ...]
-    """From each position to the end; the last entry, at the end itself, is 0."""
+    """Seconds from each position to the end; the last entry, at the end, is 0."""
     lengths: tuple[int, ...]
 
     @staticmethod
     def of(trace: Trace, *, cost: CostModel, ceiling: int) -> "Clairvoyant":
-        """By dynamic programming from the end: a round of k tokens leads to `after`."""
+        """Computes the schedule by dynamic programming from the end; a round leads to `after`."""
         lengths = range(ceiling + 1)
         first = [cost.batch_seconds([k], num_known=trace.num_prompt) for k in lengths]
         later = [cost.batch_seconds([k]) for k in lengths]
@@ -308,10 +308,10 @@ class Clairvoyant:
         return Clairvoyant(remaining_s=tuple(remaining), lengths=tuple(best))
 
     def regret(self, run: Replayed, trace: Trace) -> list[float]:
-        """Seconds each round of a run over this text alone cost more than was needed.
+        """Returns the seconds lost in each round of a run over this text alone.
 
-        A round from i that took s seconds and led to j cost s + remaining(j) - remaining(i) too
-        much. Never negative; the sum is the run's whole delay.
+        A round from i that took s seconds and led to j lost s + remaining(j) - remaining(i). Never
+        negative; the sum is the run's total delay.
         """
         lost = []
         for seconds, (turn,) in zip(run.seconds, run.rounds, strict=True):
@@ -321,5 +321,5 @@ class Clairvoyant:
 
 
 def lengths_by_position(run: Replayed) -> Mapping[int, int]:
-    """Where the rounds of a run over one text began, and how long they drafted."""
+    """Returns the draft length by start position of the rounds of a run over one text."""
     return {turn.at: turn.outcome.num_drafted for (turn,) in run.rounds}

@@ -1,7 +1,7 @@
-"""One streamed request as its client sees it: what came, when, and how it ended.
+"""Client side of one streamed request: its tokens, their times, and its end.
 
-Speaks HTTP and server-sent events, and reports broken streams instead of raising: whoever asks is
-interested in exactly those. Refuses to know what a right answer would have been.
+Speaks HTTP and server-sent events, and reports broken streams instead of raising, since callers
+count them. Does not check the text.
 """
 
 import json
@@ -16,21 +16,21 @@ import httpx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """A stream from its request to its end; times on the client's monotonic clock."""
+    """A finished stream; times are on the client's monotonic clock."""
 
     name: str
     tokens: tuple[int, ...]
     text: str
     num_tokens: int | None
-    """By the service's own count; None when the stream ended before that was said."""
+    """The service's count; None if the stream ended before it arrived."""
     finish_reason: str | None
     is_done: bool
-    """Whether `[DONE]` came."""
+    """Whether `[DONE]` was received."""
     error: str | None
-    """What the service or the connection said instead of an end."""
+    """Error of the service or the connection."""
     asked_s: float
     arrivals_s: tuple[float, ...]
-    """When chunks with tokens came."""
+    """Times of chunks with tokens."""
     ended_s: float
 
     @property
@@ -39,13 +39,13 @@ class Streamed:
 
     @property
     def longest_pause_s(self) -> float:
-        """Between two chunks with tokens, and before the first."""
+        """Longest time between two chunks with tokens, or before the first."""
         times = (self.asked_s, *self.arrivals_s)
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
 class Listener:
-    """Takes in one stream line by line; what has come so far is always there to be read."""
+    """Parses one stream line by line; `heard` returns the state so far at any time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,7 +96,7 @@ class Listener:
 
 
 async def stream(client: httpx.AsyncClient, listener: Listener, body: Mapping[str, object]) -> None:
-    """Sends the request and listens to its end, whatever that is."""
+    """Sends the request and reads the stream to its end or error."""
     route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
         async with client.stream("POST", route, json=dict(body)) as response:

@@ -1,15 +1,16 @@
-"""What a draft from any position of a text would have been: enough to replay every controller.
+"""Records traces: the draft from every position of a text, enough to replay every controller.
 
-With coupled sampling a text is fixed by its prompt, parameters and seed, and so is what the exit
-head would guess from each of its positions. A `Guess` keeps, for one position, the evidence of a
-draft of K tokens and how many of them the verifier accepts. A round of any length k <= K from there
+With coupled sampling a text is determined by its prompt, parameters and seed, and so are the exit
+head's guesses from each of its positions. A `Guess` has, for one position, the evidence of a draft
+of K tokens and how many of them the verifier accepts. A round of any length k <= K from there
 yields min(k, accepted) + 1 tokens: nothing is estimated.
 
-A chain of D tokens tells all positions along its accepted part: what was drafted after an accepted
-token is what a draft that begins there draws first. So one run with drafts of 2K tokens records
-nearly everything, and the few positions it leaves out are asked for by resuming the request there.
+A chain of D tokens covers all positions along its accepted part: the tokens drafted after an
+accepted token are those that a draft from there would start with. One run with drafts of 2K tokens
+therefore records almost all positions; the few that are missing are recorded by resuming the
+request there.
 
-Decides what is recorded and how it is kept in a file; refuses to know controllers.
+Also reads and writes trace files. Does not depend on controllers.
 """
 
 import json
@@ -37,7 +38,7 @@ _MEASURES = tuple(field.name for field in fields(Evidence) if field.name != "dep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """One thing to be written: with these the target writes the same tokens every time."""
+    """Inputs of one text, which determine the target's tokens."""
 
     prompt: tuple[TokenId, ...]
     workload: str
@@ -58,7 +59,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
-    """A draft of K tokens from one position: what the head said, and how far it was right."""
+    """A draft of K tokens from one position: its evidence, and how many tokens are accepted."""
 
     num_accepted: int
     evidence: tuple[Evidence, ...]
@@ -80,15 +81,15 @@ class Trace:
         return len(self.tokens)
 
     def room(self, at: int, *, ceiling: int) -> int:
-        """Longest draft from position `at`, as the scheduler allows it."""
+        """Returns the maximum draft length from position `at`, as in the scheduler."""
         return max(0, min(ceiling, self.max_tokens - at - 1, len(self.guesses[at].evidence)))
 
     def num_known(self, at: int) -> int:
-        """Known rows of a round from here: the whole prompt at first, then one."""
+        """Returns the known rows of a round from `at`: the whole prompt at first, then one."""
         return self.num_prompt if at == 0 else 1
 
     def outcome(self, request_id: RequestId, at: int, length: int) -> Outcome:
-        """What a round of this length from this position tells."""
+        """Returns the outcome of a round of this length from this position."""
         guess = self.guesses[at]
         return Outcome(
             request_id=request_id,
@@ -98,12 +99,12 @@ class Trace:
         )
 
     def after(self, at: int, length: int) -> int:
-        """The position after a round of this length; never beyond the end."""
+        """Returns the position after a round of this length, at most the end."""
         return min(len(self), at + 1 + min(length, self.guesses[at].num_accepted))
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """One stream that goes through all of them; no round jumps from one into the next."""
+    """Joins traces to one; no accepted draft reaches from one into the next."""
     guesses = [
         replace(guess, num_accepted=min(guess.num_accepted, len(trace) - at - 1))
         for trace in traces
@@ -125,12 +126,12 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def chain_length(max_draft_tokens: int) -> int:
-    """`speculation.max_draft_tokens` of an engine that records guesses of K tokens."""
+    """Returns `speculation.max_draft_tokens` of an engine that records guesses of K tokens."""
     return 2 * max_draft_tokens
 
 
 def record(engine: EngineCore, texts: Sequence[Text], *, max_draft_tokens: int) -> list[Trace]:
-    """Every text's trace. The engine drafts up to `chain_length` tokens and logs evidence."""
+    """Records every text. The engine has to draft `chain_length` tokens and to log evidence."""
     recorders = {
         RequestId(f"record-{number}"): _Recorder(text, max_draft_tokens)
         for number, text in enumerate(texts)
@@ -148,7 +149,7 @@ def record(engine: EngineCore, texts: Sequence[Text], *, max_draft_tokens: int) 
 
 
 def _drive(engine: EngineCore, recorders: Mapping[RequestId, "_Recorder"], *, once: bool) -> None:
-    """Runs what was added: to its end, or for one judged round of each."""
+    """Runs the added requests to their end, or with `once` for one judged round each."""
     while engine.has_work:
         result = engine.step(wait_s=0.0)
         outcomes = {outcome.request_id: outcome for outcome in result.outcomes}
@@ -159,7 +160,7 @@ def _drive(engine: EngineCore, recorders: Mapping[RequestId, "_Recorder"], *, on
 
 
 class _Recorder:
-    """One text's guesses as they come in."""
+    """Collects the guesses of one text."""
 
     def __init__(self, text: Text, max_draft_tokens: int) -> None:
         self._text = text
@@ -167,14 +168,14 @@ class _Recorder:
         self._tokens: list[TokenId] = []
         self._guesses: dict[int, Guess] = {}
         self.at = 0
-        """Where the next round begins."""
+        """Position of the next round."""
         self._asked = 0
 
     def request(self, request_id: RequestId, *, at: int) -> Request:
         return Request(
             request_id=request_id,
             prompt=self._text.prompt,
-            # Room for a whole chain at the text's last position; the surplus is cut off.
+            # Room for a whole chain at the text's last position; the surplus is dropped.
             sampling=self._text.sampling(more_tokens=2 * self._length),
             speculation=SpeculationParams(controller="fixed"),
             generated=tuple(self._tokens[:at]),
@@ -185,8 +186,8 @@ class _Recorder:
         known = self._tokens[self.at : self.at + len(tokens)]
         if known != list(tokens[: len(known)]):
             raise EngineError(
-                f"recording: resumed at token {self.at} the text went on as {list(tokens)} and "
-                f"before as {known}: record with numerics invariant"
+                f"recording: resumed at token {self.at}, the text continued with {list(tokens)}, "
+                f"expected {known} as before: record with numerics invariant"
             )
         self._tokens[self.at : self.at + len(tokens)] = tokens
         for offset in range(len(tokens)):
@@ -196,7 +197,7 @@ class _Recorder:
 
     @property
     def _length_of_text(self) -> int:
-        """Without the room that recording needed."""
+        """Length without the surplus for recording."""
         return min(len(self._tokens), self._text.max_tokens)
 
     def first_missing(self) -> int | None:
@@ -239,7 +240,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSet:
-    """Traces, and what a round cost on the machine that recorded them."""
+    """Traces, with the cost model of the machine that recorded them."""
 
     max_draft_tokens: int
     cost: CostModel
@@ -263,7 +264,7 @@ class TraceSet:
 
     @staticmethod
     def load(file: Path) -> "TraceSet":
-        """Raises CheckpointError when the file is not one that `save` wrote."""
+        """Reads a file from `save`. Raises CheckpointError for any other file."""
         try:
             content = json.loads(file.read_text())
         except (OSError, ValueError) as error:

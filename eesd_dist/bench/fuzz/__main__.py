@@ -1,4 +1,4 @@
-"""`python -m eesd_dist.bench.fuzz`: the fuzz on a machine with torch and no Ray."""
+"""`python -m eesd_dist.bench.fuzz`: the fuzz on a machine with torch and without Ray."""
 
 import sys
 

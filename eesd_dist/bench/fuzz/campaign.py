@@ -1,4 +1,4 @@
-"""The run: one engine after the other until the tokens or the time are reached."""
+"""Runs one engine after the other until the limit of tokens or time is reached."""
 
 import sys
 import time
@@ -18,22 +18,22 @@ from eesd_dist.bench.fuzz.totals import EngineRow, StateFile, Totals
 Say = Callable[[str], None]
 
 _EVERY_S = 5.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a run is over."""
+    """Limits that end a run."""
 
     tokens: int | None
     seconds: float | None
     failures: int
-    """So many failing engines; each is made smaller first."""
+    """Number of failing engines; each is reduced first."""
     reduction_s: float
 
 
 class Campaign:
-    """Plays the cases of a source in order."""
+    """Runs the cases of a source in order."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Campaign:
         self._num_failing = 0
 
     def run(self) -> None:
-        """Returns when a limit is reached."""
+        """Runs cases until a limit is reached."""
         done = {row.number for row in self._state.rows}
         number = 0
         try:
@@ -97,7 +97,7 @@ class Campaign:
             seconds=seconds,
             case_file=None if case_file is None else str(case_file),
         )
-        # First: what was found is counted, whatever ends the reduction.
+        # Counted before the reduction, which may be interrupted.
         self._state.add(row)
         self.totals.add(row)
         if case_file is not None:
@@ -131,7 +131,7 @@ class Campaign:
         return self._case_folder / f"fuzz-{case.seed}-{case.number}.json"
 
     def _report(self, case: Case, checked: Checked, file: Path) -> None:
-        """Says what failed and how to see it again, in the smallest form found in time."""
+        """Prints the failure and the command that repeats it with the reduced case."""
         self._num_failing += 1
         self._say(f"FAILED: seed {case.seed}, engine {case.number}, {case.world.label()}")
         for failure in checked.failures[:5]:
@@ -151,14 +151,14 @@ class Campaign:
 def reduced(
     case: Case, checked: Checked, shelf: ModelShelf, plain: PlainTexts, *, limit_s: float
 ) -> Case:
-    """The smallest case found in time that fails in the same way: an engine that broke, or a text
-    that differs."""
+    """Returns the smallest case found within the limit that fails in the same way: an engine that
+    failed, or a text that differs."""
     first = checked.failures[0]
 
     def fails(candidate: Case) -> bool:
         try:
             found = check(candidate, shelf, plain).failures
-        except Exception:  # what cannot even be built is no smaller form of it
+        except Exception:  # a case that cannot be built is not a reduction
             return False
         return any(failure.is_of_a_text == first.is_of_a_text for failure in found)
 

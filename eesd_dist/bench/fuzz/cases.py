@@ -1,7 +1,7 @@
-"""One engine of the fuzz as plain values: what is built, what is asked of it, what befalls it.
+"""One engine of the fuzz as plain values: its configuration, requests and troubles.
 
-A case is complete: written to a file it can be replayed on another machine, where the model folder
-is there too. Random models are named by the seed that makes them.
+A case is complete: written to a file it can be replayed on another machine that has the model
+folder. Random models are named by the seed that generates them.
 """
 
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request
 
 TIMEOUT_S = 60.0
-"""Deadline of every wait between ranks: long enough for a busy machine."""
+"""Deadline of every wait between ranks; long enough for a busy machine."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a text may depend on apart from its request."""
+    """Everything that a text may depend on besides its request."""
 
     model: str
     """A folder, or `random:SEED:NUMBER`."""
     head: str | None
-    """A folder, relative ones below the model's; None: the model's own, or none."""
+    """A folder, relative to the model's folder; None: the head in the model's folder, if any."""
     device: Device
     dtype: DType
     draft_ranks: int
@@ -50,22 +50,22 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How rounds reach the verify stage."""
+    """Link between the engine and its verify stage."""
 
     kind: Literal["inline", "thread"]
-    """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: next to
-    the engine, so that replies come when they come."""
+    """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: verified
+    in a separate thread, so that replies arrive at any time."""
     announced: float = 1.0
-    """Of `inline`: chance that a reply is said to be here when the engine asks; below 1 the engine
-    drafts ahead."""
+    """For `inline`: probability that a reply is reported as arrived when the engine asks; below 1
+    the engine drafts ahead."""
     encoded: bool = False
-    """Whether rounds and replies are written and read as they travel between processes."""
+    """Whether rounds and replies are encoded and decoded as between processes."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What a text must not depend on."""
+    """Everything that a text must not depend on."""
 
     num_pages: int
     prefix_caching: bool
@@ -77,7 +77,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A request, and when it arrives where."""
+    """A request with its arrival turn and its engine."""
 
     name: str
     request: Request
@@ -87,18 +87,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """A request is dropped; another one may take its id at once."""
+    """A request is aborted; another one may reuse its id at once."""
 
     kind: Literal["abort"] = "abort"
     turn: int
     entry: str
     successor: str | None
-    """The entry that arrives now, under the dropped one's id."""
+    """The entry that arrives now with the id of the aborted one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """A request leaves and is submitted again with its tokens so far."""
+    """A request is withdrawn and submitted again with its tokens so far."""
 
     kind: Literal["resume"] = "resume"
     turn: int
@@ -109,33 +109,33 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A part of a pipeline is lost in mid-round; a new epoch begins with its replacement."""
+    """A part of a pipeline is lost during a round; a new epoch starts with its replacement."""
 
     kind: Literal["loss"] = "loss"
     turn: int
     engine: int
     part: Literal["send", "receive", "verify rank", "draft rank"]
     after: int
-    """So many more rounds, or commands of draft ranks, go well."""
+    """Number of further rounds, or commands of draft ranks, before the loss."""
     fresh: bool
-    """Whether the verify stage is loaded again, or only forgets its pages."""
+    """Whether the verify stage is loaded again, or only drops its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """KV pages are copied to the other engine, and the requests follow them."""
+    """KV pages are copied to the other engine, and their requests move there."""
 
     kind: Literal["migration"] = "migration"
     turn: int
     source: int
     entries: tuple[str, ...]
-    """Empty: every running request's pages."""
+    """Requests of which pages are copied; empty: all running ones."""
     copy_after: int
     adopt_after: int
-    """Turns that both engines go on for before the copy, and between it and the adoption."""
+    """Turns of both engines before the copy, and between the copy and the adoption."""
     chunk_bytes: int
     is_adopted: bool
-    """False: the reservation is given up, and the requests are computed again."""
+    """False: the reservation is abandoned, and the requests are recomputed."""
 
 
 Trouble = Abort | Resume | Loss | Migration
@@ -143,7 +143,7 @@ Trouble = Abort | Resume | Loss | Migration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One engine of the fuzz, or two that requests move between."""
+    """One engine of the fuzz, or two between which requests move."""
 
     seed: int
     number: int
@@ -152,14 +152,14 @@ class Case:
     entries: tuple[Entry, ...]
     troubles: tuple[Trouble, ...]
     plant: str | None = None
-    """An error planted on purpose: see `plants`."""
+    """A deliberately planted error, see `plants`."""
 
 
 _CASE: TypeAdapter[Case] = TypeAdapter(Case)
 
 
 def engine_config(world: World, setup: EngineSetup, *, folder: Path) -> EngineConfig:
-    """`folder`: where the world's model lies."""
+    """Returns the engine's configuration; `folder`: the model's folder."""
     head = None if world.head is None else folder / world.head
     return EngineConfig(
         model=ModelConfig(
@@ -185,7 +185,7 @@ def save_case(case: Case, file: Path) -> None:
 
 
 def load_case(file: Path) -> Case:
-    """Raises ConfigError for a file that is no case."""
+    """Reads a case. Raises ConfigError for a file that is not a case."""
     try:
         return _CASE.validate_json(file.read_bytes())
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""One case from its values to what is wrong with it: played, and each text compared."""
+"""Checks one case: runs it and compares each text."""
 
 import traceback
 from collections import Counter
@@ -16,10 +16,10 @@ PLAIN = "plain decoding"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One thing that is not as promised."""
+    """One failure of a case."""
 
     entry: str
-    """Whose text it is; `ENGINE` or `PLAIN` where one of these broke."""
+    """The entry with the wrong text; `ENGINE` or `PLAIN` if one of these failed."""
     what: str
 
     @property
@@ -36,15 +36,15 @@ class Checked:
 
 
 def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
-    """An engine that broke is one failure; texts that ended before that are compared all the same.
+    """Runs a case. A failed engine is one failure; texts that ended before that are still compared.
 
-    Raises ConfigError where plain decoding finds that the world cannot be built.
+    Raises ConfigError if plain decoding cannot build the world.
     """
     try:
         wanted = {entry.name: plain.text(case.world, entry.request) for entry in case.entries}
     except ConfigError:
         raise
-    except Exception:  # what the fuzz was looking for, if at an unexpected place
+    except Exception:  # a finding too, although in plain decoding
         broke = Failure(entry=PLAIN, what=traceback.format_exc(limit=-6))
         return Checked(failures=(broke,), num_texts=0, num_tokens=0, counts=Counter())
     played = play(case, shelf)

@@ -1,6 +1,6 @@
-"""Random engines, requests and troubles; every text against plain decoding, bit for bit.
+"""The fuzz as a command.
 
-`eesd bench exact --random SEED`; on a machine with torch and no Ray, `python -m
+`eesd bench exact --random SEED`; on a machine with torch and without Ray, `python -m
 eesd_dist.bench.fuzz --model FOLDER --random SEED`.
 """
 
@@ -52,7 +52,7 @@ def main(options: FuzzOptions) -> int:
 
 @contextmanager
 def _few_warnings() -> Iterator[None]:
-    """Every model is read in every type: that this rounds weights need not be said each time."""
+    """Suppresses repeated warnings on rounded weights: every model is read in every type."""
     logger = logging.getLogger("eesd_dist.model")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def _run(options: FuzzOptions, seed: int, shelf: ModelShelf) -> int:
         was_stopped = True
     totals = campaign.totals
     if totals.engines and not totals.counts.get("drafted"):
-        sys.stderr.write("nothing was drafted: the models have no exit head (--head)\n")
+        sys.stderr.write("nothing was drafted: the models have no exit head (see --head)\n")
     report = {
         "seed": seed,
         "device": source.device,
@@ -112,7 +112,7 @@ def _source(options: FuzzOptions, seed: int, shelf: ModelShelf) -> Source:
     ]
     models += [shelf.random(seed, number) for number in range(options.random_models)]
     if not models:
-        raise ConfigError("no model: give --model FOLDER or --random-models N")
+        raise ConfigError("found no model: use --model FOLDER or --random-models N")
     has_cuda = torch.cuda.is_available()
     return Source(
         seed=seed,
@@ -134,7 +134,7 @@ def _prompts(options: FuzzOptions, model: KnownModel, shelf: ModelShelf) -> tupl
 
 
 def _asked(source: Source) -> dict[str, object]:
-    """What decides which cases there are."""
+    """Returns the settings that determine the cases."""
     return {
         "seed": source.seed,
         "models": [[model.name, *model.heads] for model in source.models],
@@ -146,7 +146,7 @@ def _asked(source: Source) -> dict[str, object]:
 
 
 def _replay(options: FuzzOptions, file: Path, shelf: ModelShelf) -> int:
-    """Plays a case file; where it fails, it is made smaller still."""
+    """Runs a case file, and reduces it further if it fails."""
     say = say_unless(options.json)
     case = load_case(file)
     plain = PlainTexts(shelf)
@@ -158,7 +158,7 @@ def _replay(options: FuzzOptions, file: Path, shelf: ModelShelf) -> int:
         if smaller != case:
             smaller_file = options.case_folder / f"{file.stem}-smaller.json"
             save_case(smaller, smaller_file)
-            say(f"a smaller one: {smaller_file}")
+            say(f"reduced further: {smaller_file}")
     plain.close()
     report = {
         "seed": case.seed,

@@ -1,7 +1,7 @@
-"""Which case has which number: a pure function of the seed, the number and what may be drawn from.
+"""Draws cases: a pure function of the seed, the case's number and the source.
 
-Engines come in groups that share a world and a pool of requests. Every cycle of groups meets each
-model in each dtype once, in an order of its own.
+Engines come in groups that share a world and a pool of requests. Every cycle of groups has each
+model in each dtype once, in a random order.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request, RequestId
 
 GROUP_SIZE = 10
-"""Engines that share a world and its plain texts."""
+"""Number of engines that share a world and its plain texts."""
 _POOL_SIZE = 20
 _LONGEST = 224
-"""Prompt and answer together, where the model takes more."""
+"""Maximum of prompt plus answer in tokens, if the model allows more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What cases are drawn from."""
+    """Source from which cases are drawn."""
 
     seed: int
     models: tuple[KnownModel, ...]
     prompts: dict[str, tuple[Prompt, ...]]
-    """By model, where it has a tokenizer or its prompts are token ids."""
+    """Prompts by model, if it has a tokenizer or its prompts are token ids."""
     dtypes: tuple[DType, ...]
     device: Device
     is_on_cpu: bool
@@ -50,7 +50,7 @@ class Source:
         Random(f"{self.seed}/cycle/{cycle}").shuffle(combinations)
         rng = Random(f"{self.seed}/group/{group}")
         least = MIN_VERIFY_RANKS.get(self.plant or "", 1)
-        # A plant may want more ranks than a model can have: the next combination then.
+        # A plant may need more ranks than a model can have: try the next combination.
         for model, dtype in combinations[place:] + combinations[:place]:
             world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=least)
             if world is not None:
@@ -76,7 +76,7 @@ class Source:
         positions = model.spec.max_position_embeddings
         lengths = [_length(entry.request, positions) for entry in entries]
         pages = [-(-length // world.page_size) for length in lengths]
-        # An engine's positions end where its pages do: no earlier than a text that it ends.
+        # An engine's pages limit its positions: there must be enough for the longest text.
         return Case(
             seed=self.seed,
             number=number,
@@ -90,7 +90,7 @@ class Source:
         )
 
     def _setup(self, rng: Random, pages: Sequence[int], *, is_alone: bool) -> EngineSetup:
-        """`pages`: of each request."""
+        """`pages`: number of pages of each request."""
         setup = draw_setup(
             rng,
             num_needed=max(pages),
@@ -100,7 +100,7 @@ class Source:
         )
         if self.plant is None:
             return setup
-        return replace(setup, num_pages=setup.num_pages + 1)  # one page to mistake for another
+        return replace(setup, num_pages=setup.num_pages + 1)  # one page to confuse with another
 
 
 def _entries(rng: Random, pool: Sequence[Request], *, num_engines: int) -> list[Entry]:
@@ -127,6 +127,6 @@ def _length(request: Request, positions: int) -> int:
 
 def _no_model(plant: str | None, least: int) -> ConfigError:
     return ConfigError(
-        f"the planted error {plant} wants {least} verify ranks or more, and no model has heads and "
-        "channels that so many can share: add --random-models 4"
+        f"the planted error {plant} needs {least} verify ranks or more, and no model has heads and "
+        "channels that they can share: add --random-models 4"
     )

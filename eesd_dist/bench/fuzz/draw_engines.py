@@ -1,6 +1,6 @@
-"""Random engines: everything that a text must not depend on.
+"""Draws engines: everything that a text must not depend on.
 
-Pages are often so few that requests are preempted, never so few that a request does not fit.
+Pages are often so few that requests are preempted, but every request fits.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _PAGE_SIZES = (4, 8, 16, 32)
 
 
 def degrees_of(spec: ModelSpec) -> tuple[int, ...]:
-    """The tensor-parallel degrees that this model's heads and channels can be shared by."""
+    """Returns the tensor-parallel degrees that this model's heads and channels allow."""
     counts = (spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
     return tuple(d for d in _DEGREES if not any(count % d for count in counts))
 
@@ -32,12 +32,12 @@ def draw_world(
     device: Device,
     min_verify_ranks: int = 1,
 ) -> World | None:
-    """None where the model cannot be shared by so many ranks."""
+    """Returns a world, or None if the model cannot be split among so many ranks."""
     degrees = degrees_of(model.spec)
     verify = [d for d in degrees if d >= min_verify_ranks]
     if not verify:
         return None
-    # Ranks in threads cost five times as much a token: a quarter of the worlds has several.
+    # Ranks in threads cost five times as much per token: a quarter of the worlds has several.
     alone = min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
@@ -53,8 +53,8 @@ def draw_world(
 def draw_setup(
     rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool, is_alone: bool
 ) -> EngineSetup:
-    """`num_needed`: pages of the largest request; `num_all`: of all of them together. An engine
-    that is not alone mostly has what migrated pages need: room, and a prefix cache."""
+    """Draws an engine. `num_needed`: pages of the largest request; `num_all`: pages of all
+    requests. One of two engines mostly has room and a prefix cache for migrated pages."""
     max_draft_tokens = _likely(rng, {0: 1, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 3, 8: 3, 10: 2})
     pages = {num_needed: 1, num_needed + 1: 1, 2 * num_needed: 3, num_all // 2: 3, 2 * num_all: 3}
     if not is_alone:
@@ -76,7 +76,7 @@ def draw_setup(
 
 
 def _likely(rng: Random, weights: Mapping[int, int]) -> int:
-    """Extremes cost many rounds a token: they are drawn, and seldom."""
+    """Draws by weight: extreme values cost many rounds per token and are rare."""
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
@@ -105,7 +105,7 @@ def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:
 
 
 def _cost(rng: Random, *, max_draft_tokens: int) -> CostModel:
-    """Drawn, not measured: decisions then repeat, and every regime is met."""
+    """Draws a cost model instead of measuring it: decisions repeat, and every regime occurs."""
     verify_s, seconds = [], rng.uniform(1.0, 4.0)
     for _ in range(max_draft_tokens + 1):
         verify_s.append(seconds)

@@ -1,7 +1,7 @@
-"""Random requests: prompts with shared beginnings, and every sampling parameter.
+"""Draws requests: prompts with shared beginnings, and every sampling parameter.
 
-Requests are drawn for a group of engines that share a world, so that each text is generated plainly
-once and compared many times. Values lie within what the API admits.
+Requests are drawn for a group of engines that share a world, so that each plain text is generated
+once and compared many times. Values are within the limits of the API.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ def draw_pool(
     count: int,
     longest: int,
 ) -> list[Request]:
-    """`count` requests for one world. `prompts`: of a file; without any, tokens are drawn.
-    `longest`: how long prompt and answer together may get."""
+    """Draws `count` requests for one world. `prompts`: those of a file; if empty, tokens are drawn.
+    `longest`: maximum of prompt plus answer in tokens."""
     vocab_size = model.spec.vocab_size
     beginnings = [_tokens(rng, vocab_size, rng.randint(3, longest // 3)) for _ in range(3)]
     return [
@@ -48,7 +48,7 @@ def draw_pool(
 
 
 def draw_speculation(rng: Random) -> SpeculationParams:
-    """What one request says about its drafts."""
+    """Draws the speculation parameters of one request."""
     if rng.random() < 0.1:
         return SpeculationParams(mode="off")
     return SpeculationParams(
@@ -76,7 +76,7 @@ def _prompt(
         beginning = rng.choice(beginnings)
         cut = rng.choice((len(beginning), rng.randint(1, len(beginning))))
         return (*beginning[:cut], *_tokens(rng, vocab_size, rng.randint(0, 12)))[:most]
-    if kind < 0.5:  # the same few tokens again and again
+    if kind < 0.5:  # a few tokens, repeated
         few = _tokens(rng, vocab_size, rng.randint(1, 3))
         return (few * most)[: rng.randint(2, min(most, 40))]
     if kind < 0.6:
@@ -91,7 +91,7 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> Prompt:
 def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
     vocab_size = model.spec.vocab_size
     most = min(room, rng.choice((1, 3, 12, 24, 48, 48, 64, 64, 96, 128)))
-    goes_past_the_end = rng.random() < 0.1  # only where the model's positions end the text
+    goes_past_the_end = rng.random() < 0.1  # the model's positions end the text
     stops: set[int] = set()
     if rng.random() < 0.6:
         stops |= set(model.spec.eos_token_ids)

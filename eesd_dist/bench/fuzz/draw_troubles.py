@@ -1,4 +1,4 @@
-"""Random troubles: what befalls requests and engines while they run."""
+"""Draws troubles of running requests and engines."""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,7 +12,7 @@ _AFTER = (1, 2, 3, 5, 8, 13, 20, 30)
 def draw_troubles(
     rng: Random, entries: Sequence[Entry], *, num_engines: int
 ) -> tuple[Trouble, ...]:
-    """None for a fifth of the engines; for the others up to eight."""
+    """Draws no trouble for a fifth of the engines, up to eight for the others."""
     if rng.random() < 0.2:
         return ()
     drawn: list[Trouble] = []

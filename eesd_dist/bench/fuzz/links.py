@@ -1,8 +1,8 @@
-"""Channels to a verify stage in this process: as a process would be reached, and breakable.
+"""Channels to a verify stage in this process, with injected faults.
 
-`FutureChannel` verifies in a thread of its own, so that a reply is here when it is. `FaultyChannel`
-stands around any channel, loses the peer when it is told to, and may deny for a while that a reply
-is here, which makes the engine draft ahead at moments that repeat.
+`FutureChannel` verifies in a separate thread, so that replies arrive at any time. `FaultyChannel`
+wraps any channel, loses the peer on request, and may report a reply as not arrived for a while,
+which makes the engine draft ahead at reproducible moments.
 """
 
 from collections import deque
@@ -18,12 +18,12 @@ from eesd_dist.transport.contracts import RoundHeader, VerifyChannel, VerifyRepl
 from eesd_dist.transport.memory import Verify, expect_round
 
 ON_PURPOSE = "lost on purpose"
-"""Part of the reason of every loss that a case asked for."""
+"""Part of the reason of every injected loss."""
 _PEER = "verify stage in this process"
 
 
 class FutureChannel:
-    """Rounds are verified one after the other in a thread beside the engine."""
+    """Channel that verifies rounds one after the other in a separate thread."""
 
     def __init__(self, verify: Verify, *, timeout_s: float) -> None:
         self._verify = verify
@@ -61,7 +61,7 @@ class FutureChannel:
         return bool(self._outstanding) and self._outstanding[0][1].done()
 
     def close(self) -> None:
-        """Returns when no round is being verified any more."""
+        """Waits until no round is being verified."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._outstanding.clear()
 
@@ -72,18 +72,18 @@ class FaultyChannel:
     def __init__(
         self, inner: VerifyChannel, *, announces: Callable[[], bool] | None = None
     ) -> None:
-        """`announces`: whether a reply is said to be here; None asks the channel."""
+        """`announces`: whether a reply is reported as arrived; None asks the channel."""
         self._inner = inner
         self._announces = announces
         self._left: dict[str, int] = {}
-        """Operations that still go well, by name; none is lost at those that are not named."""
+        """Remaining operations before the loss, by name; other operations never fail."""
 
     @property
     def peer(self) -> str:
         return self._inner.peer
 
     def lose_at(self, operation: str, *, after: int) -> None:
-        """`send` or `receive`, after so many more of them."""
+        """Loses the peer at a `send` or `receive`, after `after` more of them."""
         self._left[operation] = after
 
     def send(
@@ -113,7 +113,7 @@ class FaultyChannel:
 
 
 def encoded(verify: Verify) -> Verify:
-    """The same, with round and reply written and read as they travel between processes."""
+    """Wraps `verify`: encodes and decodes round and reply as between processes."""
 
     def verify_what_arrives(
         header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None

@@ -1,7 +1,7 @@
-"""Where the models of a run lie: folders that were named, and random ones that are written.
+"""The models of a run: given folders, and random models that are written.
 
-A random model has an odd shape and random weights; its later layers add little enough that an exit
-head, which is the target's last layer and LM head with noise, is right often and not always.
+A random model has an odd shape and random weights; its later layers add so little that an exit
+head, which is the target's last layer and LM head with noise, is often but not always right.
 """
 
 import json
@@ -55,7 +55,7 @@ _OWN_KEYS: Mapping[str, Callable[[Random, int], dict[str, Any]]] = {
         "final_logit_softcapping": rng.choice((None, 5.0, 9.0, 30.0)),
     },
 }
-"""By `model_type`: what a config of it has beside the keys of every family."""
+"""By `model_type`: keys of its config in addition to those of every family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +66,17 @@ class KnownModel:
     """A folder, or `random:SEED:NUMBER`."""
     spec: ModelSpec
     heads: tuple[str | None, ...]
-    """The exit heads that it may draft with; None: its own, or none."""
+    """Exit heads that it may draft with; None: the head in its folder, if any."""
 
 
 class ModelShelf:
-    """Finds models by name; a random one is written below `scratch` when it is first asked for."""
+    """Finds models by name; a random one is written below `scratch` on first use."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
 
     def folder(self, name: str) -> Path:
-        """Raises ConfigError for a name that means no model."""
+        """Returns a model's folder. Raises ConfigError for an unknown name."""
         if not name.startswith(f"{_RANDOM}:"):
             return Path(name)
         try:
@@ -89,7 +89,7 @@ class ModelShelf:
         return folder
 
     def named(self, folder: Path, *, head: Path | None) -> KnownModel:
-        # An absolute path below a folder is itself.
+        # Joining a folder with an absolute path gives the absolute path.
         return KnownModel(
             name=str(folder.resolve()),
             spec=ModelSpec.from_folder(folder),
@@ -107,7 +107,7 @@ class ModelShelf:
 
 
 def write_random_model(folder: Path, rng: Random) -> None:
-    """A checkpoint of one of the families, with an exit head of each kind."""
+    """Writes a checkpoint of one of the families, with an exit head of each kind."""
     folder.mkdir(parents=True, exist_ok=True)
     config = random_config(rng)
     file = folder / "config.json"
@@ -127,7 +127,7 @@ def write_random_model(folder: Path, rng: Random) -> None:
 
 
 def random_config(rng: Random) -> dict[str, Any]:
-    """A config.json that `ModelSpec` reads."""
+    """Draws a config.json that `ModelSpec` supports."""
     model_type = rng.choice(tuple(_OWN_KEYS))
     kv_heads = rng.choice((1, 2, 2, 3, 4, 4))
     positions = rng.choice((96, 131, 200, 256, 384))
@@ -137,7 +137,7 @@ def random_config(rng: Random) -> dict[str, Any]:
         "model_type": model_type,
         "num_hidden_layers": num_layers,
         "hidden_size": rng.choice((24, 40, 52, 64, 72, 90)),
-        # Often a multiple of what ranks could share.
+        # Often a multiple of the possible numbers of ranks.
         "intermediate_size": rng.choice((12, 12, 12, 1)) * rng.randint(3, 9),
         "num_attention_heads": kv_heads * rng.choice((1, 1, 2, 3, 4)),
         "num_key_value_heads": kv_heads,
@@ -177,7 +177,8 @@ def _rope(rng: Random, *, positions: int) -> dict[str, Any]:
 def _weights(
     spec: ModelSpec, generator: torch.Generator, *, later: float, first_later: int
 ) -> dict[str, Tensor]:
-    """Under the names of a Hugging Face checkpoint; no bias is zero and no norm is one."""
+    """Draws weights by their names in a Hugging Face checkpoint, with biases other than zero and
+    norms other than one."""
 
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(shape, generator=generator) * std
@@ -209,7 +210,7 @@ def _weights(
 
 
 class _Asked:
-    """Takes a checkpoint's place to learn which tensors are read; what it hands out is empty."""
+    """Records which tensors are read, in place of a checkpoint; returns uninitialized tensors."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -229,7 +230,7 @@ class _Asked:
 
 
 def _tensors_of_a_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name to shape: each matrix and its bias, then the norms."""
+    """Returns the shapes by name: each matrix and its bias, then the norms."""
     asked = _Asked()
     LayerWeights.read(asked, "", spec, Shard.of(spec, rank=0, size=1), torch.float32)
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in asked.shapes))

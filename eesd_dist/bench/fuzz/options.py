@@ -1,4 +1,4 @@
-"""Options of the fuzz; the docstring is the help of its command. Imports nothing heavy."""
+"""Options of the fuzz; the docstring is the help text of its command. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,28 +14,28 @@ DEFAULT_TOKENS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzOptions:
-    """The same for random engines and requests (or --case).
+    """Compares random engines and requests (or --case) with plain decoding.
 
     Each engine is drawn from the seed and its number: controllers, trees, batch, pages,
     microbatches, ranks, links; requests with every sampling parameter; arrivals, aborts, lost
-    stages, migrations. Each text, its end and its log-probabilities are compared with those of the
-    same request alone, with speculation off. A failure is made smaller and written to a case file
-    that --case replays. Exit status 1 when anything differs.
+    stages, migrations. Each text, its finish reason and its log-probabilities are compared with
+    those of the same request alone, with speculation off. A failure is reduced and written to a
+    case file that --case replays. Exit status 1 if anything differs.
     """
 
-    random: Annotated[int | None, "seed that everything is drawn from"] = None
+    random: Annotated[int | None, "seed of all random choices"] = None
     model: Annotated[tuple[Path, ...], "folder of a model; may be repeated"] = ()
     head: Annotated[Path | None, "exit head of the first model (MODEL/exit_head)"] = None
-    random_models: Annotated[int, "also so many models of odd shapes"] = 0
+    random_models: Annotated[int, "number of additional models of odd shapes"] = 0
     prompts: Annotated[Path | None, "JSON lines, for models with a tokenizer (bundled)"] = None
     device: Annotated[Device, "where to compute"] = "auto"
     dtype: Annotated[tuple[DType, ...], "only these types (all)"] = ()
-    tokens: Annotated[int | None, f"tokens to compare, about ({DEFAULT_TOKENS})"] = None
+    tokens: Annotated[int | None, f"approximate tokens to compare ({DEFAULT_TOKENS})"] = None
     minutes: Annotated[float | None, "time limit; with --tokens, whichever comes first"] = None
-    state: Annotated[Path | None, "keeps what is done; the same command continues"] = None
-    case: Annotated[Path | None, "replays one case file, and nothing else"] = None
-    case_folder: Annotated[Path, "where failing cases are written"] = Path()
-    max_failures: Annotated[int, "stops at this failing engine"] = 3
-    reduce_s: Annotated[float, "seconds for making a failure smaller"] = 60.0
+    state: Annotated[Path | None, "state file; the same command continues from it"] = None
+    case: Annotated[Path | None, "replay only this case file"] = None
+    case_folder: Annotated[Path, "folder for failing cases"] = Path()
+    max_failures: Annotated[int, "stop after this many failing engines"] = 3
+    reduce_s: Annotated[float, "seconds for reducing a failure"] = 60.0
     json: Json = False
     plant: Annotated[str | None, Option("--plant", hidden=True)] = None

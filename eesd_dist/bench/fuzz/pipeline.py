@@ -1,4 +1,4 @@
-"""One engine of a case with its stages: built, broken on purpose, restored, closed."""
+"""One engine of a case with its stages: builds, breaks, restores and closes it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from eesd_dist.transport.memory import MemoryChannel, Verify
 
 
 class Pipeline:
-    """Both stages and the engine over them."""
+    """Both stages and their engine."""
 
     def __init__(self, world: World, setup: EngineSetup, *, folder: Path, plant: Plant) -> None:
         config = engine_config(world, setup, folder=folder)
@@ -40,8 +40,8 @@ class Pipeline:
         )
 
     def step(self) -> StepResult:
-        """One turn of the engine's loop. A loss that was asked for costs its turn and nothing
-        else; any other error is raised, a follower's own before what it meant for the others."""
+        """Runs one turn of the engine's loop. An injected loss ends the turn and is recovered from;
+        other errors are raised, a follower's error before the lost peer that it caused."""
         try:
             return self.engine.step(wait_s=0.0)
         except PeerLost as error:
@@ -52,7 +52,7 @@ class Pipeline:
             return StepResult()
 
     def lose(self, loss: Loss) -> bool:
-        """Arms the loss; False while another one is still to happen."""
+        """Schedules a loss; returns False while another one is pending."""
         if self._loss is not None:
             return False
         self._loss = loss
@@ -66,18 +66,18 @@ class Pipeline:
         return True
 
     def stores(self) -> list[PageStore]:
-        """Of every rank, the draft stage's first."""
+        """Returns the page stores of every rank, the draft stage's first."""
         return [*self._draft.stores(), *self._verify.stores()]
 
     def close(self) -> None:
-        """Raises what a follower failed with unnoticed."""
+        """Ends both stages. Raises errors of followers that were not raised before."""
         self._channel.close()
         self._draft.close()
         self._verify.close()
         self._raise_of_followers()
 
     def abandon(self) -> None:
-        """Ends its threads, whatever they are in the middle of."""
+        """Aborts all threads, without waiting for their work."""
         self._verify.end()
         self._draft.end()
         self._channel.close()

@@ -1,8 +1,7 @@
-"""Errors planted on purpose, around the real verify stage: what the fuzz must find.
+"""Plants: deliberate errors around the real verify stage, which the fuzz must find.
 
-A plant wraps what a stage is given: the rounds it verifies, the pages it has, the group it sums in.
-The stage itself and its checks stay as they are. Plants act on the engine under test, never on the
-plain reference.
+A plant wraps the inputs of a stage: the rounds it verifies, its pages, or its group. The stage and
+its checks are unchanged. Plants affect the engine under test, never the plain reference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +24,16 @@ class Plant(Protocol):
     """A test double around the verify stage of one pipeline."""
 
     def group(self, group: TensorGroup) -> TensorGroup:
-        """What a rank's layers are summed in."""
+        """Returns the group for sums over ranks."""
         ...
 
     def verify(self, stage: VerifyStage, *, rank: int) -> Verify:
-        """What a rank does with a round."""
+        """Returns the function with which a rank verifies rounds."""
         ...
 
 
 class NoPlant:
-    """The stage as it is."""
+    """No error."""
 
     def group(self, group: TensorGroup) -> TensorGroup:
         return group
@@ -44,7 +43,7 @@ class NoPlant:
 
 
 class ChangedRound:
-    """One request of one round is described wrongly, to every rank alike."""
+    """Changes the segment of one request in one round, equally on every rank."""
 
     def __init__(self, change: Callable[[Segment, Random], Segment | None], rng: Random) -> None:
         """`change` returns None for a segment that it cannot change."""
@@ -80,7 +79,7 @@ class ChangedRound:
 
 
 def _wrong_page(segment: Segment, rng: Random, *, page_size: int, num_pages: int) -> Segment | None:
-    """One full page of the request's past stands for another one."""
+    """Replaces one full page of the request by another page."""
     num_full = segment.start // page_size
     if num_full < 1 or num_pages < 2 or segment.num_sampled < 1:
         return None
@@ -98,8 +97,7 @@ def _wrong_seed(segment: Segment, rng: Random) -> Segment | None:
 
 
 class SwappedKeys:
-    """Two positions of one request have each other's key, in one layer of one rank, from one round
-    on."""
+    """Swaps the keys of two positions of one request once, in one layer of rank 0."""
 
     def __init__(self, rng: Random, *, page_size: int) -> None:
         self._page_size = page_size
@@ -137,7 +135,7 @@ class SwappedKeys:
         pages = sorted({page for page, _ in places})
         content_B = paged.read_pages(layer, pages)
         slots_SB = content_B.view(len(pages) * size, -1)
-        num_key_bytes = slots_SB.shape[1] // 2  # keys stand before values in a slot
+        num_key_bytes = slots_SB.shape[1] // 2  # a slot has keys, then values
         one, other = (pages.index(page) * size + offset for page, offset in places)
         kept_B = slots_SB[one, :num_key_bytes].clone()
         slots_SB[one, :num_key_bytes] = slots_SB[other, :num_key_bytes]
@@ -156,7 +154,7 @@ class BackwardSums:
 
 
 class _BackwardGroup:
-    """A group whose sums begin at the other end."""
+    """A group that sums in reverse order."""
 
     def __init__(self, inner: TensorGroup) -> None:
         self._inner = inner
@@ -197,11 +195,11 @@ _PLANTS: Mapping[str, _Make] = {
 
 PLANTS: Sequence[str] = tuple(_PLANTS)
 MIN_VERIFY_RANKS: Mapping[str, int] = {"sum": 3}
-"""Of two numbers the sum is the same in either order."""
+"""The sum of two numbers is the same in both orders."""
 
 
 def make_plant(name: str | None, *, seed: str, page_size: int, num_pages: int) -> Plant:
-    """Raises ConfigError for a name that means none."""
+    """Builds a plant by name. Raises ConfigError for an unknown name."""
     if name is None:
         return NoPlant()
     if name not in _PLANTS:

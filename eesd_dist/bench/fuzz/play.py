@@ -1,7 +1,7 @@
-"""Plays one case: requests arrive, troubles befall them, engines turn, texts are collected.
+"""Runs one case: requests arrive, troubles happen, engines step, texts are collected.
 
-A turn is one step of each engine. What a trouble is aimed at may be over when its turn comes: then
-it does nothing. Two engines share this thread, so that a case with inline links repeats exactly.
+A turn is one step of each engine. A trouble has no effect if its request has already ended. Two
+engines share this thread, so that a case with inline links repeats exactly.
 """
 
 import traceback
@@ -20,7 +20,7 @@ from eesd_dist.transport.page_wire import chunks_of
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId, TokenLogprobs
 
 _MAX_IDLE_TURNS = 3000
-"""Turns without a token after which an engine counts as stuck: more than any prompt takes."""
+"""Turns without a token after which an engine counts as stuck; more than any prompt needs."""
 
 
 class _State(Enum):
@@ -32,7 +32,7 @@ class _State(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """What left for one entry so far, wherever it ran."""
+    """Emissions of one entry so far, in any engine."""
 
     entry: Entry
     engine: int
@@ -49,31 +49,31 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """False for a text that was dropped on the way."""
+        """False for a text that was aborted."""
         return self.state is _State.DONE
 
 
 class BrokenError(Exception):
-    """An engine did what it never may; what it is stands in the message."""
+    """Raised when an engine violates an invariant, which the message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """All that came of a case."""
+    """Results of a case."""
 
     streams: tuple[Stream, ...]
     counts: Counter[str]
     error: str | None
-    """What ended it before its texts did; None where all came to their ends."""
+    """The error that ended the case early; None if all texts ended."""
 
 
 def play(case: Case, shelf: ModelShelf) -> Played:
-    """Runs a case to its end. Errors of engines are part of what is returned."""
+    """Runs a case to its end; returns errors of engines as part of the results."""
     player = _Player(case, shelf)
     error = None
     try:
         player.run()
-    except Exception:  # whatever it is, it is what the fuzz was looking for
+    except Exception:  # any error is a finding of the fuzz
         error = traceback.format_exc(limit=-6)
     finally:
         player.close()
@@ -82,7 +82,7 @@ def play(case: Case, shelf: ModelShelf) -> Played:
 
 @dataclass(slots=True, kw_only=True)
 class _Moving:
-    """A migration under way."""
+    """A migration in progress."""
 
     wanted: Migration
     lease: PageLease
@@ -138,7 +138,7 @@ class _Player:
         self._finish()
 
     def close(self) -> None:
-        """Ends what a broken engine has left running."""
+        """Ends all threads, also those of a failed engine."""
         for pipeline in self._pipelines:
             pipeline.abandon()
 
@@ -184,7 +184,7 @@ class _Player:
                     pipeline.engine.check()
 
     def _happens(self, trouble: Trouble) -> bool:
-        """Whether it still met what it was aimed at."""
+        """Returns whether the trouble had an effect."""
         match trouble:
             case Abort():
                 return self._abort(trouble)
@@ -203,7 +203,7 @@ class _Player:
             stream.state = _State.ABORTED
         if trouble.successor is not None:
             successor = self.streams[trouble.successor]
-            if was_live:  # under the id that has just become free, in the same engine
+            if was_live:  # reuses the id that was just freed, in the same engine
                 successor.engine, successor.request_id = stream.engine, stream.request_id
                 self.counts["id reused"] += 1
             self._submit(successor)
@@ -227,7 +227,7 @@ class _Player:
         self._submit(stream)
         return True
 
-    # Migrations: lease, copy, adopt or abandon, each at a turn of its own.
+    # Migrations: lease, copy, and adopt or abandon, each in a separate turn.
 
     def _lease(self, wanted: Migration) -> bool:
         if len(self._pipelines) < 2 or not self._pages_fit():
@@ -244,7 +244,7 @@ class _Player:
         return True
 
     def _pages_fit(self) -> bool:
-        """As services agree first: a pipeline that never drafts has no pages of an exit head."""
+        """Returns whether page layouts agree: a pipeline without drafts has no exit head pages."""
         ours, theirs = (
             [store.page_bytes for store in pipeline.stores()] for pipeline in self._pipelines
         )
@@ -296,7 +296,7 @@ class _Player:
     # Turns.
 
     def _step(self, index: int) -> bool:
-        """Whether a token left."""
+        """Runs one step; returns whether a token was emitted."""
         pipeline = self._pipelines[index]
         if not pipeline.engine.has_work:
             return False
@@ -310,8 +310,8 @@ class _Player:
         stream = self._by_id.get((index, emission.request_id))
         if stream is None or stream.submission != emission.submission:
             raise BrokenError(
-                f"tokens of {emission.request_id}, submission {emission.submission}, left after "
-                "it was dropped"
+                f"tokens of {emission.request_id}, submission {emission.submission}, were emitted "
+                "after it was aborted"
             )
         if not stream.tokens:
             self.counts["cached prompt tokens"] += emission.num_cached_prompt_tokens
@@ -338,5 +338,5 @@ class _Player:
             self.counts["preemptions"] += load.num_preemptions
             self.counts["lost stages"] += pipeline.num_lost
             if load.free_pages != load.num_pages or load.num_running or load.num_waiting:
-                raise BrokenError(f"at the end {load} is left: pages or requests have leaked")
+                raise BrokenError(f"found {load} at the end: pages or requests have leaked")
             pipeline.close()

@@ -1,8 +1,8 @@
-"""The ranks of both stages as threads of this process, and how one of them is lost.
+"""The ranks of both stages as threads of this process, with injected losses.
 
-Rank 0 of a stage computes in the thread that asks; the others follow in threads of their own, over
-a `ThreadGroup`. `begin` starts an epoch with groups of its own, `end` ends it; weights stay from
-one to the next. What a follower fails with is kept: to the leading rank it is a lost peer.
+Rank 0 of a stage computes in the calling thread; the other ranks run in separate threads, over a
+`ThreadGroup`. `begin` starts an epoch with new groups, `end` ends it; weights are kept between
+epochs. Errors of a follower are stored, since rank 0 sees only a lost peer.
 """
 
 import queue
@@ -39,11 +39,11 @@ _END_S = 30.0
 
 
 class LostOnPurposeError(Exception):
-    """A rank ends here, as its process might."""
+    """Ends a rank as if its process had died."""
 
 
 class Countdown:
-    """Raises at the chosen one of many calls; never, until it is set."""
+    """Raises at a chosen call; never before it is set."""
 
     def __init__(self) -> None:
         self._left: int | None = None
@@ -61,14 +61,14 @@ class Countdown:
 
 
 class Followers:
-    """The threads of one stage's other ranks, for one epoch."""
+    """Threads of one stage's ranks other than rank 0, for one epoch."""
 
     def __init__(self, name: str, groups: list[ThreadGroup]) -> None:
         self._name = name
         self._groups = groups
         self._threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []
-        """What ended a follower and was neither a lost peer nor meant."""
+        """Errors that ended a follower, other than lost peers and injected losses."""
 
     def start(self, rank: int, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -87,7 +87,7 @@ class Followers:
         thread.start()
 
     def end(self) -> None:
-        """Wakes those that wait for others, and returns when all have ended."""
+        """Wakes followers that wait for other ranks, and returns when all have ended."""
         for group in self._groups:
             group.abort("its epoch has ended")
         self.wait()
@@ -106,7 +106,7 @@ def _handle(rank: int, size: int) -> GroupHandle:
 
 
 class VerifyRanks:
-    """The verify stage of one pipeline."""
+    """Verify stage of one pipeline."""
 
     def __init__(self, config: EngineConfig, *, plant: Plant) -> None:
         self._config = config
@@ -126,7 +126,7 @@ class VerifyRanks:
         return self._verifies[0](*taken)
 
     def begin(self, *, fresh: bool) -> None:
-        """`fresh`: the stage is loaded again, as by a process that takes the lost one's place."""
+        """Starts an epoch. `fresh`: loads the stage again, as a replaced process would."""
         if fresh:
             self._load()
         else:
@@ -135,13 +135,13 @@ class VerifyRanks:
         self._meet()
 
     def end(self) -> None:
-        """Ends the epoch, whatever its ranks are in the middle of."""
+        """Ends the epoch, without waiting for the ranks' work."""
         for waiting in self._queues:
             waiting.put(None)
         self._followers.end()
 
     def close(self) -> None:
-        """Ends the followers when they have done what they were given."""
+        """Ends the followers after their outstanding work."""
         for waiting in self._queues:
             waiting.put(None)
         self._followers.wait()
@@ -194,7 +194,7 @@ class VerifyRanks:
 
 
 class _CountedSource:
-    """A follower's commands, one of which it does not live to see."""
+    """A follower's commands, with a loss at a chosen one."""
 
     def __init__(self, source: CommandSource, countdown: Countdown) -> None:
         self._source = source
@@ -208,7 +208,7 @@ class _CountedSource:
 
 
 class DraftRanks:
-    """The draft stage of one pipeline: the leading rank's shard, and the followers."""
+    """Draft stage of one pipeline: rank 0's shard and the followers."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -226,7 +226,7 @@ class DraftRanks:
 
     @property
     def shard(self) -> OwnShard:
-        """The leading rank's."""
+        """Rank 0's shard."""
         return self._shards[0]
 
     @property
@@ -235,7 +235,7 @@ class DraftRanks:
 
     @property
     def commands(self) -> ThreadCommandSink | None:
-        """None where there are no followers."""
+        """The sink for commands; None without followers."""
         return self._sink if self._size > 1 else None
 
     def begin(self) -> None:

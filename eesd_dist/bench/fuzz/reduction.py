@@ -1,8 +1,8 @@
-"""Makes a failing case smaller for as long as it still fails and there is time.
+"""Reduces a failing case while it still fails and there is time.
 
 Delta debugging (Zeller and Hildebrandt 2002), coarse steps first: fewer requests, fewer troubles,
-features off one by one, fewer tokens, shorter prompts, plainer sampling. What is left need not be
-the smallest; every step has been seen to fail.
+features off one by one, fewer tokens, shorter prompts, simpler sampling. The result need not be the
+smallest failing case; every step was run and failed.
 """
 
 import time
@@ -30,7 +30,7 @@ def reduce_case(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Case:
-    """`culprit`: the entry whose text was wrong, if it was one; it is tried alone first."""
+    """Returns a reduced case. `culprit`: the entry with a wrong text, if any, tried alone first."""
     deadline = clock() + limit_s
     has_shrunk = True
     while has_shrunk:
@@ -45,7 +45,7 @@ def reduce_case(
 
 
 def _smaller(case: Case, culprit: str | None) -> Iterator[Case]:
-    """Candidates that are smaller, the smallest first."""
+    """Yields smaller candidates, the smallest first."""
     return chain(
         _fewer_entries(case, culprit),
         _fewer_troubles(case),
@@ -75,7 +75,7 @@ def _fewer_troubles(case: Case) -> Iterator[Case]:
 
 
 def _subsets(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Halves, then quarters, ..., then all but one."""
+    """Yields halves, then quarters, ..., then all but one."""
     size = len(items) // 2
     while size > 0:
         for at in range(0, len(items), size):
@@ -90,7 +90,7 @@ def _subsets(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _with_entries(case: Case, kept: Sequence[str]) -> Case:
-    """With these entries and what befalls them alone."""
+    """Returns the case with only these entries and their troubles."""
     names = set(kept)
     return replace(
         case,
@@ -137,7 +137,7 @@ def _simpler_engines(case: Case) -> Iterator[Case]:
 
 
 def _simpler(setup: EngineSetup) -> Iterator[EngineSetup]:
-    """One feature of an engine taken out at a time."""
+    """Yields the setup with one feature removed at a time."""
     spec, scheduler, link = setup.speculation, setup.scheduler, setup.link
     yield replace(setup, link=replace(link, kind="inline"))
     yield replace(setup, link=replace(link, encoded=False))

@@ -1,8 +1,8 @@
-"""What a text has to be: the same request alone, speculation off, on a plain engine.
+"""Reference texts: the same request alone, with speculation off, on a plain engine.
 
-A plain engine has the world of the case and nothing else of it: no prefix cache, one request at a
-time, no drafts. Texts are kept by what they depend on, so that a request that many engines are
-asked for is generated once; one that may be shorter is the beginning of the longer one.
+A plain engine has the world of the case only: no prefix cache, one request at a time, no drafts.
+Texts are cached by everything they depend on, so that a request to many engines is generated once;
+with a lower limit the text is a prefix of the longer one.
 """
 
 import itertools
@@ -27,9 +27,9 @@ from eesd_dist.types import (
 )
 
 LONGEST = 2048
-"""Prompt and answer together, whatever the model takes: plain engines have pages for no more."""
+"""Maximum of prompt plus answer in tokens, for any model: the pages of a plain engine."""
 _COST = CostModel(draft_step_s=1.0, verify_s=(1.0,))
-"""Never asked for: nothing is drafted."""
+"""Unused, since nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Text:
     finish_reason: FinishReason
 
     def cut(self, count: int) -> "Text":
-        """What it would be if at most so many tokens were allowed."""
+        """Returns the text with at most `count` tokens."""
         if len(self.tokens) <= count:
             return self
         return Text(
@@ -53,7 +53,7 @@ _Key = tuple[tuple[TokenId, ...], SamplingParams]
 
 
 class PlainTexts:
-    """The plain engine of one world at a time, and the texts it has written."""
+    """Plain engine of one world at a time, with a cache of its texts."""
 
     def __init__(self, shelf: ModelShelf) -> None:
         self._shelf = shelf
@@ -61,13 +61,13 @@ class PlainTexts:
         self._pipeline: Pipeline | None = None
         self._positions = 0
         self._texts: dict[tuple[World, _Key], tuple[int, Text]] = {}
-        """By what it depends on: the limit it was written under, and the text."""
+        """World and request -> token limit and text."""
         self._numbers = itertools.count()
         self.num_tokens = 0
-        """Generated here so far."""
+        """Tokens generated so far."""
 
     def text(self, world: World, request: Request) -> Text:
-        """The text of this request in this world."""
+        """Returns the text of this request in this world."""
         self._enter(world)
         sampling = request.sampling
         count = min(sampling.max_tokens, self._positions - len(request.prompt))
@@ -130,13 +130,13 @@ class PlainTexts:
                 tokens += emission.tokens
                 logprobs += emission.logprobs
                 finish_reason = emission.finish_reason
-        assert finish_reason is not None, "a request that has left has said why"
+        assert finish_reason is not None, "a request that has ended has a finish reason"
         self.num_tokens += len(tokens)
         return Text(tokens=tuple(tokens), logprobs=tuple(logprobs), finish_reason=finish_reason)
 
 
 def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
-    """An engine that does one thing at a time."""
+    """Returns the setup of an engine without batches, drafts and caching."""
     return EngineSetup(
         num_pages=-(-min(num_positions, LONGEST) // world.page_size),
         prefix_caching=False,
@@ -148,7 +148,7 @@ def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
 
 
 def difference(stream: Stream, wanted: Text) -> str | None:
-    """How a stream differs from its text, in words; None where it does not."""
+    """Returns a description of how a stream differs from its text; None if it does not."""
     num_found = len(stream.tokens)
     if stream.is_whole and stream.finish_reason is not wanted.finish_reason:
         ended = None if stream.finish_reason is None else stream.finish_reason.value

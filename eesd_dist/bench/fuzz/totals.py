@@ -1,7 +1,7 @@
-"""What a run has compared so far, and the file that lets it go on after an interruption.
+"""Totals of a run, and the state file with which a run continues after an interruption.
 
-The file has one JSON object a line: first what the run was asked for, then one for each finished
-engine. A run that finds it goes on behind it; one that was asked for something else is refused.
+The file has one JSON object per line: first the settings of the run, then one for each finished
+engine. A run with the same settings continues after the last one; other settings are refused.
 """
 
 import json
@@ -67,7 +67,7 @@ class EngineRow:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over engines."""
+    """Sums over finished engines."""
 
     tokens: int = 0
     texts: int = 0
@@ -122,7 +122,7 @@ class StateFile:
     """The finished engines of a run, on disk."""
 
     def __init__(self, file: Path | None, *, asked: Mapping[str, object]) -> None:
-        """Raises ConfigError for a file of another run. None: nothing is kept."""
+        """`file`: None writes nothing. Raises ConfigError for a file of another run."""
         self._file = file
         self.rows: list[EngineRow] = []
         if file is None:
@@ -142,15 +142,14 @@ def _rows(file: Path, asked: Mapping[str, object]) -> list[EngineRow]:
     head, *lines = file.read_text().splitlines(keepends=True)
     try:
         found = json.loads(head)["asked"]
-        # A line that was being written when the run was ended is done again.
+        # An incomplete last line, from an interruption, is dropped and its engine runs again.
         whole = [line for line in lines if line.endswith("\n")]
         rows = [EngineRow.from_json(json.loads(line)) for line in whole]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: found no state of the fuzz ({error})") from error
     if found != dict(asked):
         raise ConfigError(
-            f"{file}: belongs to a run that was asked for {found}, this one is asked for "
-            f"{dict(asked)}: name another file"
+            f"{file}: found a run with {found}, expected {dict(asked)}: use another file"
         )
     if len(whole) < len(lines):
         file.write_text(head + "".join(whole))

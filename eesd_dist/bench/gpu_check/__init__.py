@@ -1,1 +1,1 @@
-"""What only a GPU can prove, checked on one in a few minutes: `infra/gpu/check.sh`."""
+"""Checks that need a GPU, run on one GPU in a few minutes: `infra/gpu/check.sh`."""

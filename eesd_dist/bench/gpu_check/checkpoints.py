@@ -1,4 +1,4 @@
-"""Random checkpoints, written here: small ones of every family, and a stack of wide layers."""
+"""Writes random checkpoints: small ones of every family, and a stack of wide layers."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -47,11 +47,12 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 
 
 Draw = Callable[[tuple[int, ...]], Tensor]
-"""A weight of this shape, bfloat16, on the CPU."""
+"""Shape -> weight, bfloat16, on the CPU."""
 
 
 def write_small(folder: Path, family: str) -> Path:
-    """A bfloat16 model in which no bias is zero and no norm is one, through transformers' files."""
+    """Writes a bfloat16 model with transformers, with biases other than zero and norms other than
+    one."""
     fields = {**_SMALL, **FAMILIES[family]}
     config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
     torch.manual_seed(11)
@@ -63,7 +64,7 @@ def write_small(folder: Path, family: str) -> Path:
 
 @torch.no_grad()
 def draw_biases_and_norms(model: nn.Module) -> None:
-    """What an initialised model has as zeros and ones."""
+    """Randomizes biases and norms, which an initialised model has as zeros and ones."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(0.0, 0.3)
@@ -82,8 +83,8 @@ def write_stack(
     num_kv_heads: int,
     draw: Draw,
 ) -> int:
-    """A bfloat16 Llama of any width, a file for each layer and one for what surrounds them: never
-    whole in memory. Returns their bytes."""
+    """Writes a bfloat16 Llama of any width, one file per layer and one for the other weights, so
+    that it is never in memory as a whole. Returns its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -139,7 +140,7 @@ def write_stack(
 
 
 def drawn_on(device: torch.device) -> Draw:
-    """Norms of one, matrices that keep the size of what they multiply."""
+    """Draws norms of one, and matrices that keep the magnitude of their input."""
     generator = torch.Generator(device).manual_seed(20261122)
 
     def draw(shape: tuple[int, ...]) -> Tensor:

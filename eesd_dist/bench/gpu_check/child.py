@@ -1,8 +1,8 @@
-"""One section in a process of its own: rows go to standard output, everything else to stderr.
+"""Runs one section in a separate process: rows go to stdout, everything else to stderr.
 
     python -m eesd_dist.bench.gpu_check.child SECTION MODULE DEVICE MODEL SCRATCH SECONDS
 
-A CUDA context that a failure has poisoned ends with this process.
+A CUDA context that a failure has corrupted ends with this process.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from eesd_dist.bench.gpu_check.setting import DeviceName, SectionModule, Setting
 
 def main(argv: list[str]) -> int:
     section, module, device, model, scratch, seconds = argv
-    # What a library writes to standard output must not get between the rows.
+    # Output of libraries to stdout must not get between the rows.
     rows_fd = os.dup(1)
     os.dup2(2, 1)
 

@@ -1,7 +1,6 @@
-"""Runs one section as a process with a deadline, and turns its end into rows.
+"""Runs one section as a process with a deadline.
 
-Whatever the process does (raise, hang, crash), its rows so far are kept, and a failed row says how
-it ended.
+If the process raises, hangs or crashes, its rows so far are kept, and a failed row has the reason.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ def _follow(
     seconds: float,
     emit: Callable[[Row], None],
 ) -> str | None:
-    """Passes rows on until the process ends; says what was wrong with its end."""
+    """Emits rows until the process ends; returns what was wrong with its end, if anything."""
     assert process.stdout is not None
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
@@ -108,14 +107,14 @@ def _read(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The section's process and all that it has started."""
+    """Kills the section's process and all its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _last_line(stderr: IO[bytes]) -> str:
-    """What the process said last: of a traceback, the error itself."""
+    """Returns the last line of the process's output; for a traceback, the error."""
     stderr.seek(0)
     said = stderr.read().decode(errors="replace").strip().splitlines()
     sys.stderr.write("\n".join(said[-20:]) + "\n" if said else "")

@@ -1,4 +1,4 @@
-"""The table for people and the JSON for machines, made from rows."""
+"""Formats rows as a table and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from eesd_dist.bench.gpu_check.report_rows import Row
 from eesd_dist.provenance import Provenance
 
 WIDTH = 118
-"""A hundred such lines are less than 12,000 characters, which is as much as some logs keep."""
+"""A hundred such lines are less than 12,000 characters, the limit of some logs."""
 _FAILED_DETAIL = 600
 
 
 def table_of(rows: Sequence[Row], *, minutes: float) -> list[str]:
-    """Aligned columns, failures in full below them, and a last line that sums up."""
+    """Returns aligned columns, failures in full below them, and a summary as the last line."""
     cells = [("section", "name", "", "value", "detail")]
     cells += [(r.section, r.name, _verdict(r), _value(r), r.detail) for r in rows]
     widths = [max(len(cell[at]) for cell in cells) for at in range(4)]

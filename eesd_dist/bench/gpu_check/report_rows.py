@@ -1,4 +1,4 @@
-"""One line of the report, and how a section's process hands it over: as a line of JSON."""
+"""Rows of the report; a section's process sends each as a line of JSON."""
 
 import json
 import math
@@ -9,12 +9,12 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing that was measured or proven."""
+    """One measurement or check."""
 
     section: str
     name: str
     ok: bool | None = None
-    """None: a figure, or something that cannot be asked of this machine; it proves nothing."""
+    """None: a measurement, or a check that is not possible on this machine."""
     value: float | str | None = None
     unit: str = ""
     detail: str = ""
@@ -24,12 +24,12 @@ class Row:
 
     @classmethod
     def from_line(cls, line: str) -> Self:
-        """Raises ValueError or TypeError for a line that is no row."""
+        """Parses a row. Raises ValueError or TypeError for a line that is no row."""
         return cls(**json.loads(line))
 
 
 class Rows:
-    """A section's way to report: rows leave as they are found."""
+    """Reports a section's rows, emitted one by one."""
 
     def __init__(self, section: str, emit: Callable[[Row], None]) -> None:
         self._section = section
@@ -52,7 +52,7 @@ class Rows:
         self._row(name, None, value, unit, detail)
 
     def cannot(self, name: str, reason: str, *, detail: str = "") -> None:
-        """What this machine or checkout lacks, like "needs cuda"."""
+        """Reports a check that is not possible here, with a reason such as "needs cuda"."""
         self._row(name, None, reason, "", detail)
 
     def _row(

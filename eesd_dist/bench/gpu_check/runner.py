@@ -2,10 +2,9 @@
 
     infra/gpu/check.sh [--device cuda|cpu] [--minutes M] [--section NAME]... [--out FILE]
 
-Each section runs in a process of its own with a time limit; one that fails, hangs or crashes is
-reported and the rest go on. Ends with a table, and a JSON file with the same rows and where they
-come from. Exit status 1 when a row failed: a section that could not finish has proven nothing, and
-counts as failed.
+Each section runs in a separate process with a time limit; if one fails, hangs or crashes, it is
+reported and the others continue. Ends with a table, and a JSON file with the same rows and their
+provenance. Exit status 1 if a row failed; a section that does not finish counts as failed.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.provenance import collect_provenance
 
 _LEAST_S = 60.0
-"""A section gets this long even when the minutes are spent: importing torch alone takes a while."""
+"""Minimum time of a section, even if the minutes are spent: importing torch takes a while."""
 
 
 def main(argv: Sequence[str], *, sections: Sequence[Section] = SECTIONS) -> int:
@@ -42,7 +41,7 @@ def main(argv: Sequence[str], *, sections: Sequence[Section] = SECTIONS) -> int:
 def run_sections(
     sections: Sequence[Section], *, device: DeviceName, model: Path, minutes: float
 ) -> list[Row]:
-    """All of them in order; what one leaves of its time goes to those after it."""
+    """Runs all sections in order; unused time of a section goes to the later ones."""
     rows: list[Row] = []
     deadline = time.monotonic() + 60 * minutes
     for at, section in enumerate(sections):
@@ -73,8 +72,8 @@ def _options(argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes (cuda)")
-    add("--minutes", type=float, default=9.0, help="for all sections together, about (9)")
-    add("--section", action="append", choices=names, help="only this one; may be repeated")
+    add("--minutes", type=float, default=9.0, help="approximate time of all sections (9)")
+    add("--section", action="append", choices=names, help="only this section; may be repeated")
     add("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint folder (the bundled model)")
     add("--out", type=Path, default=Path("gpu-check.json"), help="(./gpu-check.json)")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What a section is told, and the table of sections. Imports no torch: the parent stays small."""
+"""Settings of a section, and the table of sections. Imports no torch: the parent stays small."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ DeviceName = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One section's task."""
+    """Settings of one section."""
 
     device_name: DeviceName
     model: Path
@@ -23,12 +23,12 @@ class Setting:
     scratch: Path
     """An empty folder, removed afterwards."""
     seconds: float
-    """After this long the section's process is ended."""
+    """Time limit after which the section's process is killed."""
     started_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_small(self) -> bool:
-        """The CPU's sizes: they show that the checks work, and prove nothing about a GPU."""
+        """Whether to use small sizes, as on a CPU, where only the checks themselves are tested."""
         return self.device_name == "cpu"
 
     @property
@@ -36,8 +36,8 @@ class Setting:
         return self.seconds - (time.monotonic() - self.started_s)
 
     def device(self) -> "torch.device":
-        """Raises ConfigError where there is none. On a CPU one thread computes, as in an engine
-        that is not told otherwise."""
+        """Returns the device. Raises ConfigError if there is none. On a CPU torch is set to one
+        thread, the engine's default."""
         import torch
 
         from eesd_dist.engine.build import device_named
@@ -48,19 +48,19 @@ class Setting:
 
 
 class SectionModule(Protocol):
-    """What the module of a section has."""
+    """Interface of a section's module."""
 
     def run(self, setting: Setting, rows: Rows) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One process of the check."""
+    """One section, which runs in one process."""
 
     name: str
     module: str
     share: float
-    """Of the minutes, in proportion to the other sections' shares."""
+    """Share of the minutes, relative to the other sections' shares."""
     needs_cuda: bool = False
 
 

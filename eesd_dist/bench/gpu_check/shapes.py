@@ -30,7 +30,7 @@ class Width:
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Channels out and in, of the fused products as the layer has them."""
+        """Output and input channels of a layer's fused products."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
             "output": (self.hidden, self.heads * self.head_dim),

@@ -179,7 +179,7 @@ def test_a_pinned_cost_model_is_the_replays_clock(ran: Ran, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--traces", "a", "--record", "b"], "give one of them"),
+        (["--traces", "a", "--record", "b"], "use one of them"),
         (["--max-tokens", "5000"], "lower --max-tokens"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What is checked, one module a section; `setting.Section` names them in order."""
+"""Sections of the check, one module each; `setting.SECTIONS` lists them in order."""

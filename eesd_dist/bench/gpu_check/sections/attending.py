@@ -1,5 +1,5 @@
-"""Whether a row attends with the same bits alone, in a verify pass, in a prefill chunk, in a batch,
-in a tree and over scattered pages, at short and at long contexts.
+"""Checks that a row attends with the same bits alone, in a verify pass, in a prefill chunk, in a
+batch, in a tree and over scattered pages, at short and at long contexts.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ PAGE_SIZE = 32
 _CHUNK = 256
 
 
-# Shapes: T rows, H heads of all sorts, E channels of a head, D channels of all query heads.
+# Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     num_kv_heads: int
@@ -26,14 +26,14 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFinding:
     mode: str
-    """How rows attend: grouped by page, or one by one where the self-check refuses that."""
+    """How rows attend: grouped by page, or one by one if the grouped call fails the self-check."""
     difference: str | None
 
 
 def examine(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, lengths: Sequence[int]
 ) -> AttentionFinding:
-    """What the engine would do, tried at every length."""
+    """Checks the engine's mode of attention at every length."""
     grouped = grouping_is_exact(
         num_kv_heads=shape.num_kv_heads,
         queries_per_kv=shape.queries_per_kv,
@@ -54,7 +54,7 @@ def examine(
 
 
 class _Trial:
-    """One text of `length` tokens, kept twice: in pages side by side, and in scattered ones."""
+    """One text of `length` tokens, stored twice: in contiguous and in scattered pages."""
 
     def __init__(
         self, shape: AttentionShape, kind: AttentionKind, device: torch.device, length: int
@@ -85,7 +85,7 @@ class _Trial:
             (start, min(_CHUNK, self._length - start)) for start in range(0, self._length, _CHUNK)
         ]
         together_TD = torch.cat([self._attend([piece], self._side_by_side) for piece in chunks])
-        for start in range(0, self._length, 100):  # the same text again, in other pieces
+        for start in range(0, self._length, 100):  # the same text in other pieces
             count = min(100, self._length - start)
             found_TD = self._attend([(start, count)], self._scattered)
             if not torch.equal(found_TD, together_TD[start : start + count]):
@@ -97,7 +97,7 @@ class _Trial:
         return None
 
     def _places(self) -> list[int]:
-        """Near page ends, near the end of the text and in between."""
+        """Returns positions near page ends, near the end of the text and in between."""
         page, length = PAGE_SIZE, self._length
         some = {1, page - 1, page, length // 3, length // 2, length - page - 10, length - 10}
         return sorted(at for at in some if 0 <= at <= length - 10)
@@ -114,7 +114,7 @@ class _Trial:
         expected_TD = torch.cat([together_TD[at : at + 5], together_TD[at : at + 3]])
         found.append(("a batch of two", pair_TD, expected_TD))
         found.append(("a tree", self._attend_tree(at), _twice(together_TD[at : at + 4])))
-        self._attend([(at, 9)], self._side_by_side)  # the tree has written over what follows
+        self._attend([(at, 9)], self._side_by_side)  # restores the slots that the tree overwrote
         return found
 
     def _attend(self, pieces: Sequence[tuple[int, int]], *tables: tuple[int, ...]) -> Tensor:
@@ -126,7 +126,7 @@ class _Trial:
         return self._run(segments, rows_THE)
 
     def _attend_tree(self, at: int) -> Tensor:
-        """The next four tokens as two equal branches, token by token in turn."""
+        """Attends the next four tokens as two equal branches with interleaved tokens."""
         parents = (-1, -1, *range(6))
         segment = RowSegment(at, 8, self._side_by_side, parents)
         return self._run([segment], _twice(self._heads_THE[at : at + 4]))

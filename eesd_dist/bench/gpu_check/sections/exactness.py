@@ -1,7 +1,7 @@
-"""Texts on the device: the fuzz, which compares each with the same request alone, undrafted.
+"""Checks texts on the device with the fuzz, which compares each with plain decoding.
 
-Random engines and requests, once for each type, in processes of the fuzz's own. One that has not
-compared all its tokens when its time is over is asked to stop, and tells what it has compared.
+Random engines and requests, in a separate process for each type. A process that has not compared
+all its tokens in time is interrupted, and reports what it has compared.
 """
 
 import json
@@ -35,7 +35,7 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 def _small_model(scratch: Path) -> Path:
-    """A random checkpoint with an exit head of its own, instead of the bundled 32 layers."""
+    """Writes a small random checkpoint with an exit head, instead of the bundled 32 layers."""
     from eesd_dist.bench.gpu_check.checkpoints import write_small
     from eesd_dist.model.exit_head import TrainableExitHead
     from eesd_dist.model.spec import ModelSpec
@@ -86,12 +86,12 @@ def _fuzz(
 
 
 def _hear_interrupts() -> None:
-    """A shell that starts a check in the background has it ignore them, and what it starts too."""
+    """Restores SIGINT, which a shell makes background processes and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _within(command: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
-    """Asks it to stop when its time is over, and ends it when it does not."""
+    """Runs a command, interrupts it when its time is over, and kills it if it does not end."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -43,7 +43,7 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 def _exit_head_products(setting: Setting, spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Those of the head that no layer of the target has."""
+    """Returns products of the exit head with shapes that the target's layers do not have."""
     folder = setting.model / "exit_head"
     if not folder.is_dir():
         return {}
@@ -52,7 +52,7 @@ def _exit_head_products(setting: Setting, spec: ModelSpec) -> dict[str, tuple[in
 
 
 def _report_products(name: str, findings: Mapping[str, ProductFinding], rows: Rows) -> None:
-    """One row for a model's products; what fails is named first."""
+    """Reports one row for a model's products, failures first."""
     bad = {part: f for part, f in findings.items() if not f.taken_holds}
     told = [f"{part}: {f.reason}" for part, f in bad.items()]
     by_candidate: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
-"""Groups of ranks on the device: NCCL alone, NCCL between two, through the host, and its deadline.
+"""Groups of ranks on the device: NCCL with one and two ranks, Gloo, and NCCL's deadline.
 
-NCCL wants a GPU for each rank: of two on one card it is told what it said.
+NCCL needs a GPU for each rank: for two ranks on one GPU the row has its error message.
 """
 
 import re
@@ -71,7 +71,7 @@ def _alone(device: torch.device, rows: Rows) -> None:
 
 
 def _moves(device: torch.device) -> bool:
-    """What sums over three ranks and more are made of, between a rank and itself."""
+    """Checks the operations of sums over three or more ranks, from a rank to itself."""
     plane = NcclPlane(
         PrefixStore("moves", StoreHost().store),
         rank=0,

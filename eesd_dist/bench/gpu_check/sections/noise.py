@@ -1,7 +1,7 @@
-"""Noise and filters on the device, against the CPU.
+"""Checks noise and filters on the device against the CPU.
 
-Both are made of integer and single IEEE operations: noise has the same bits everywhere, and every
-filter keeps the same tokens.
+Both are computed with integer and single IEEE operations, so that noise has the same bits and
+filters keep the same tokens on every device.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def _kept(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
 def _same_on_the_device(
     name: str, logits_SV: Tensor, rules: Sequence[RowRule], kept_SV: Tensor, rows: Rows
 ) -> None:
-    """The same rows again, alone, and in another order."""
+    """Compares the rows with the same rows again, alone, and in another order."""
     num_rows = len(rules)
     different = sum(not torch.equal(_kept(logits_SV, rules), kept_SV) for _ in range(5))
     different += sum(

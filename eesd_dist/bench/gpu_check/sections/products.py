@@ -1,7 +1,7 @@
-"""Whether a product's rows have the same bits beside any neighbours, on the full shape.
+"""Checks that a product's rows have the same bits with any other rows in the call, on full shapes.
 
-Asks the product itself, and not the engine's own self-check: each row is computed alone, then in
-runs of many lengths and at other places of a run.
+Independent of the engine's self-check: each row is computed alone, then in runs of many lengths and
+at other places of a run.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 48, 64, 65, 96, 128, 129, 200, 256, 320)
 _STARTS = (0, 1, 13, 64)
 _CHECKED_ALONE = 48
-"""So many rows are computed alone, spread over all."""
+"""Number of rows computed alone, spread over all rows."""
 
 
 # Shapes: M rows, I channels in, O channels out.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductFinding:
-    """What the candidates of one shape do."""
+    """Results of one shape's candidates."""
 
     holding: tuple[str, ...]
     failing: tuple[str, ...]
     taken_holds: bool
-    """Whether the product that the engine takes keeps the promise; it takes none otherwise."""
+    """Whether rows of the product that the engine takes are independent; False if it takes none."""
     reason: str = ""
 
 
@@ -67,7 +67,7 @@ def examine(
 
 @torch.inference_mode()
 def first_difference(product: Linear, x_MI: Tensor) -> str | None:
-    """Where a row has other bits than alone, or None."""
+    """Returns where a row has other bits than alone, or None."""
     num_rows, device = len(x_MI), x_MI.device
     step = max(1, num_rows // _CHECKED_ALONE)
     checked = list(range(0, num_rows, step))
@@ -89,6 +89,6 @@ def first_difference(product: Linear, x_MI: Tensor) -> str | None:
 
 
 def _product(product: Linear, x_MI: Tensor) -> Tensor:
-    """As the layers multiply: padded to the count that the promise is about."""
+    """Multiplies like the layers: padded to a row count that the self-check covers."""
     count = padded_rows(len(x_MI), numerics="invariant", device=x_MI.device)
     return product(pad_rows(x_MI, count))[: len(x_MI)]

@@ -1,4 +1,4 @@
-"""The tests that are marked `gpu`, run where a GPU is."""
+"""Runs the tests marked `gpu`."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def run(setting: Setting, rows: Rows) -> None:
     if not files:
         rows.cannot("tests marked gpu", "not available", detail="found none")
         return
-    # Warnings are errors in this project for the versions it pins; here other versions may run.
+    # Warnings are errors in this project for its pinned versions; this machine may have others.
     words = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, *map(str, files)],
@@ -44,7 +44,7 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 def marked_files(tests: Path) -> list[Path]:
-    """Only these are collected: others import what a bare GPU machine lacks."""
+    """Returns the files to collect: others import packages that a GPU machine may lack."""
     return sorted(
         file for file in tests.rglob("test_*.py") if "pytest.mark.gpu" in file.read_text("utf-8")
     )

@@ -1,4 +1,4 @@
-"""One rank of a small group, in a process of its own; says in one line of JSON how it went.
+"""One rank of a small group in a separate process, which prints its report as a line of JSON.
 
 python -m eesd_dist.bench.gpu_check.sections.ranks JOB RANK SIZE PORT DEVICE
 """
@@ -21,7 +21,7 @@ from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
 Job = Literal["exchange", "stuck"]
 
 TIMEOUT_S = 4.0
-"""Of every wait between the ranks."""
+"""Deadline of every wait between the ranks."""
 _JOIN_S = 25.0
 _ADDRESS = "127.0.0.1"
 _LENGTH = 100_000
@@ -29,17 +29,17 @@ _LENGTH = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """How one rank ended."""
+    """Result of one rank."""
 
     ok: bool
     formed: bool
-    """Whether its group came to be."""
+    """Whether its group was connected."""
     seconds: float
     said: str = ""
 
 
 def run_ranks(job: Job, devices: Sequence[str], *, seconds: float) -> list[RankReport]:
-    """A process for each device; one that does not end in time is killed and has failed."""
+    """Runs a process per device; one that does not end in time is killed and counts as failed."""
     host = StoreHost(address=_ADDRESS)
     words = [sys.executable, "-m", __name__, job]
     processes = [
@@ -72,7 +72,7 @@ def _report_of(process: "subprocess.Popen[str]", seconds: float) -> RankReport:
 
 
 def exchange(group: ProcessGroup, device: torch.device) -> bool:
-    """A sum, a gathering and a broadcast of whole numbers, which every order adds up alike.
+    """Checks sum, gather and broadcast of whole numbers, of which the order of sums is irrelevant.
 
     A group on the CPU gets the device's tensors through the host.
     """
@@ -93,8 +93,7 @@ def exchange(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _sums_in_order(group: ProcessGroup, num_rows: int) -> bool:
-    """Random numbers, of which every order has another sum, in the way of small and of large
-    sums."""
+    """Checks the order of sums with random numbers, for few and for many rows."""
     generator = torch.Generator().manual_seed(num_rows)
     inputs = [torch.randn(num_rows, 193, generator=generator) for _ in range(group.size)]
     total = group.all_reduce(inputs[group.rank].to(group.device, copy=True))  # in place on a CPU
@@ -102,7 +101,7 @@ def _sums_in_order(group: ProcessGroup, num_rows: int) -> bool:
 
 
 def _lose(group: ProcessGroup, device: torch.device) -> bool:
-    """Rank 1 stays away from a sum: rank 0's kernel is stuck until its deadline aborts it."""
+    """Lets rank 1 skip a sum: rank 0's kernel is stuck until its deadline aborts it."""
     if group.rank > 0:
         time.sleep(3 * TIMEOUT_S)
         return True

@@ -1,9 +1,8 @@
-"""Spans and exit heads on the device, against the CPU and against transformers on the device.
+"""Checks spans and exit heads on the device against the CPU, and against transformers.
 
-The reference is this project's own span on the CPU in float32, on the same weights: checkpoints
-hold bfloat16. Errors are |x - reference| / |reference|. In float32 they are to be those of another
-order of sums: tf32 would not pass. In bfloat16 they are to be no more than twice those of
-transformers.
+The reference is this project's span on the CPU in float32, with the same bfloat16 weights. Errors
+are |x - reference| / |reference|. In float32 they have to be as small as those of another order of
+sums: tf32 would fail. In bfloat16 they may be at most twice those of transformers.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ from eesd_dist.model.spec import ModelSpec
 FLOAT32_BOUND = 5e-5
 _BFLOAT16_FACTOR = 2.0
 _BFLOAT16_BOUND = 2e-3
-"""At least this much is granted where transformers happens to be closer."""
+"""Minimum bound, if transformers happens to be closer to the reference."""
 
 _DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 _CPU = torch.device("cpu")
@@ -44,13 +43,13 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 class Compared(NamedTuple):
-    """Logits of one checkpoint in one type, against the reference."""
+    """Errors of one checkpoint's logits in one type."""
 
     ours: float
     theirs: float
     max_abs: float
     agreement: float
-    """Share of rows whose largest logit is the reference's."""
+    """Share of rows with the largest logit at the same token as the reference."""
 
 
 def _model(name: str, folder: Path, device: torch.device, length: int, rows: Rows) -> None:
@@ -71,7 +70,7 @@ def _model(name: str, folder: Path, device: torch.device, length: int, rows: Row
 
 
 def compare(folder: Path, dtype: DType, device: torch.device, length: int) -> tuple[Compared, str]:
-    """Also says which `numerics` ran."""
+    """Returns the errors, and which `numerics` ran."""
     tokens_T = _tokens(folder, length)
     pieces = [length - 20, 1, 7, 1, 5, 1, 5]
     reference = _reference(folder, length)
@@ -90,12 +89,13 @@ def compare(folder: Path, dtype: DType, device: torch.device, length: int) -> tu
 
 
 def _reference(folder: Path, length: int) -> TwoSpans:
-    """`fast`: with many threads a CPU need not keep the promise, and no bits are compared here."""
+    """Loads the reference, with `fast` numerics: a CPU with many threads may refuse `invariant`,
+    and no bits are compared here."""
     return TwoSpans.load(folder, dtype="float32", numerics="fast", device=_CPU, length=length)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """NaN for anything that is not finite, which no bound lets pass."""
+    """Returns the relative error; NaN, which fails every bound, if anything is not finite."""
     error = torch.linalg.vector_norm((found - expected).double())
     return float(error / torch.linalg.vector_norm(expected.double()))
 
@@ -113,7 +113,7 @@ def _transformers_logits(
 
 
 def _exit_head(folder: Path, device: torch.device, length: int, rows: Rows) -> None:
-    """The head's own logits of the same hidden states."""
+    """Compares the exit head's logits for the same hidden states."""
     hidden_TD = _reference(folder, length).run(_tokens(folder, length), [length])[0]
     expected_TV = _head_logits(folder, "float32", _CPU, hidden_TD)
     for dtype in _DTYPES:

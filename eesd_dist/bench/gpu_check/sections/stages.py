@@ -21,7 +21,7 @@ PAGE_SIZE = 16
 # Shapes: T tokens, D hidden channels, V vocabulary.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSpans:
-    """Layers [0, cut) and [cut, L), over pages that do not lie side by side."""
+    """Layers [0, cut) and [cut, L), over pages that are not contiguous."""
 
     draft: LlamaSpan
     verify: LlamaSpan
@@ -57,7 +57,7 @@ class TwoSpans:
     def load_invariant(
         cls, folder: Path, *, dtype: DType, device: torch.device, length: int
     ) -> Self:
-        """With `numerics: fast` where this machine refuses `invariant`."""
+        """Loads with `numerics: invariant`, or `fast` if this machine refuses `invariant`."""
         try:
             return cls.load(folder, dtype=dtype, numerics="invariant", device=device, length=length)
         except ConfigError:
@@ -65,7 +65,7 @@ class TwoSpans:
 
     @torch.inference_mode()
     def run(self, tokens_T: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states between the spans [T, D] and logits [T, V], both on the CPU."""
+        """Returns hidden states between the spans [T, D] and logits [T, V], both on the CPU."""
         tokens_T = tokens_T.to(self.device)
         between, logits, start = [], [], 0
         for count in pieces:

@@ -1,7 +1,7 @@
-"""How long device work takes: medians over many runs, by events on a GPU.
+"""Measures device work: medians over many runs, with events on a GPU.
 
-A GPU's work is asynchronous: `device_s` is what events around the work say, `host_s` how long the
-call kept the host. Where the two are equal the host is what the device waits for.
+A GPU works asynchronously: `device_s` is the time between events around the work, `host_s` the time
+of the call on the host. If both are equal, the device waits for the host.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def time_of(
     warm_ups: int = 3,
     fewest: int = 5,
 ) -> Timing:
-    """Repeats `run` for about `budget_s`, warm-up apart, and `fewest` times at least."""
+    """Times `run`, repeated for about `budget_s` after the warm-up, at least `fewest` times."""
     for _ in range(warm_ups):
         run()
     synchronize(device)
@@ -76,9 +76,9 @@ def _event() -> torch.cuda.Event:
 
 
 def copy_rates(device: torch.device, *, budget_s: float) -> dict[int, float]:
-    """Bytes a second, read and written together, of device-to-device copies by their size.
+    """Returns bytes per second, read plus written, of device-to-device copies by size.
 
-    The sizes lie beyond a GPU's L2 cache, and the content is random.
+    The sizes are larger than a GPU's L2 cache, and the content is random.
     """
     sizes = (1 << 28, 1 << 30, 1 << 32) if device.type == "cuda" else (1 << 26,)
     rates: dict[int, float] = {}

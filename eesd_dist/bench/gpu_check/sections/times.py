@@ -1,9 +1,9 @@
-"""How long a round's parts take, against the bytes they move and against transformers.
+"""Measures the parts of a round, against the bytes they move and against transformers.
 
 For the bundled model and a stack of Llama 8B layers with random weights, in bfloat16: verify passes
 of 1 to 9 rows, draft steps, plain and drafting rounds of 1, 8 and 32 requests, and transformers'
-decoding of the same checkpoint. A floor is the weights and keys that have to be read, over the
-bandwidth of a copy measured here. Nothing of this is proven; it is told.
+decoding of the same checkpoint. A floor is the bytes of weights and keys that have to be read, over
+the measured bandwidth of a copy. These rows are measurements without a verdict.
 """
 
 import gc
@@ -54,26 +54,26 @@ from eesd_dist.types import (
 _PAGE_SIZE = 32
 _DRAFT_LENGTH = 4
 _BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """One checkpoint."""
+    """Settings for timing one checkpoint."""
 
     name: str
     folder: Path
     numerics: Numerics
     device: torch.device
     copy_rate: float
-    """Bytes a second, read and written together."""
+    """Bytes per second, read plus written."""
     context: int
-    """Tokens before the rows that are timed."""
+    """Tokens before the timed rows."""
     verify_rows: Sequence[int]
     batches: tuple[int, ...]
     max_tokens: int
     point_s: float
-    """For one figure, about."""
+    """Approximate time for one figure."""
 
     def config(self) -> EngineConfig:
         pages_each = -(-(self.context + self.max_tokens + 16) // _PAGE_SIZE) + 1
@@ -147,7 +147,7 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 def _stack_size(setting: Setting, device: torch.device) -> tuple[Width, int]:
-    """As many layers as memory, disk and time take, up to eight."""
+    """Returns the width and number of layers that memory, disk and time allow, up to eight."""
     if setting.is_small:
         tiny = Width(hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=512, vocab=2048)
         return tiny, 3
@@ -162,7 +162,7 @@ def _time_checkpoint(bench: _Bench, rows: Rows) -> None:
     spec = ModelSpec.from_folder(bench.folder)
     try:
         stage = build_verify_stage(bench.config(), SingleGroup())
-    except ConfigError:  # this machine refuses the promise; its times are wanted all the same
+    except ConfigError:  # this machine refuses `invariant`: measure `fast` instead
         bench = replace(bench, numerics="fast")
         stage = build_verify_stage(bench.config(), SingleGroup())
     for num_rows in bench.verify_rows:
@@ -182,7 +182,7 @@ def _time_checkpoint(bench: _Bench, rows: Rows) -> None:
 
 
 def _verify(bench: _Bench, spec: ModelSpec, stage: VerifyStage, num_rows: int, rows: Rows) -> None:
-    """A verify pass whole, and its spans alone: how long they take the device, and the host."""
+    """Times a whole verify pass, and its spans alone, on the device and on the host."""
     segment = _segment(bench.context, num_rows)
     header = RoundHeader(epoch=0, round_id=0, segments=(segment,))
     span, device = stage.span, bench.device
@@ -211,7 +211,7 @@ def _verify(bench: _Bench, spec: ModelSpec, stage: VerifyStage, num_rows: int, r
 
 
 def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LocalEngine, rows: Rows) -> None:
-    """As the engine has measured them for its controllers."""
+    """Reports draft steps as the engine measured them for its controllers."""
     cost, head = llm.engine.cost, llm.engine.draft_stage.head
     if cost is None or head is None:
         return
@@ -223,7 +223,7 @@ def _draft_steps(bench: _Bench, spec: ModelSpec, llm: LocalEngine, rows: Rows) -
 def _rounds(
     bench: _Bench, spec: ModelSpec, llm: LocalEngine, batch: int, *, drafting: bool, rows: Rows
 ) -> None:
-    """Rounds of decoding, as the engine's loop splits them; the rest is host time."""
+    """Times decoding rounds by the parts of the engine's loop; the rest is host time."""
     what = f"drafting {_DRAFT_LENGTH}" if drafting else "plain"
     seen: list[RoundStats] = []
     requests = [_request(bench, spec, at, batch, drafting=drafting) for at in range(batch)]
@@ -293,7 +293,7 @@ def _generating_s(
 
 
 def _span_bytes(num_layers: int, spec: ModelSpec, num_keys: int) -> float:
-    """Weights of these layers and of the LM head, and the keys and values of all requests."""
+    """Returns the bytes of these layers' and the LM head's weights, and of all keys and values."""
     width = Width.of(spec)
     keys = 2 * spec.num_kv_heads * spec.head_dim * num_keys * num_layers
     return _BYTES * (num_layers * width.layer_weights + width.head_weights + keys)

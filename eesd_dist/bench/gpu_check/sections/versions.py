@@ -1,4 +1,4 @@
-"""What this machine is: versions, and the two ceilings that every time is held against."""
+"""Reports the machine: versions, and its peak copy bandwidth and bfloat16 throughput."""
 
 import platform
 import subprocess

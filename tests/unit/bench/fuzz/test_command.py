@@ -131,7 +131,7 @@ def test_an_interrupted_run_goes_on_and_another_one_is_refused(
     third = run(capsys, tmp_path, *words, "--tokens", "1")
     assert third["tokens"] == second["tokens"]
     assert main([*words[2:], "--random", "3", "--json"]) == 2
-    assert "belongs to a run that was asked for" in capsys.readouterr().err
+    assert "found a run with" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_the_totals(
@@ -200,6 +200,6 @@ def test_exact_with_a_seed_or_a_case_is_the_fuzz(
 
 def test_the_fuzz_needs_a_model_and_a_seed_or_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--random", "1"]) == 2
-    assert "no model: give --model FOLDER" in capsys.readouterr().err
+    assert "no model: use --model FOLDER" in capsys.readouterr().err
     assert main(["--model", "x"]) == 2
     assert "give --random SEED, or --case FILE" in capsys.readouterr().err
