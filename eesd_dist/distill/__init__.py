@@ -1,1 +1,1 @@
-"""Decides what the exit head learns from its target."""
+"""Distillation: trains, calibrates and evaluates exit heads of a target."""

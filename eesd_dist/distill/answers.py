@@ -1,7 +1,6 @@
-"""Prompts answered with a head that drafts every round to the full length.
+"""Answers prompts with a head that drafts to the full length in every round.
 
-Calibration and evaluation read the outcomes: which drafted tokens were judged, which accepted, and
-what the head's scores were.
+Calibration and evaluation use the outcomes: judged and accepted tokens, and the head's evidence.
 """
 
 import sys
@@ -36,16 +35,16 @@ _FULL_DRAFTS = SpeculationConfig(
     log_evidence=True,
 )
 _NO_PROFILE = CostModel(draft_step_s=1.0, verify_s=(1.0,))
-"""Drafts of one fixed length depend on no costs: none are measured."""
+"""Drafts of fixed length do not depend on cost, so that it is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A target, one of its heads, and how they are computed."""
+    """A target, one of its heads, and the settings of their computation."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
     head: Annotated[Path, "folder of the exit head"]
-    dtype: Annotated[DType, "of weights and activations"] = "bfloat16"
+    dtype: Annotated[DType, "type of weights and activations"] = "bfloat16"
     threads: Annotated[int, "CPU threads"] = 1
 
     def engine(
@@ -62,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One text to be written."""
+    """One text to generate."""
 
     prompt: Prompt
     temperature: float
@@ -92,7 +91,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The text, and its rounds in order."""
+    """A text, and the outcomes of its rounds in order."""
 
     asked: Asked
     tokens: Sequence[TokenId]
@@ -109,7 +108,7 @@ def answer(
     seed: int,
     title: str,
 ) -> list[Answer]:
-    """Every prompt at every temperature; `title` names the progress bar and the requests."""
+    """Answers every prompt at every temperature; `title` names progress bar and requests."""
     stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
     max_length = longest(prompts) + max_tokens
     config = machine.engine(_FULL_DRAFTS, batch=_BATCH, max_length=max_length)

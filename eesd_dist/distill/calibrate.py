@@ -1,9 +1,9 @@
-"""`eesd distill calibrate`: how likely is a draft token to be accepted, by what the head says?
+"""`eesd distill calibrate`: fits the probability of acceptance to the head's evidence.
 
-Prompts that were kept aside are answered with rounds drafted to the full length. The map is fitted
-to all of them; how well it holds is said by fits that have not seen the prompt they judge. Beside
-calibration.json it writes reliability.json and reliability.png: forecasts against what came true,
-before (the head's own top-1 probability) and after. What is fitted is a `Calibrator`.
+Held-out prompts are answered with rounds drafted to the full length. A `Calibrator` is fitted to
+all of them; its error is estimated by cross-validation over prompts. In addition to
+calibration.json it writes reliability.json and reliability.png: forecasts against accepted shares,
+before (the head's top-1 probability) and after.
 """
 
 import tempfile
@@ -37,14 +37,14 @@ _PLOT_FILE = "reliability.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    out: Annotated[Path | None, "folder to write to (the head's, where serving looks)"] = None
-    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (
+    out: Annotated[Path | None, "output folder (the head's folder, which serving reads)"] = None
+    temperatures: Annotated[tuple[float, ...], "temperatures of the answers"] = (
         0.0,
         0.5,
         0.8,
         1.0,
     )
-    max_tokens: Annotated[int, "longest answer"] = 144
+    max_tokens: Annotated[int, "maximum length of an answer"] = 144
 
     def __post_init__(self) -> None:
         require_positive(self, "max_tokens")
@@ -53,12 +53,12 @@ class CalibrateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """Of forecasts: their errors, and the table behind the diagram."""
+    """Errors of forecasts, and the table of the reliability diagram."""
 
     ece: float
     """Expected calibration error over ten bins of equal width."""
     ece_equal_mass: float
-    """Over ten bins of equally many tokens."""
+    """The same over ten bins with equal numbers of tokens."""
     bins: tuple[ReliabilityBin, ...]
 
 
@@ -81,8 +81,8 @@ def calibrate(
     executor: Executor,
     say: Say,
 ) -> CalibrationReport:
-    """Fits, judges and writes; calibration.json whole, and before the plot. The head must have
-    learnt from none of the prompts."""
+    """Fits, evaluates and writes the files; calibration.json atomically, before the plot. The head
+    must not have been trained on any of the prompts."""
     answers = answer(
         executor,
         machine,
@@ -97,7 +97,7 @@ def calibrate(
     if not judged or not forecasts:
         raise ConfigError(
             f"{machine.head}: {len(judged)} draft tokens of {len(prompts)} prompts are not "
-            "enough to fit on some and judge by others: hold more prompts out"
+            "enough for cross-validation: hold more prompts out"
         )
     calibrator = fit_calibrator(judged)
     report = CalibrationReport(
@@ -135,8 +135,8 @@ def described(report: CalibrationReport) -> str:
 def _forecasts_of_others(
     prompts: Sequence[Prompt], answers: Sequence[Answer]
 ) -> list[tuple[float, bool]]:
-    """Every judged token's forecast by a calibrator that has seen none of its prompt: the prompts
-    in four folds, each judged by a fit on the other three."""
+    """Returns forecasts of every judged token by cross-validation: the prompts are in four folds,
+    and each fold is forecast by a fit on the other three."""
     fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
     forecasts: list[tuple[float, bool]] = []
     for fold in range(_FOLDS):
@@ -163,8 +163,8 @@ def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
 def _draw_reliability(
     file: Path, *, before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin], title: str
 ) -> None:
-    """Forecasts against shares accepted; the area of a point is its share of the tokens."""
-    # Loaded when a plot is drawn, without a display.
+    """Draws accepted shares by forecast; the area of a point is its share of the tokens."""
+    # Imported only when a plot is drawn; works without a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""`eesd distill collect`: features of the target over text it writes itself.
+"""`eesd distill collect`: collects the target's features over text that it generates.
 
-A plan is a row of chunks, each a few prompts or texts; a chunk becomes exactly one shard, made by
-one worker. Stopped or killed, the same command goes on: shards that are there are kept, one that
-was made otherwise is refused. The folder must be one that every worker sees.
+A plan is a sequence of chunks of a few prompts or texts; each chunk becomes exactly one shard, made
+by one worker. After an interruption the same command continues: existing shards are kept, and
+shards of other options are refused. All workers must have access to the folder.
 """
 
 import hashlib
@@ -35,32 +35,32 @@ from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
 
 _PROGRESS_FILE = "progress.json"
-"""Seconds that earlier runs spent on an unfinished store."""
+"""File with the seconds that earlier runs spent on an unfinished store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectOptions:
-    """Which text is collected, and how."""
+    """Options for the collected text and its features."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
     prompts: Annotated[Path, "JSON lines: messages or prompt"] = SHIPPED_PROMPTS
-    text: Annotated[Path | None, "JSON lines of {text}: read as it is, with the prompts"] = None
+    text: Annotated[Path | None, "JSON lines of {text}, collected unchanged with prompts"] = None
     text_only: Annotated[bool, "no prompts, only --text"] = False
-    limit: Annotated[int | None, "take so many prompts"] = None
-    held_out: Annotated[int, "prompts kept aside for judging"] = NUM_HELD_OUT
-    temperatures: Annotated[tuple[float, ...], "each prompt's next answer takes the next one"] = (
+    limit: Annotated[int | None, "maximum number of prompts"] = None
+    held_out: Annotated[int, "prompts held out for evaluation"] = NUM_HELD_OUT
+    temperatures: Annotated[tuple[float, ...], "alternate over each prompt's answers"] = (
         0.0,
         0.8,
     )
     passes: Annotated[int, "answers to each prompt"] = 2
-    max_tokens: Annotated[int, "longest answer"] = 144
-    max_length: Annotated[int, "longest sequence"] = 1024
+    max_tokens: Annotated[int, "maximum length of an answer"] = 144
+    max_length: Annotated[int, "maximum length of a sequence"] = 1024
     top_k: Annotated[int, "logits kept per token"] = 32
     chunk_size: Annotated[int, "sequences in a shard"] = 32
-    dtype: Annotated[DType, "in which the target is computed"] = "bfloat16"
+    dtype: Annotated[DType, "type in which the target is computed"] = "bfloat16"
     seed: int = 0
-    workers: Annotated[int | None, "processes (as many as there are GPUs, or CPUs)"] = None
-    threads: Annotated[int, "CPU threads of each"] = 1
+    workers: Annotated[int | None, "processes (one per GPU, or per CPU)"] = None
+    threads: Annotated[int, "CPU threads per process"] = 1
 
     def __post_init__(self) -> None:
         require_positive(self, "limit", "held_out", "passes", "max_tokens", "max_length", "top_k")
@@ -70,25 +70,25 @@ class CollectOptions:
     def prompt_choice(self) -> PromptChoice:
         if self.text_only:
             raise ConfigError(
-                "no prompts: a head is calibrated and judged on some that are kept aside"
+                "found no prompts: a head is calibrated and evaluated on held-out prompts"
             )
         return PromptChoice(prompts=self.prompts, held_out=self.held_out, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectRequest:
-    """What is to be collected, and where it goes."""
+    """Options of a collection and its output folder."""
 
     options: CollectOptions
-    out: Annotated[Path, "folder of the features; on a cluster, one that all nodes share"]
-    exits: Annotated[tuple[int, ...], "layers after which states are kept"] = (1,)
-    minutes: Annotated[float | None, "begin no shard later than this"] = None
+    out: Annotated[Path, "folder of the features; on a cluster, one shared by all nodes"]
+    exits: Annotated[tuple[int, ...], "layers after which hidden states are kept"] = (1,)
+    minutes: Annotated[float | None, "start no shard after this time"] = None
 
     def __post_init__(self) -> None:
         require_positive(self, "minutes")
 
     def recipe(self) -> Recipe:
-        """Reads the target's config files, and a little of its weights."""
+        """Builds the recipe; reads the target's config files and samples of its weights."""
         options = self.options
         spec = ModelSpec.from_folder(options.model)
         for exit_layer in self.exits:
@@ -100,8 +100,8 @@ class CollectRequest:
         max_length = min(options.max_length, spec.max_position_embeddings)
         if not 0 < options.max_tokens < max_length:
             raise ConfigError(
-                f"{options.max_tokens} tokens are to be written and {max_length} to be kept with "
-                "the prompt: raise max_length or lower max_tokens"
+                f"{options.max_tokens} tokens of an answer (max_tokens) leave no room for a prompt "
+                f"in {max_length} (max_length): raise max_length or lower max_tokens"
             )
         return Recipe(
             verifier=VerifierIdentity.of(options.model, spec),
@@ -117,9 +117,9 @@ class CollectRequest:
 
 
 def collect(request: CollectRequest, *, executor: Executor, say: Say) -> FeatureManifest:
-    """Makes what is missing and writes the manifest; a finished store is left as it is.
+    """Makes missing shards and writes the manifest; a finished store is not changed.
 
-    Raises CheckpointError when the folder holds features made otherwise.
+    Raises CheckpointError when the folder has features of other options.
     """
     recipe = request.recipe()
     chunks = planned(request.options, recipe, say=say)
@@ -143,7 +143,7 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
 
 
 def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]:
-    """All chunks of a finished store, if time allows; reads the prompts."""
+    """Reads the prompts and returns all chunks of the plan."""
     prompts: list[tuple[str, Sequence[int]]] = []
     num_skipped = 0
     if not options.text_only:
@@ -164,9 +164,9 @@ def plan(
     options: CollectOptions,
     recipe: Recipe,
 ) -> list[Chunk]:
-    """All prompts (class, tokens), answered `passes` times at temperatures that take turns, and all
-    texts, cut to the longest length; shuffled by the recipe's seed, so that any first part of the
-    shards is a fair sample. Raises ConfigError when nothing is left.
+    """Returns chunks of all prompts (class, tokens), answered `passes` times at alternating
+    temperatures, and of all texts, cut to the maximum length. They are shuffled by the recipe's
+    seed, so that any first part of the shards is a fair sample. Raises ConfigError if none is left.
     """
     room = recipe.max_length - recipe.max_tokens
     temperatures, size = options.temperatures, options.chunk_size
@@ -193,7 +193,7 @@ def plan(
         raise ConfigError(
             f"{files or 'neither prompts nor text'}: found {len(prompts)} prompts and {len(texts)} "
             f"texts, none of which fits: expected a prompt of at most {room} tokens (max_length "
-            "less max_tokens), or a text of two"
+            "minus max_tokens), or a text of at least two"
         )
     random.Random(f"plan/{recipe.seed}").shuffle(sources)
     return [
@@ -203,13 +203,13 @@ def plan(
 
 
 def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:
-    """One hash for the whole plan; a manifest carries it."""
+    """Returns the hash of the whole plan, which is stored in the manifest."""
     stamps = "\n".join(chunk.stamp(recipe) for chunk in chunks)
     return hashlib.sha256(stamps.encode()).hexdigest()
 
 
 def done_already(folder: Path, chunks: Sequence[Chunk], recipe: Recipe) -> dict[int, ShardEntry]:
-    """Chunks whose shard is there. Raises CheckpointError for a shard of another plan."""
+    """Returns existing shards by chunk. Raises CheckpointError for a shard of another plan."""
     return {
         chunk.index: inspect_shard(folder / shard_name(chunk.index), stamp=chunk.stamp(recipe))
         for chunk in chunks
@@ -225,7 +225,7 @@ def finish(
     *,
     num_held_out: int | None = None,
 ) -> FeatureManifest:
-    """Writes the manifest: from now on the store is whole."""
+    """Writes the manifest, which makes the store complete."""
     if not entries:
         raise ConfigError(f"{folder}: the time was spent before one shard was made: allow more")
     manifest = FeatureManifest(
@@ -244,7 +244,7 @@ def finish(
 
 
 def described(manifest: FeatureManifest) -> str:
-    """The size of a store, as one line of text."""
+    """Returns the size of a store as one line of text."""
     per_million = manifest.bytes_per_million_tokens / 1e6
     return (
         f"{manifest.num_tokens:,} tokens of {manifest.num_sequences:,} sequences in "
@@ -260,7 +260,7 @@ def _finished(folder: Path, wanted_sha256: str, *, say: Say) -> FeatureManifest:
             file=folder / MANIFEST_FILE,
             found="features collected from another target, or other prompts or options",
             expected="those of this command",
-            advice="name another folder, or remove this one",
+            advice="use another folder, or remove this one",
         )
     say(f"collect: done before, {described(manifest)}")
     return manifest
@@ -274,7 +274,7 @@ def _make(
     *,
     num_done: int,
 ) -> list[ShardEntry]:
-    """Keeps account of the time, so that a restart does not get all of it again."""
+    """Makes the shards, and records the time spent, which a restart deducts from its limit."""
     options = request.options
     before_s = _spent_s(request.out)
     job = ShardJob(
@@ -305,7 +305,7 @@ def _spent_s(folder: Path) -> float:
 
 
 def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
-    """A text longer than the target is shown at once is several; one token teaches nothing."""
+    """Yields pieces of at most `length` tokens of a text, without pieces of a single token."""
     for first in range(0, len(text), length):
         if len(piece := text[first : first + length]) > 1:
             yield piece

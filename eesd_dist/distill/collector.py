@@ -1,9 +1,8 @@
-"""One chunk of prompts and texts made into one shard of features.
+"""Makes one shard of features from one chunk of prompts and texts.
 
-The target writes after the prompts (`Writer`), then reads each whole sequence once more
-(`FrozenTarget`), and what it computed at every token is kept. The shard carries a stamp over the
-recipe and its chunk. Which chunks there are is decided by `collect`, which process works on which
-of them by an `Executor`.
+The target answers the prompts (`Writer`), then computes each whole sequence once more
+(`FrozenTarget`), and its features at every token are kept. The shard has a stamp over the recipe
+and its chunk. `collect` decides the chunks, and an `Executor` distributes them over processes.
 """
 
 # Shapes: T tokens of a sequence.
@@ -32,12 +31,12 @@ from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 
 _VIEW_TOKENS = 2048
-"""The frozen pass takes sequences of about this many tokens together."""
+"""Approximate number of tokens per forward pass of the frozen target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One sequence to be had: a prompt to be answered, or a text taken as it is."""
+    """Source of one sequence: a prompt to answer, or a text to use unchanged."""
 
     tokens: tuple[int, ...]
     workload: str
@@ -48,31 +47,31 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides a shard's content, with its sources."""
+    """Everything besides the sources that determines a shard's content."""
 
     verifier: VerifierIdentity
     weights_sha256: str
     exits: tuple[int, ...]
     top_k: int
     max_tokens: int
-    """Longest answer."""
+    """Maximum length of an answer."""
     max_length: int
-    """Longest sequence."""
+    """Maximum length of a sequence."""
     stop_token_ids: tuple[int, ...]
     dtype: DType
-    """In which the target is computed."""
+    """Type in which the target is computed."""
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One shard's worth of work."""
+    """Sources of one shard."""
 
     index: int
     sources: tuple[Source, ...]
 
     def stamp(self, recipe: Recipe) -> str:
-        # The name is the path of the folder; the hashes say which target it is.
+        # Only the hash: the verifier's name is the path of its folder.
         made_of = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
@@ -89,18 +88,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardJob:
-    """All that a worker has to know to make shards."""
+    """Inputs with which a worker makes shards."""
 
     model: Path
     folder: Path
-    """Of the store; with workers on several nodes, one that all of them see."""
+    """Folder of the store; with workers on several nodes, one that all of them share."""
     recipe: Recipe
     batch: int
-    """Prompts of one chunk, generated together."""
+    """Maximum prompts that are answered together."""
     threads: int
     """CPU threads of one worker."""
     workers: int | None
-    """Processes; None: one per `threads` CPUs, or per GPU."""
+    """Number of processes; None: one per GPU, or per `threads` CPUs."""
     allowed_s: float
 
     def num_workers(self, num_chunks: int) -> int:
@@ -110,7 +109,7 @@ class ShardJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeShard:
-    """A shard, and how long its worker had been working when it was done."""
+    """A shard, and the time that its worker had spent when it was finished."""
 
     entry: ShardEntry
     spent_s: float
@@ -119,15 +118,15 @@ class MadeShard:
 class ShardWorker:
     """Makes shards in this process until its time is spent.
 
-    The target is loaded with the first chunk, so that an error is raised by `make`; the time counts
-    from then on, so that a slow start does not use up a short one.
+    The target is loaded with the first chunk, so that `make` raises its errors; the time starts
+    after that, so that a slow start does not use it up.
     """
 
     def __init__(self, job: ShardJob) -> None:
         self._job = job
 
     def make(self, chunk: Chunk) -> MadeShard | None:
-        """None when the time is spent."""
+        """Makes a shard; returns None if the time is spent."""
         collector, ready = self._loaded
         if time.monotonic() - ready > self._job.allowed_s:
             return None
@@ -140,7 +139,7 @@ class ShardWorker:
 
 
 def collector_of(job: ShardJob) -> "Collector":
-    """The engine that writes and the frozen target that reads, in this process."""
+    """Builds the engine that generates and the frozen target, in this process."""
     torch.set_num_threads(job.threads)
     config = engine_config(
         ModelConfig(path=job.model, dtype=job.recipe.dtype, numerics="fast"),
@@ -161,7 +160,7 @@ def collector_of(job: ShardJob) -> "Collector":
 
 
 class Collector:
-    """Turns chunks into shards; one per worker, since it holds the target."""
+    """Turns chunks into shards; one per worker, since it has the target in memory."""
 
     def __init__(self, *, writer: Writer, target: FrozenTarget, recipe: Recipe) -> None:
         self._writer = writer
@@ -196,7 +195,7 @@ class Collector:
         return write_shard(folder, chunk.index, made, stamp=chunk.stamp(self._recipe))
 
     def _answers(self, chunk: Chunk) -> dict[int, Sequence[TokenId]]:
-        """By the source's number in its chunk."""
+        """Returns answers by the source's number in its chunk."""
         numbers = [number for number, source in enumerate(chunk.sources) if source.is_prompt]
         requests = [self._request(chunk, number) for number in numbers]
         written = self._writer.write(requests) if requests else []
@@ -219,7 +218,7 @@ class Collector:
 
 
 def _alike(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Numbers of sequences of like length, about `_VIEW_TOKENS` padded tokens at a time."""
+    """Yields numbers of sequences of similar length, about `_VIEW_TOKENS` padded tokens each."""
     batch: list[int] = []
     for number in sorted(range(len(sequences)), key=lambda n: (len(sequences[n]), n)):
         if batch and (len(batch) + 1) * len(sequences[number]) > _VIEW_TOKENS:

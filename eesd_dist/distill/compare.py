@@ -1,15 +1,15 @@
-"""How often the target would accept a head's guesses, and whether another head does better.
+"""Estimates how often the target would accept a head's guesses, and compares two heads.
 
-`judge` reads kept features, which hold the target's best logits; `overlap_of` runs the target and
-sees all of them. 1 - TV is the chance that rejection sampling accepts a guess (Leviathan et al.
-2023, arXiv 2211.17192); under coupled sampling acceptance lies between (1 - TV) / (1 + TV) and
-1 - TV (Daliri et al., arXiv 2408.07978).
+`judge` uses stored features, which have the target's best logits; `overlap_of` runs the target and
+uses all logits. 1 - TV is the probability that rejection sampling accepts a guess (Leviathan et al.
+2023, arXiv 2211.17192); with coupled sampling acceptance is between (1 - TV) / (1 + TV) and 1 - TV
+(Daliri et al., arXiv 2408.07978).
 
-A sequence counts as it would in service: written greedily, a guess is accepted when head and target
-put the same token first; written by sampling, with probability 1 - TV of the two distributions
-(rejection sampling's acceptance; the tail beyond the kept logits adds nothing, so it is a lower
-bound, the same for both heads). Only positions after which the target wrote are judged. It trains
-nothing and knows no engine.
+A sequence is judged by its sampling: in greedy text a guess is accepted if head and target have the
+same best token; in sampled text with probability 1 - TV of the two distributions (rejection
+sampling's acceptance; the tail beyond the stored logits adds nothing, so that it is a lower bound,
+the same for both heads). Only positions of tokens that the target generated are judged. Does not
+depend on training or the engine.
 """
 
 # Shapes: T positions, D hidden size, V draft vocabulary, W target vocabulary, S sequences,
@@ -28,7 +28,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 
 Embed = Callable[[Tensor], Tensor]
-"""Token ids to the target's embeddings."""
+"""Token ids -> the target's embeddings."""
 
 _RESAMPLES = 4000
 _CONFIDENCE = 0.95
@@ -36,12 +36,12 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One head on one sequence: sums over its judged positions."""
+    """Sums of one head over the judged positions of one sequence."""
 
     num_positions: int
     agreed: float
     overlap: float
-    """1 - TV, summed."""
+    """Sum of 1 - TV."""
     is_greedy: bool
 
     @property
@@ -51,18 +51,18 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutFigures:
-    """One head on all sequences: means over positions."""
+    """Means of one head over the positions of all sequences."""
 
     num_positions: int
     agreement: float
     one_minus_tv: float
     acceptance: float
-    """Agreement where the text is greedy, 1 - TV where it was sampled."""
+    """Agreement in greedy text, 1 - TV in sampled text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Another head's mean less the first one's, with a bootstrap interval over sequences."""
+    """A new head's mean minus the old one's, with a bootstrap interval over sequences."""
 
     mean: float
     low: float
@@ -71,7 +71,7 @@ class Difference:
 
     @property
     def rises(self) -> bool:
-        """Beyond what drawing other sequences would explain."""
+        """Whether the new head is better with confidence: the interval is above 0."""
         return self.low > 0.0
 
 
@@ -79,16 +79,16 @@ class Difference:
 def judge(
     head: TrainableExitHead, sequences: Iterable[FeatureSequence], *, embed: Embed | None = None
 ) -> list[Judged]:
-    """In order; `embed` is asked only for heads that read the embedding."""
+    """Judges a head on each sequence, in order; `embed`: needed if the head reads embeddings."""
     vocabulary = DraftVocabulary(head.vocab_ids, vocab_size=head.config.verifier.vocab_size)
     return [_judged(head, sequence, vocabulary, embed) for sequence in sequences]
 
 
 def figures(judged: Sequence[Judged]) -> HeldOutFigures:
-    """Raises ConfigError when there was nothing to judge."""
+    """Returns the means. Raises ConfigError if there was nothing to judge."""
     positions = sum(one.num_positions for one in judged)
     if not positions:
-        raise ConfigError("held-out text has no position after which the target wrote: add text")
+        raise ConfigError("held-out text has no token that the target generated: add text")
     return HeldOutFigures(
         num_positions=positions,
         agreement=sum(one.agreed for one in judged) / positions,
@@ -104,10 +104,10 @@ def difference(
     of: Callable[[Judged], float],
     seed: int,
 ) -> Difference:
-    """`of` the new head less `of` the old one per position, both on the same sequences.
+    """Returns `of` the new head minus `of` the old one per position, on the same sequences.
 
     The interval is a paired percentile bootstrap (Efron and Tibshirani 1993, chapter 13) over whole
-    sequences, since the tokens of one text resemble each other.
+    sequences, since the tokens of one text are correlated.
     """
     weight_S = torch.tensor([float(one.num_positions) for one in old])
     gain_S = torch.tensor([of(b) - of(a) for a, b in zip(old, new, strict=True)])
@@ -153,15 +153,15 @@ def overlap_of(
     temperature: float,
     embed: Embed | None = None,
 ) -> Judged:
-    """One head on one text that the target wrote, 1 - TV at the text's own temperature.
+    """Judges one head on one text that the target generated, with 1 - TV at the text's temperature.
 
-    `embed` is asked only by a head that reads the embedding.
+    `embed`: needed if the head reads embeddings.
     """
     tokens_1T = torch.tensor([list(tokens)])
     hidden, logits_1TW = target.forward(tokens_1T, [head.exit_layer])
     embedding_1TD = embed(tokens_1T) if embed is not None and head.reads_embedding else None
     guess_1TV = head.training_forward(hidden[head.exit_layer], embedding_1TD)
-    # From the prompt's last token, after which the target wrote, to the last one but one.
+    # From the prompt's last token, after which the target generated, to the second to last token.
     written = slice(max(num_prompt - 1, 0), len(tokens) - 1)
     guess_TV, logits_TW = guess_1TV[0, written], logits_1TW[0, written]
     agreed = float(agrees(guess_TV, logits_TW, vocab_ids=head.vocab_ids).sum())
@@ -180,7 +180,7 @@ def overlap_of(
 def one_minus_tv(
     guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None, temperature: float
 ) -> Tensor:
-    """[T] shared mass of the two distributions; tokens that the head lacks it gives nothing."""
+    """Returns [T], the overlap of the two distributions; tokens that the head lacks count as 0."""
     p_TW = torch.softmax(target_TW.float() / temperature, dim=-1)
     q_TV = torch.softmax(guess_TV.float() / temperature, dim=-1)
     p_TV = p_TW if vocab_ids is None else p_TW[:, vocab_ids]
@@ -188,7 +188,7 @@ def one_minus_tv(
 
 
 def agrees(guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None) -> Tensor:
-    """[T] whether both put the same token first: acceptance at temperature 0."""
+    """Returns [T], whether both have the same best token: acceptance at temperature 0."""
     best_T = guess_TV.argmax(dim=-1)
     if vocab_ids is not None:
         best_T = vocab_ids[best_T]

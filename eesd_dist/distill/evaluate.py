@@ -1,13 +1,13 @@
-"""`eesd distill evaluate`: what a head is worth, predicted and measured.
+"""`eesd distill evaluate`: evaluates a head, with predicted and measured speed.
 
-On prompts that were neither learnt from nor calibrated on: acceptance by position, by class and by
-temperature (rounds drafted to the full length); agreement and 1 - TV against the target, position
-by position over the text it wrote; tokens per round; the speed-up that these promise by the
-machine's cost model; and the measured one, the default controller against plain decoding on the
-same engine, prompt by prompt in turn. Texts that differ from plain decoding's are counted. The
-figures and their recipe go to evaluation.json.
+On prompts used neither for training nor for calibration: acceptance by position, class and
+temperature (rounds drafted to the full length); agreement and 1 - TV with the target at each
+position of the text it generated; tokens per round; the speed-up predicted by the machine's cost
+model; and the measured one, the default controller against plain decoding on the same engine,
+alternating by prompt. Texts that differ from plain decoding are counted. The figures and their
+settings go to evaluation.json.
 
-Measured alone, this machine's time counts; what else runs on it is in the figures too.
+Speed is wall time, so that other processes on the machine affect it.
 """
 
 import sys
@@ -40,10 +40,10 @@ EVALUATION_FILE = "evaluation.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
     out: Annotated[Path | None, "folder of evaluation.json (the head's)"] = None
-    temperatures: Annotated[tuple[float, ...], "at which prompts are answered"] = (0.0, 0.7, 1.0)
-    max_tokens: Annotated[int, "longest answer"] = 128
+    temperatures: Annotated[tuple[float, ...], "temperatures of the answers"] = (0.0, 0.7, 1.0)
+    max_tokens: Annotated[int, "maximum length of an answer"] = 128
     timed_prompts: Annotated[int, "prompts that are also timed, at every temperature"] = 12
-    timed_tokens: Annotated[int, "longest timed answer"] = 96
+    timed_tokens: Annotated[int, "maximum length of a timed answer"] = 96
 
     def __post_init__(self) -> None:
         require_positive(self, "max_tokens", "timed_prompts", "timed_tokens")
@@ -52,36 +52,36 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Rounds drafted to the full length, of one temperature, class or both."""
+    """Acceptance in rounds drafted to the full length, of one temperature, class or both."""
 
     num_rounds: int
     num_judged: int
     rate: float
     """Accepted share of the judged tokens."""
     by_position: tuple[float, ...]
-    """Among the rounds that came so far."""
+    """Acceptance of each position among the rounds that reached it."""
     tokens_per_round: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """How near the head's distribution is to the target's, where the target wrote."""
+    """Similarity of the head's and the target's distributions over generated text."""
 
     num_positions: int
     agreement: float
-    """Both put the same token first."""
+    """Share of positions with the same best token."""
     one_minus_tv: float
-    """At the text's own temperature; at 0 it is agreement."""
+    """1 - TV at the text's temperature; at temperature 0 the agreement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Speed over plain decoding by the cost model: what the best lengths in hindsight promise."""
+    """Speed over plain decoding by the cost model, with the best lengths in hindsight."""
 
     best_fixed_length: int
     best_fixed: float
     oracle: float
-    """Every round drafting exactly what is accepted of it: no controller can do better."""
+    """Every round drafts exactly its accepted tokens: an upper bound for controllers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +100,10 @@ class Evaluation:
     exit_layer: int
     head_kind: str
     num_parameters: int
-    """Of the head, a shared LM head not counted."""
+    """Parameters of the head, without a shared LM head."""
     temperatures: tuple[AtTemperature, ...]
     speed: Speed
-    """Over all temperatures."""
+    """Speed over all temperatures."""
     cost_model: CostModel
 
 
@@ -116,8 +116,8 @@ def evaluate(
     executor: Executor,
     say: Say,
 ) -> Evaluation:
-    """Runs, measures and writes evaluation.json, last and whole. The prompts must have been neither
-    learnt from nor calibrated on."""
+    """Evaluates and writes evaluation.json, last and atomically. The prompts must not have been
+    used for training or calibration."""
     spec = ModelSpec.from_folder(machine.model)
     head = TrainableExitHead.read(machine.head, target=spec, target_path=machine.model)
     answers = answer(
@@ -170,7 +170,7 @@ def evaluate(
 
 
 def acceptance_of(answers: Sequence[Answer]) -> Acceptance:
-    """The last round of a text, cut by its length, counts as far as it was judged."""
+    """Returns acceptance; of a text's last round, cut by its length, only judged tokens count."""
     outcomes = _drafted(answers)
     judged = sum(min(o.num_accepted + 1, o.num_drafted) for o in outcomes)
     accepted = sum(o.num_accepted for o in outcomes)
@@ -189,7 +189,7 @@ def _drafted(answers: Sequence[Answer]) -> list[Outcome]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compared:
-    """One text, and how near the head's distributions are to the target's over it."""
+    """One text, and the similarity of the head's and the target's distributions over it."""
 
     answer: Answer
     judged: Judged
@@ -198,7 +198,7 @@ class _Compared:
 def _compared(
     machine: Machine, spec: ModelSpec, head: TrainableExitHead, answers: Sequence[Answer]
 ) -> Iterator[_Compared]:
-    """Whole logits of both over the text the target wrote at each temperature."""
+    """Yields comparisons of all logits over the text generated at each temperature."""
     torch.set_num_threads(machine.threads)
     target = FrozenTarget(machine.model, spec, [head.exit_layer], dtype=machine.dtype)
     embed = target_embedding(machine.model, spec) if head.reads_embedding else None
@@ -258,7 +258,7 @@ def _at(
 
 
 def table(evaluation: Evaluation) -> str:
-    """For people: one line per temperature and class, acceptance by position, and the speed."""
+    """Returns a table: a line per temperature and class, acceptance by position, and the speed."""
     lines = [
         f"exit layer {evaluation.exit_layer}, {evaluation.head_kind} head, "
         f"{evaluation.num_parameters:,} parameters",

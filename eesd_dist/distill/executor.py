@@ -1,7 +1,7 @@
-"""Where the work of a step runs.
+"""Executors: run the work of a step.
 
-A step decides what is to be done and what is done already; an executor does it: `LocalExecutor` in
-this process, `serve_app.distill.executor` on Ray. Everything an executor is given can be pickled.
+A step decides what remains to be done; an executor does it: `LocalExecutor` in this process,
+`serve_app.distill.executor` on Ray. All inputs of an executor can be pickled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from eesd_dist.engine.build import build_local_engine
 from eesd_dist.routing.beliefs import BeliefBook
 
 Say = Callable[[str], None]
-"""Shows one line of a step's progress."""
+"""Prints one line of a step's progress."""
 
 
 class Executor(Protocol):
     """Runs the parts of steps that need a model."""
 
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
-        """One shard for each chunk, in any order; none is begun after `job.allowed_s`."""
+        """Yields one shard per chunk, in any order; none is started after `job.allowed_s`."""
 
     def train(self, request: TrainRequest) -> None:
         """Trains to the end, from the last checkpoint if there is one."""
 
     def writer(self, config: EngineConfig, *, cost: CostModel | None = None) -> Writer:
-        """A target that answers requests; without `cost`, it measures its own."""
+        """Builds a target that answers requests; without `cost`, it is measured."""
 
 
 class LocalExecutor:
-    """Runs everything in this process, one thing at a time."""
+    """Runs everything in this process, sequentially."""
 
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
         worker = ShardWorker(job)

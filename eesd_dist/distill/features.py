@@ -1,11 +1,11 @@
-"""What is kept of the frozen target per token, so that a head can be trained without running it.
+"""Feature stores: the frozen target's features per token, for training without the target.
 
 A store is a folder: `shard-00000.safetensors`, ... and `manifest.json`, written last. Per token a
-shard holds the hidden state after each exit layer, the target's `top_k` best logits and the exact
-log-sum-exp over its whole vocabulary; per sequence the tokens, where the prompt ends, its class and
-its temperature. Decides names, types and how damage is noticed; knows no engine, Ray or loss.
+shard has the hidden state after each exit layer, the target's `top_k` best logits and the exact
+log-sum-exp over its whole vocabulary; per sequence the tokens, the length of the prompt, its class
+and its temperature. Defines names, types and checksums. Does not depend on engine, Ray or losses.
 
-A shard appears under its name whole or not at all: it is written under another name first.
+A shard is written atomically: it is renamed when it is complete.
 """
 
 # Shapes: T tokens of a sequence, N tokens of a shard, S its sequences, D hidden size, K top logits.
@@ -34,43 +34,43 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 HIDDEN_DTYPE = "bfloat16"
 _LEAST_LOG_PROB = -6e4
-"""What float16 can still hold."""
+"""Lower limit of a log-probability in float16."""
 _SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One shard as the manifest knows it."""
+    """The manifest's entry of one shard."""
 
     name: str
     num_sequences: int
     num_tokens: int
     num_bytes: int
     crc32: int
-    """Over the whole file: safetensors itself does not notice a flipped bit."""
+    """Checksum of the whole file: safetensors does not detect a flipped bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureManifest:
-    """What a store holds, of which target, and how it came about."""
+    """Contents of a store, its target, and how it was collected."""
 
     verifier: VerifierIdentity
     weights_sha256: str
     """`weights_fingerprint` of the target."""
     exits: tuple[int, ...]
-    """Layers after which hidden states are kept, ascending."""
+    """Layers after which hidden states are stored, ascending."""
     top_k: int
     seed: int
     max_length: int
-    """Longest sequence; longer ones were cut."""
+    """Maximum length of a sequence; longer ones were cut."""
     shards: tuple[ShardEntry, ...]
     dtype: str = HIDDEN_DTYPE
-    """Of the stored hidden states."""
+    """Type of the stored hidden states."""
     version: int = FORMAT_VERSION
     plan_sha256: str = ""
-    """Of everything that was to be collected; empty without a plan."""
+    """Hash of the plan; empty without a plan."""
     num_held_out: int | None = None
-    """Prompts that were kept aside then; None where that is not known."""
+    """Number of held-out prompts; None if unknown."""
 
     @property
     def num_sequences(self) -> int:
@@ -95,14 +95,14 @@ class FeatureManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises CheckpointError when there is none, or it is of another version."""
+        """Reads a manifest. Raises CheckpointError if there is none, or of another version."""
         file = folder / MANIFEST_FILE
         if not file.exists():
             raise CheckpointError(
                 file=file,
                 found="no manifest",
                 expected="a folder of features that was collected to its end",
-                advice="run `eesd distill collect` with the same options; it goes on where it was",
+                advice="run `eesd distill collect` with the same options; it continues there",
             )
         data = read_json(file)
         if data.get("version") != FORMAT_VERSION:
@@ -116,30 +116,31 @@ class FeatureManifest:
             return cls(**_parsed(data))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                file=file, found=f"{type(error).__name__}: {error}", expected="a whole manifest"
+                file=file, found=f"{type(error).__name__}: {error}", expected="a complete manifest"
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureSequence:
-    """One text and what the target computed over it. Row t is about the token after token t."""
+    """One text and the target's features over it. Row t is about the token after token t."""
 
     tokens_T: Tensor
     """int64."""
     num_prompt: int
-    """So many tokens were given; the target wrote the others. 0: a text taken as it is."""
+    """Tokens of the prompt; the target generated the others. 0: a text used unchanged."""
     workload: str
     temperature: float
-    """At which it was written; 0 for a text taken as it is."""
+    """Temperature of the generation; 0 for a text used unchanged."""
     hidden: Mapping[int, Tensor]
-    """Exit layer to [T, D] bfloat16: the state after that many layers."""
+    """Exit layer -> [T, D] bfloat16: the hidden state after that many layers."""
     top_ids_TK: Tensor
     """int32, the best first."""
     top_logits_TK: Tensor
-    """float32, at temperature 1. Stored as float16 log-probabilities: the likelier, the finer."""
+    """float32, at temperature 1. Stored as float16 log-probabilities, more precise for likelier
+    tokens."""
     lse_T: Tensor
     """float32: log-sum-exp over the whole vocabulary, so that exp(top_logits - lse) are the
-    target's own probabilities and what is left to 1 is the tail's."""
+    target's probabilities; the rest to 1 is the tail's."""
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +148,7 @@ class FeatureSequence:
 
 
 class FeatureStore:
-    """A finished store. Shards are read, and their checksums held against it, when asked for."""
+    """A finished store. Shards are read and their checksums verified on access."""
 
     def __init__(self, folder: Path, manifest: FeatureManifest) -> None:
         self.folder = folder
@@ -155,7 +156,8 @@ class FeatureStore:
 
     @classmethod
     def open(cls, folder: Path, *, expect: VerifierIdentity | None) -> Self:
-        """Raises CheckpointError when it is unfinished, of another target, or lacks a shard."""
+        """Opens a store. Raises CheckpointError if it is unfinished, of another target, or lacks a
+        shard."""
         manifest = FeatureManifest.read(folder)
         if expect is not None and expect.sha256 != manifest.verifier.sha256:
             raise CheckpointError(
@@ -163,7 +165,7 @@ class FeatureStore:
                 found=f"features of {manifest.verifier.name_or_path!r}",
                 expected=f"of {expect.name_or_path!r}: the hashes of config.json and "
                 "tokenizer.json differ",
-                advice="collect features of this target, or name the right --model",
+                advice="collect features of this target, or set the right --model",
             )
         for entry in manifest.shards:
             _require_size(folder / entry.name, entry)
@@ -171,14 +173,14 @@ class FeatureStore:
 
     @classmethod
     def of_target(cls, folder: Path, target_path: Path) -> Self:
-        """Raises CheckpointError also for features of the same target with other weights."""
+        """Opens a store. Raises CheckpointError as `open` does, and for other weights."""
         store = cls.open(folder, expect=identity_of(target_path))
         if store.manifest.weights_sha256 != weights_fingerprint(target_path):
             raise CheckpointError(
                 file=folder / MANIFEST_FILE,
                 found="features of a target with other weights",
                 expected=f"of the weights in {target_path}",
-                advice="collect features of this target, or name the right --model",
+                advice="collect features of this target, or set the right --model",
             )
         return store
 
@@ -187,17 +189,17 @@ class FeatureStore:
         return self.manifest.num_sequences
 
     def shard(self, index: int) -> list[FeatureSequence]:
-        """The sequences of one shard, in order. Raises CheckpointError when it was damaged."""
+        """Returns the sequences of one shard, in order. Raises CheckpointError if it is damaged."""
         entry = self.manifest.shards[index]
         file = self.folder / entry.name
         _require_size(file, entry)
         content = file.read_bytes()
         if zlib.crc32(content) != entry.crc32:
-            raise _damaged(file, found="bytes that were changed (their checksum differs)")
+            raise _damaged(file, found="changed bytes (the checksum differs)")
         return _sequences_of(file, content)
 
     def sequences(self, only: Collection[int] | None = None) -> Iterator[FeatureSequence]:
-        """All, or those with the wanted numbers, in the store's order, one shard in memory."""
+        """Yields all sequences, or those with the given numbers, in order, one shard in memory."""
         wanted = None if only is None else frozenset(only)
         first = 0
         for index, entry in enumerate(self.manifest.shards):
@@ -210,10 +212,10 @@ class FeatureStore:
                     yield sequence
 
     def split(self, held_out_share: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of the sequences to train on and of those held out, both ascending.
+        """Returns the numbers of the training and of the held-out sequences, both ascending.
 
-        All answers to one prompt are on one side. The same share and seed give the same split
-        anywhere; with a share above 0 at least one sequence is on either side.
+        All answers to one prompt are in the same part. The same share and seed give the same split
+        on every machine; with a share above 0 each part has at least one sequence.
         """
         if not 0.0 <= held_out_share < 1.0:
             raise ConfigError(f"held-out share {held_out_share}: expected 0 up to, not with, 1")
@@ -233,17 +235,17 @@ class FeatureStore:
         return tuple(n for n in range(count) if n not in held), tuple(sorted(held))
 
     def _alike(self) -> list[list[int]]:
-        """Numbers of the sequences that answer the same prompt. Where nothing but a first token
-        was given, as in texts and in what a service recorded, each is a group of its own."""
+        """Returns groups of sequences that answer the same prompt. A sequence with a prompt of at
+        most one token, as in texts and recordings of a service, is a separate group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(self._prompts()):
-            # No token is below 0.
+            # -1 is no token id.
             key = prompt if len(prompt) > 1 else (-1, number)
             groups.setdefault(key, []).append(number)
         return list(groups.values())
 
     def _prompts(self) -> Iterator[tuple[int, ...]]:
-        """Of all sequences in order, without reading more of the shards than their tokens."""
+        """Yields the prompts of all sequences in order; reads only the tokens of the shards."""
         for entry in self.manifest.shards:
             file = self.folder / entry.name
             try:
@@ -265,8 +267,8 @@ def shard_name(index: int) -> str:
 def write_shard(
     folder: Path, index: int, sequences: Sequence[FeatureSequence], *, stamp: str = ""
 ) -> ShardEntry:
-    """Writes one shard, whole or not at all, for its owner alone: its tokens can be turned back
-    into text. `stamp` tells the runs of different options apart."""
+    """Writes one shard atomically, readable by its owner only: its tokens can be decoded to text.
+    `stamp` identifies the options of the run."""
     if not sequences:
         raise ConfigError(f"{folder / shard_name(index)}: no sequence to write")
     header = {
@@ -274,20 +276,20 @@ def write_shard(
         "stamp": stamp,
         "workloads": [sequence.workload for sequence in sequences],
     }
-    # One metadata key only: with several, their order, and so the bytes, change from run to run.
+    # One metadata key only: with several, their order and the file's bytes differ between runs.
     content = save(_tensors(sequences), metadata={"eesd": json.dumps(header, sort_keys=True)})
     write_whole(folder / shard_name(index), content, mode=0o600)
     return _entry(shard_name(index), content, [s.num_tokens for s in sequences])
 
 
 def read_shard(file: Path) -> list[FeatureSequence]:
-    """Raises CheckpointError for what is cut short or no shard of features."""
+    """Reads a shard. Raises CheckpointError for a truncated file, or one that is not a shard."""
     return _sequences_of(file, _content(file))
 
 
 def inspect_shard(file: Path, *, stamp: str) -> ShardEntry:
-    """The entry of a shard that is there already. Raises CheckpointError when it was written with
-    other options, for another target, or is damaged."""
+    """Returns the entry of an existing shard. Raises CheckpointError if it was written with other
+    options or for another target, or is damaged."""
     content = _content(file)
     header = _header(file, content)
     if header.stamp != stamp:
@@ -295,15 +297,15 @@ def inspect_shard(file: Path, *, stamp: str) -> ShardEntry:
             file=file,
             found="features collected with other options or of another target",
             expected="those of this run",
-            advice="name another output folder, or remove this one",
+            advice="use another output folder, or remove this one",
         )
     lengths = [sequence.num_tokens for sequence in _sequences_of(file, content)]
     return _entry(file.name, content, lengths)
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """SHA-256 over the weights' index, every file's size and header, and 64 KiB at the start, in
-    the middle and at the end of its data: cheap for any size, and another training shows."""
+    """Returns SHA-256 over the weights' index, every file's size and header, and 64 KiB at the
+    start, middle and end of its data: cheap for any size, and different for further training."""
     digest = hashlib.sha256()
     index = folder / INDEX_FILE
     if index.exists():
@@ -317,7 +319,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def identity_of(target_path: Path) -> VerifierIdentity:
-    """Of the target in this folder."""
+    """Returns the identity of the target in this folder."""
     return VerifierIdentity.of(target_path, ModelSpec.from_folder(target_path))
 
 
@@ -378,7 +380,7 @@ class _Header(NamedTuple):
 
 
 def _header(file: Path, content: bytes) -> _Header:
-    """Our part of the safetensors header: its length in 8 bytes, then JSON."""
+    """Parses this project's part of the safetensors header: its length in 8 bytes, then JSON."""
     size = int.from_bytes(content[:8], "little")
     try:
         whole = json.loads(content[8 : 8 + size])
@@ -418,14 +420,14 @@ def _require_size(file: Path, entry: ShardEntry) -> None:
             advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made again",
         )
     if file.stat().st_size != entry.num_bytes:
-        raise _damaged(file, found=f"{file.stat().st_size} bytes, not {entry.num_bytes}")
+        raise _damaged(file, found=f"{file.stat().st_size} bytes instead of {entry.num_bytes}")
 
 
 def _damaged(file: Path, *, found: str) -> CheckpointError:
     return CheckpointError(
         file=file,
         found=found,
-        expected=f"a whole shard of features, version {FORMAT_VERSION}",
+        expected=f"a complete shard of features, version {FORMAT_VERSION}",
         advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made again",
     )
 

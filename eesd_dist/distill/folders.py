@@ -1,7 +1,7 @@
-"""Files and folders that a step writes: complete or absent, one process at a time, one request.
+"""Files and folders of a step: written atomically, locked, and bound to one request.
 
-A process may be killed at any moment; what it leaves is either the content before or the content
-after. It knows no format.
+A process may be killed at any moment; a file then has either its old or its new content. Does not
+depend on formats.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ def only_one(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{folder}: another process is at work here; wait for it, or name another folder"
+                f"{folder}: another process is at work here; wait for it, or use another folder"
             ) from None
         for scrap in folder.glob(".*.partial"):
             scrap.unlink(missing_ok=True)
@@ -38,7 +38,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def claim(file: Path, asked: Mapping[str, object]) -> None:
-    """Writes down what a folder is made for; raises ConfigError where `file` says otherwise."""
+    """Stores the request that a folder is for. Raises ConfigError if `file` has another one."""
     if file.exists():
         require_same(file, asked)
     else:
@@ -48,13 +48,13 @@ def claim(file: Path, asked: Mapping[str, object]) -> None:
 def require_same(
     file: Path, asked: Mapping[str, object], *, only: Collection[str] | None = None
 ) -> None:
-    """Raises ConfigError that names the first key (of `only`) whose value in `file` differs."""
+    """Raises ConfigError with the first key (of `only`) that has another value in `file`."""
     found, wanted = read_json(file), json.loads(json.dumps(asked))
     for name in wanted if only is None else only:
         if found.get(name) != wanted[name]:
             raise ConfigError(
                 f"{file}: was begun with {name} {found.get(name)!r}, now asked for "
-                f"{wanted[name]!r}: ask for the same to go on with it, or name another folder"
+                f"{wanted[name]!r}: use the same to continue it, or use another folder"
             )
 
 
@@ -74,13 +74,13 @@ def write_whole(file: Path, content: bytes, *, mode: int = 0o666) -> None:
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        error.filename = error.filename or str(file)  # a full disk does not say where
+        error.filename = error.filename or str(file)  # missing in the error of a full disk
         raise
     partial.replace(file)
 
 
 def put_in_place(folder: Path, final: Path) -> None:
-    """Renames `folder` to `final` and removes what was there."""
+    """Renames `folder` to `final`, and removes an earlier `final`."""
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = final.with_name(f".{final.name}.old")
     if aside.exists():

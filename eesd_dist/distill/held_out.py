@@ -1,7 +1,7 @@
-"""Splits prompts into those a head learns from and those kept aside to calibrate and judge it.
+"""Splits prompts into those for training and those held out for calibration and evaluation.
 
-Equal choices (file, number, seed) give equal parts in every step, so that no step sees the prompts
-of another. Prompts that occur twice count once.
+Equal choices (file, number, seed) give equal parts in every step, so that no step uses the prompts
+of another. Duplicate prompts count once.
 """
 
 import random
@@ -18,7 +18,7 @@ from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-"""Arithmetic as chat and raw code, for the bundled model; `infra/demo_model` says where from."""
+"""Arithmetic as chat and raw code, for the bundled model; `infra/demo_model` has their source."""
 NUM_HELD_OUT = 64
 _SMALLEST_FILE = 4
 
@@ -29,23 +29,23 @@ class PromptParts:
     calibrated: tuple[Prompt, ...]
     judged: tuple[Prompt, ...]
     num_skipped: int = 0
-    """Too long for the target: in none of the parts."""
+    """Prompts that are too long for the target, in none of the parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChoice:
     """A file of prompts and how it is split."""
 
-    prompts: Annotated[Path, "the file that was collected from"] = SHIPPED_PROMPTS
-    held_out: Annotated[int, "prompts kept aside when it was"] = NUM_HELD_OUT
-    seed: Annotated[int, "as when collecting: it says which prompts are kept aside"] = 0
+    prompts: Annotated[Path, "prompts, as for collecting"] = SHIPPED_PROMPTS
+    held_out: Annotated[int, "number of held-out prompts, as for collecting"] = NUM_HELD_OUT
+    seed: Annotated[int, "as for collecting: determines the held-out prompts"] = 0
 
     def __post_init__(self) -> None:
         require_positive(self, "held_out")
 
     def read(self, model: Path) -> PromptParts:
-        """Skips prompts that leave the target no room to answer. This depends on the target alone:
-        with a filter of each step's own, the parts would differ."""
+        """Reads and splits the prompts, without those that leave the target no room to answer. The
+        filter depends on the target only: with a separate one per step the parts would differ."""
         room = ModelSpec.from_folder(model).max_position_embeddings - 1
         prompts = load_prompts(Tokenizer.load(model), self.prompts)
         fitting = [prompt for prompt in prompts if len(prompt.tokens) <= room]
@@ -58,13 +58,13 @@ class PromptChoice:
         return replace(parts, num_skipped=num_skipped)
 
     def split(self, prompts: Sequence[Prompt]) -> PromptParts:
-        """Holds out `held_out` prompts, at most half of a small file: one half of them to calibrate
-        on, the other to judge with."""
+        """Holds out `held_out` prompts, at most half of a small file: one half of them for
+        calibration, the other for evaluation."""
         once = list(dict.fromkeys(prompts))
         if len(once) < _SMALLEST_FILE:
             raise ConfigError(
-                f"found {len(once)} different prompts, expected at least {_SMALLEST_FILE}: some "
-                "are learnt from, some calibrated on, some judged with"
+                f"found {len(once)} different prompts, expected at least {_SMALLEST_FILE}, for "
+                "training, calibration and evaluation: add prompts"
             )
         random.Random(f"prompts/{self.seed}").shuffle(once)
         held = max(2, min(self.held_out, len(once) // 2))
@@ -75,8 +75,8 @@ class PromptChoice:
         )
 
     def require_unseen_by(self, head: Path) -> None:
-        """Raises ConfigError when the head was trained on features, still in their folder, that
-        were collected with other prompts kept aside."""
+        """Raises ConfigError if the head was trained on features with other held-out prompts; only
+        checked if the features are still in their folder."""
         provenance = read_json(head / "config.json").get("provenance")
         training = provenance.get("training") if isinstance(provenance, dict) else None
         features = training.get("features") if isinstance(training, dict) else None
@@ -84,8 +84,8 @@ class PromptChoice:
             self.require_kept_aside_from(Path(features))
 
     def require_kept_aside_from(self, features: Path) -> None:
-        """Raises ConfigError when the features were collected with other prompts kept aside: the
-        head would be judged with what it has learnt from. Features may be absent."""
+        """Raises ConfigError if the features were collected with other held-out prompts: the head
+        would be evaluated on its training data. Features may be absent."""
         if not (features / MANIFEST_FILE).exists():
             return
         manifest = FeatureManifest.read(features)
@@ -98,12 +98,12 @@ class PromptChoice:
             if found is not None and found != wanted:
                 raise ConfigError(
                     f"{features / MANIFEST_FILE}: found features collected with {flag} {found}, "
-                    f"asked for {wanted}: other prompts would be kept aside; give {flag} {found}"
+                    f"asked for {wanted}: other prompts would be held out; use {flag} {found}"
                 )
 
 
 def read_texts(model: Path, file: Path) -> list[tuple[int, ...]]:
-    """JSON lines of {"text": ...}, as token ids."""
+    """Reads JSON lines of {"text": ...}; returns token ids."""
     tokenizer = Tokenizer.load(model)
     return [_encoded(tokenizer, row, where) for where, row in json_lines(file)]
 
@@ -111,7 +111,7 @@ def read_texts(model: Path, file: Path) -> list[tuple[int, ...]]:
 def _encoded(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> tuple[int, ...]:
     text = row.get("text")
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: found no `text`, expected one JSON object {{text}} a line")
+        raise ConfigError(f"{where}: found no `text`, expected one JSON object {{text}} per line")
     try:
         return tokenizer.encode(text)
     except RequestError as error:

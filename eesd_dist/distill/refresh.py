@@ -1,14 +1,13 @@
-"""`eesd distill refresh`: a head trained on with what a service verified, taken only if better.
+"""`eesd distill refresh`: trains a head further on a service's recording, and compares both heads.
 
 Online distillation (OSD, arXiv 2310.07177): verification computes hidden states and the target's
-distribution for every token that leaves, so the text that users really ask for is training data
-for nothing. The recording is copied aside, its pieces are split by sequence, the head is trained on
-from where it stands, and old and new are compared on the pieces neither saw. With --promote the
-running service takes the new head only if the interval of the gain lies above zero, and if the
-service drafts with HEAD.
+distribution for every emitted token, so that the text of real requests is training data at no cost.
+The recording is copied, its pieces are split by sequence, the head is trained further, and the old
+and the new head are compared on held-out pieces. With --promote the running service takes the new
+head only if the interval of the gain is above zero, and if the service drafts with HEAD.
 
-Killed and started again, the same command goes on where it was. The calibration map is carried over
-as it was: after a short refresh it is nearly right, and it can never change a text.
+After an interruption the same command continues. The calibration is carried over: after a short
+refresh it is nearly right, and it never changes a text.
 """
 
 import hashlib
@@ -45,35 +44,35 @@ from eesd_dist.provenance import collect_provenance
 REPORT_FILE = "refresh.json"
 _ASKED_FILE = "asked.json"
 _LEAST_HELD_OUT = 8
-"""An interval over fewer texts would say nothing."""
+"""Minimum held-out pieces: an interval over fewer is meaningless."""
 _PER_SHARD = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshRequest:
-    """Which head is to learn from which recording, for how long."""
+    """Options of a refresh."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
     recording: Annotated[Path, "the service's recorder.folder"]
     head: Annotated[Path, "the head that the service drafts with"]
     out: Annotated[Path, "folder of the new head"]
-    minutes: Annotated[float | None, "of training"] = 2.0
-    steps: Annotated[int | None, "of training, at most"] = None
-    held_out_share: Annotated[float, "of the pieces: compared on, never learnt from"] = 0.2
-    learning_rate: Annotated[
-        float, "--rate: highest learning rate; a new head learns with more"
-    ] = 5e-4
+    minutes: Annotated[float | None, "minutes of training"] = 2.0
+    steps: Annotated[int | None, "maximum training steps"] = None
+    held_out_share: Annotated[float, "share of pieces held out for the comparison"] = 0.2
+    learning_rate: Annotated[float, "--rate: maximum learning rate; lower than for a new head"] = (
+        5e-4
+    )
     workers: Annotated[int, "training processes"] = 1
-    threads: Annotated[int | None, "CPU threads of each"] = None
+    threads: Annotated[int | None, "CPU threads per process"] = None
     seed: int = 0
 
     @property
     def work(self) -> Path:
-        """Folder of what is needed on the way; removed when the new head is there."""
+        """Folder of intermediate files; removed when the new head is written."""
         return self.out.with_name(f"{self.out.name}.work")
 
     def asked(self) -> dict[str, object]:
-        """What decides the new head; a folder made with other words is refused."""
+        """Returns the options that determine the new head; a folder of other options is refused."""
         digest = hashlib.sha256()
         for file in sorted(self.head.glob("*.json")) + sorted(self.head.glob("*.safetensors")):
             digest.update(file.read_bytes())
@@ -109,7 +108,7 @@ class RefreshRequest:
                 options,
                 learning_rate=self.learning_rate,
                 held_out_share=self.held_out_share,
-                # The best of many heads on the held-out pieces would not be judged fairly on them.
+                # "best" would select on the held-out pieces and bias the comparison on them.
                 keep="last",
                 evaluate_every=1_000_000,
             ),
@@ -118,16 +117,16 @@ class RefreshRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshReport:
-    """What came of it."""
+    """Results of a refresh."""
 
     num_pieces: int
     num_tokens: int
     num_held_out: int
-    """Pieces compared on."""
+    """Number of pieces in the comparison."""
     old: HeldOutFigures
     new: HeldOutFigures
     gain: Difference
-    """In acceptance: greedy agreement where the text was greedy, 1 - TV where it was sampled."""
+    """Gain in acceptance: agreement in greedy text, 1 - TV in sampled text."""
     agreement_gain: Difference
     one_minus_tv_gain: Difference
 
@@ -139,10 +138,10 @@ def refresh(
     executor: Executor,
     say: Say,
 ) -> RefreshReport:
-    """Trains, compares and writes `request.out`; what is done already is not done again.
+    """Trains, compares and writes `request.out`; finished parts are not repeated.
 
     Raises ConfigError for an empty or too small recording, CheckpointError for a head, target and
-    recording that do not belong together.
+    recording that do not match.
     """
     spec = ModelSpec.from_folder(request.model)
     config = HeadConfig.read(request.head, target=spec, target_path=request.model)
@@ -162,7 +161,7 @@ def refresh(
         _, held_out = store.split(request.held_out_share, request.seed)
         try:
             _require_enough(request, store, held_out)
-        except ConfigError:  # another day the recording holds more: this copy of it must not stay
+        except ConfigError:  # the recording may grow: do not keep this copy
             shutil.rmtree(store.folder)
             raise
         say(
@@ -177,7 +176,7 @@ def refresh(
 
 
 def described(report: RefreshReport) -> str:
-    """The comparison, for people."""
+    """Returns the comparison as a table."""
     rows = [
         ("acceptance", report.old.acceptance, report.new.acceptance, report.gain),
         ("  greedy agreement", report.old.agreement, report.new.agreement, report.agreement_gain),
@@ -194,9 +193,9 @@ def described(report: RefreshReport) -> str:
         for name, old, new, gain in rows
     ]
     verdict = (
-        "better than chance explains: worth promoting"
+        "better with confidence: worth promoting"
         if report.gain.rises
-        else "not better beyond chance: the service keeps its head"
+        else "not better with confidence: the service keeps its head"
     )
     return "\n".join([*lines, verdict])
 
@@ -206,7 +205,7 @@ def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport
     found = read_json(file) if file.exists() else {}
     if found.get("asked") != asked:
         raise ConfigError(
-            f"{out}: exists, and is not what this command would make: name another folder with "
+            f"{out}: exists, and is not what this command would make: use another folder with "
             "--out, or remove this one"
         )
     say(f"refresh: done before, {out}")
@@ -214,8 +213,8 @@ def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport
 
 
 def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
-    """Writes down what is asked; where a copy of a recording exists, it must be of the same one and
-    split alike."""
+    """Stores the request. Raises ConfigError if a copy of another recording, or with another split,
+    exists."""
     if file.exists() and (features / MANIFEST_FILE).exists():
         require_same(file, asked, only=("recording", "held_out_share", "seed"))
     else:
@@ -261,7 +260,7 @@ def _compared(
 
 
 def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) -> None:
-    """The folder appears with everything in it."""
+    """Writes the new head's folder atomically."""
     ready = trained.with_name("ready")
     shutil.copytree(trained, ready, dirs_exist_ok=True)
     calibration = request.head / CALIBRATION_FILE
@@ -272,7 +271,7 @@ def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) 
         ready / REPORT_FILE,
         {
             **report,
-            "calibration": "carried over from the old head, not fitted anew: `eesd distill "
+            "calibration": "carried over from the old head, not fitted again: `eesd distill "
             "calibrate` does that"
             if has_calibration
             else "the old head had none",
@@ -286,8 +285,8 @@ def _publish(request: RefreshRequest, trained: Path, report: dict[str, object]) 
 def copy_recording(
     recording: Path, folder: Path, *, target: Path, exit_layer: int, seed: int
 ) -> FeatureStore:
-    """Copies the pieces that are now in `recording`, or in folders below it, one for each node that
-    drafts; a finished copy in `folder` is used as it is.
+    """Copies the present pieces of `recording`, or of folders below it, one per drafting node; an
+    existing finished copy in `folder` is used unchanged.
 
     Raises ConfigError for an empty recording, CheckpointError for one of another target or with
     rows after another layer.
@@ -318,17 +317,17 @@ def _pieces_of(recording: Path, expected: FeatureManifest) -> Iterator[FeatureSe
             except CheckpointError:
                 if (file.parent / entry.name).exists():
                     raise
-                # The service has made room for newer ones since it wrote this manifest.
+                # The service has removed this shard since it wrote the manifest.
 
 
 def _copy_pieces(
     pieces: list[FeatureSequence], recording: Path, folder: Path, manifest: FeatureManifest
 ) -> None:
-    """Services may have kept more or fewer best tokens; a store keeps equally many of all."""
+    """Copies pieces to a store, with the smallest number of best tokens that all of them have."""
     if not pieces:
         raise ConfigError(
             f"{recording}: found nothing recorded, expected shards that a service wrote: serve "
-            "with recorder.folder set to this folder, let it answer requests, then refresh"
+            "with recorder.folder set to this folder, send it requests, then refresh"
         )
     top_k = min(piece.top_ids_TK.shape[1] for piece in pieces)
     alike = [
@@ -357,14 +356,14 @@ def _require_same_rows(file: Path, found: FeatureManifest, expected: FeatureMani
     ):
         raise CheckpointError(
             file=file,
-            found=f"what {found.verifier.name_or_path!r} computed, by its hashes another target",
-            expected=f"what {expected.verifier.name_or_path!r} computed",
-            advice="name with --model the target that the service serves",
+            found=f"states of {found.verifier.name_or_path!r}, by its hashes another target",
+            expected=f"states of {expected.verifier.name_or_path!r}, the given target",
+            advice="set --model to the target that the service serves",
         )
     if found.exits != expected.exits:
         raise CheckpointError(
             file=file,
             found=f"rows after layer {', '.join(str(at) for at in found.exits)}",
             expected=f"rows after layer {expected.exits[0]}, which the head reads",
-            advice="name with --head the one that the service drafts with",
+            advice="set --head to the one that the service drafts with",
         )

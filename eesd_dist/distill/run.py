@@ -1,11 +1,11 @@
-"""`eesd distill run`: from a target and prompts to a head that is trained, calibrated and judged.
+"""`eesd distill run`: makes a trained, calibrated and evaluated head from a target and prompts.
 
-collect -> train -> calibrate -> evaluate. What is done is what is there: OUT/features with its
+collect -> train -> calibrate -> evaluate. Existing files mark finished steps: OUT/features with its
 manifest, OUT/training with its checkpoints, then OUT/exit_N, and in it calibration.json and
-evaluation.json. Killed at any moment, the same command goes on; with other options it is refused,
-since half of the files would then mean something else. `--minutes` are shared out: two fifths
-each for collecting and for training, and what calibrating and judging take. More training on less
-text did worse: the head learnt that text by heart.
+evaluation.json. After an interruption the same command continues; other options are refused, since
+the files would be inconsistent. `--minutes` are split: two fifths each for collecting and for
+training, the rest for calibration and evaluation. More training on less text was worse, by
+overfitting.
 """
 
 import hashlib
@@ -42,19 +42,19 @@ _NUM_TIMED = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """One head: how it is trained, on what it is calibrated, and with what it is judged."""
+    """One head: its training, and its prompts for calibration and evaluation."""
 
     training: TrainRequest
     machine: Machine
     calibrated: tuple[Prompt, ...]
     calibration: CalibrateOptions
     judged: tuple[Prompt, ...]
-    """Neither learnt from nor calibrated on."""
+    """Prompts for evaluation, used neither for training nor for calibration."""
     evaluation: EvaluateOptions
 
 
 def make_head(request: HeadRequest, *, executor: Executor, say: Say) -> Path:
-    """Trains, calibrates and evaluates; the files of the head say which of it is done before."""
+    """Trains, calibrates and evaluates; steps with existing files are skipped."""
     machine, seed = request.machine, request.training.seed
     steps: tuple[tuple[str, Path, Callable[..., object]], ...] = (
         ("train", machine.head, partial(train, request.training)),
@@ -82,18 +82,18 @@ def make_head(request: HeadRequest, *, executor: Executor, say: Say) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """One head, from the target on."""
+    """Options of a run of all four steps."""
 
     collect: CollectOptions
-    out: Annotated[Path, "folder of everything"]
-    exit_layer: Annotated[int, "--exit: the head reads the state after so many layers"] = 1
-    minutes: Annotated[float, "for all four steps, about"] = DEFAULT_MINUTES
-    max_steps: Annotated[int | None, "train no longer than this"] = None
-    head: Annotated[HeadKind, "whose LM head"] = "truncated"
+    out: Annotated[Path, "output folder of all steps"]
+    exit_layer: Annotated[int, "--exit: the head reads the state after this many layers"] = 1
+    minutes: Annotated[float, "approximate time of all four steps"] = DEFAULT_MINUTES
+    max_steps: Annotated[int | None, "maximum training steps"] = None
+    head: Annotated[HeadKind, "kind of LM head"] = "truncated"
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
-    reads_embedding: Annotated[bool, "the head also sees each token's embedding"] = False
-    start: Annotated[Path | None, "a head to train on"] = None
-    train_workers: Annotated[int, "processes that train"] = 1
+    reads_embedding: Annotated[bool, "the head also reads each token's embedding"] = False
+    start: Annotated[Path | None, "a head to train further"] = None
+    train_workers: Annotated[int, "training processes"] = 1
     zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
     options: TrainOptions = field(default_factory=TrainOptions)
 
@@ -152,11 +152,11 @@ class RunRequest:
         )
 
     def shortened(self, count: int) -> int:
-        """Prompts to calibrate on or to judge with: fewer where there is little time."""
+        """Returns the number of prompts to calibrate or evaluate on, reduced for short runs."""
         return max(2, round(count * min(1.0, self.minutes / DEFAULT_MINUTES)))
 
     def asked(self) -> dict[str, object]:
-        """All that decides what the files of a run mean; not how many processes work at it."""
+        """Returns the options that determine the files of a run; not the number of processes."""
         asked, recipe = self.collect, self.collection.recipe()
         training = self.training.job()
         for name in ("model", "features", "exit_layer", "minutes", "seed"):
@@ -183,7 +183,7 @@ class RunRequest:
 
 
 def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
-    """The finished head's folder. Raises ConfigError when OUT is another run's."""
+    """Returns the finished head's folder. Raises ConfigError if OUT belongs to another run."""
     with only_one(request.out):
         _claim(request)
         with _timed("collect", say):
@@ -194,12 +194,12 @@ def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
 
 
 def _claim(request: RunRequest) -> None:
-    """Writes down what is asked, or compares it with what was asked here before."""
+    """Stores the request, or compares it with the stored one."""
     file, asked = request.out / RUN_FILE, request.asked()
     if file.exists():
         require_same(file, asked)
         return
-    # A folder that was claimed for prompts that are of no use would refuse the mended ones.
+    # Checked before claiming: a folder claimed with unusable prompts would refuse corrected ones.
     request.collect.prompt_choice()
     planned(request.collect, request.collection.recipe(), say=lambda _: None)
     write_json(file, asked)

@@ -1,13 +1,12 @@
-"""`eesd distill sweep`: which exit layer and which kind of head to take, by measured time.
+"""`eesd distill sweep`: chooses exit layer and kind of head by measured time.
 
-Every combination is trained for a short while on the same features, calibrated, and timed on this
-machine: its default controller against plain decoding, the same prompts in turn, in a process of
-its own. A deeper exit layer is accepted more often and dearer to draft with; which of the two wins
-is a question of time, not of acceptance (Decoding Speculative Decoding, arXiv 2402.01528), so the
-answer is the combination with the highest measured speed-up. What is done already, combination by
-combination, is not done again.
+Every combination is trained briefly on the same features, calibrated, and timed on this machine in
+a separate process: the default controller against plain decoding, alternating by prompt. A deeper
+exit layer has a higher acceptance and costs more to draft with, so that acceptance alone does not
+determine the best one (Decoding Speculative Decoding, arXiv 2402.01528): the sweep recommends the
+combination with the highest measured speed-up. Finished combinations are not repeated.
 
-A folder `exit_N_KIND` of OUT is a head like any other; sweep.json holds the table.
+A folder `exit_N_KIND` of OUT is an ordinary head; sweep.json has the table.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ Embedding = Literal["without", "with", "both"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """One head to try."""
+    """Exit layer and kind of one head to try."""
 
     exit_layer: int
     head: HeadKind
@@ -58,11 +57,11 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tries:
-    """Every exit with every head."""
+    """Exit layers and kinds of head to combine."""
 
     exits: Annotated[tuple[int, ...], "layers to try"] = (1, 2, 4)
     heads: Annotated[tuple[HeadKind, ...], "kinds of head to try"] = ("truncated",)
-    embedding: Annotated[Embedding, "does the head read it"] = "without"
+    embedding: Annotated[Embedding, "whether the head reads the embedding"] = "without"
 
     def combinations(self) -> tuple[Combination, ...]:
         reads = {"without": (False,), "with": (True,), "both": (False, True)}[self.embedding]
@@ -76,12 +75,12 @@ class Tries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFiles:
-    """Where features come from, and where heads go."""
+    """Folders of the features and of the heads."""
 
     out: Annotated[Path, "folder of the heads and of sweep.json"]
-    features: Annotated[Path | None, "what `eesd distill collect` wrote (OUT/features)"] = None
+    features: Annotated[Path | None, "output of `eesd distill collect` (OUT/features)"] = None
     collect: Annotated[bool, "collect the features of all exits first"] = False
-    collect_minutes: Annotated[float | None, "begin no shard later than this"] = None
+    collect_minutes: Annotated[float | None, "start no shard after this time"] = None
 
     @property
     def features_folder(self) -> Path:
@@ -90,14 +89,14 @@ class SweepFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """How each combination is trained and timed."""
+    """Options for training and timing each combination."""
 
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
-    minutes_each: Annotated[float | None, "of training"] = 3.0
-    steps_each: Annotated[int | None, "of training, at most"] = None
-    learning_rate: Annotated[float, "--rate: highest learning rate"] = TrainOptions().learning_rate
-    timed_prompts: Annotated[int, "at every temperature"] = 12
-    timed_tokens: Annotated[int, "longest timed answer"] = 96
+    minutes_each: Annotated[float | None, "minutes of training"] = 3.0
+    steps_each: Annotated[int | None, "maximum training steps"] = None
+    learning_rate: Annotated[float, "--rate: maximum learning rate"] = TrainOptions().learning_rate
+    timed_prompts: Annotated[int, "timed prompts at every temperature"] = 12
+    timed_tokens: Annotated[int, "maximum length of a timed answer"] = 96
 
     def __post_init__(self) -> None:
         require_positive(self, "minutes_each", "steps_each", "draft_vocab")
@@ -109,17 +108,17 @@ class SweepRequest:
     """A sweep over one target, with its files."""
 
     machine: Machine
-    """Its head is the one that is being tried."""
+    """Target and settings; the head is replaced by the one being tried."""
     features: Path
     out: Path
     combinations: tuple[Combination, ...]
     calibrated: tuple[Prompt, ...]
     judged: tuple[Prompt, ...]
-    """Neither learnt from nor calibrated on."""
+    """Prompts for evaluation, used neither for training nor for calibration."""
     options: SweepOptions
     temperatures: tuple[float, ...] = (0.0, 0.8)
     max_tokens: int = 96
-    """Of the texts that are calibrated and judged on."""
+    """Maximum length of the answers for calibration and evaluation."""
     seed: int = 0
     training: TrainOptions = field(default_factory=TrainOptions)
 
@@ -128,7 +127,7 @@ class SweepRequest:
         require_temperatures(self.temperatures)
 
     def asked(self) -> dict[str, object]:
-        """What may not change between two runs into one folder; combinations may be added."""
+        """Returns options that must not change between runs into one folder; combinations may."""
         options = self.options
         return {
             "features": str(self.features.resolve()),
@@ -187,25 +186,25 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One combination, measured."""
+    """Measurements of one combination."""
 
     name: str
     exit_layer: int
     head: str
     reads_embedding: bool
     num_parameters: int
-    """That are trained."""
+    """Number of trained parameters."""
     agreement: float
     one_minus_tv: float
     acceptance: float
-    """Share of the judged draft tokens, drafts of full length."""
+    """Accepted share of the judged tokens, in drafts of full length."""
     draft_step_ms: float
     tokens_per_round: float
-    """Under the default controller, as the three below."""
+    """With the default controller, as the next three fields."""
     tokens_per_s: float
     plain_tokens_per_s: float
     over_plain: float
-    """Measured in turn, in one process."""
+    """Measured alternately, in one process."""
     low: float
     high: float
     texts_unlike_plain: int
@@ -240,24 +239,24 @@ class SweepRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
     rows: tuple[SweepRow, ...]
-    """The fastest first."""
+    """Rows in order of speed, the fastest first."""
 
     @property
     def best(self) -> SweepRow | None:
-        """None when plain decoding beats them all."""
+        """The fastest row; None if plain decoding is faster than all."""
         return self.rows[0] if self.rows[0].over_plain > 1.0 else None
 
 
 def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport:
-    """Tries what has not been tried yet and writes sweep.json.
+    """Tries the remaining combinations and writes sweep.json.
 
-    Raises ConfigError when the folder was begun with other settings, or the features lack a layer.
+    Raises ConfigError if the folder has other settings, or the features lack a layer.
     """
     _require_layers(request)
     asked = request.asked()
     tried = request.combinations
     with only_one(request.out):
-        # One table must not mix figures of two settings.
+        # A table must not mix figures of different settings.
         claim(request.out / _ASKED_FILE, asked)
         for number, combination in enumerate(tried, start=1):
             say(f"sweep: {number} of {len(tried)}, {combination.name}")
@@ -278,7 +277,7 @@ def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport
 
 
 def _try_apart(request: SweepRequest, combination: Combination, executor: Executor) -> None:
-    """In a process of its own: what one leaves in memory must not slow the next one."""
+    """Tries a combination in a separate process, so that its memory does not slow the next one."""
     if (request.out / combination.name / EVALUATION_FILE).exists():
         return
     spawn = multiprocessing.get_context("spawn")
@@ -310,7 +309,7 @@ def _report(out: Path) -> SweepReport:
 
 
 def _measured(out: Path) -> list[Combination]:
-    """All in the folder, also those that only an earlier command asked for."""
+    """Returns all combinations in the folder, including those of earlier commands."""
     every = {
         one.name: one
         for folder in out.glob("exit_*")
@@ -323,13 +322,13 @@ def _measured(out: Path) -> list[Combination]:
 
 
 def _mean(at: Sequence[Mapping[str, Any]], part: str, name: str, *, weight: str) -> float:
-    """Over temperatures, each counting for as much as was seen of it."""
+    """Returns the mean over temperatures, weighted by the number of observations."""
     total = sum(one[part][weight] for one in at)
     return float(sum(one[part][name] * one[part][weight] for one in at) / max(total, 1))
 
 
 def table(report: SweepReport) -> str:
-    """The rows, for people."""
+    """Returns the rows and the recommendation as text."""
     lines = [
         f"{'exit':>4} {'head':22}{'trained':>13}{'agree':>7}{'1-TV':>7}{'accepted':>9}"
         f"{'step ms':>9}{'tok/round':>10}{'tok/s':>8}{'plain':>8}{'speed-up':>9}  95% interval"
@@ -346,7 +345,7 @@ def table(report: SweepReport) -> str:
 
 
 def recommendation(report: SweepReport) -> str:
-    """Which one to take, and why not the one that is accepted most often."""
+    """Returns which combination to take, and why not the one with the highest acceptance."""
     best = report.best
     if best is None:
         closest = report.rows[0]
@@ -361,14 +360,14 @@ def recommendation(report: SweepReport) -> str:
         f"({best.low:.2f} to {best.high:.2f})."
     ]
     if best.low <= 1.0:
-        words.append("So few texts do not tell it from plain decoding.")
+        words.append("With so few texts the difference to plain decoding is not significant.")
     rivals = [row for row in report.rows[1:] if row.high >= best.low]
     likeliest = max(report.rows, key=lambda row: row.acceptance)
     if likeliest is not best and likeliest not in rivals:
         words.append(_why_it_loses(likeliest, best))
     if rivals:
         words.append(
-            f"Not told apart from it: {', '.join(row.name for row in rivals)}; time more prompts "
+            f"Not significantly slower: {', '.join(row.name for row in rivals)}; time more prompts "
             "(--timed-prompts) before choosing between them."
         )
     return " ".join(words)

@@ -1,7 +1,7 @@
-"""The frozen target over whole sequences: hidden states on the way, logits at the end.
+"""The frozen target over whole sequences: hidden states after exit layers, and logits.
 
-The same `LlamaSpan` as in serving, once per stretch between two exit layers; no pages, no cache.
-Decides nothing: what is kept of its answers is `collect`'s, what is learnt from them `train`'s.
+Uses the same `LlamaSpan` as serving, one per range of layers between two exit layers, without pages
+or a cache.
 """
 
 # Shapes: B sequences, T positions, D hidden size, V vocabulary, N rows, K best logits.
@@ -22,15 +22,15 @@ from eesd_dist.model.weights import Checkpoint
 from eesd_dist.transport.group_handles import SingleGroup
 
 _LOGITS_BYTES = 1 << 28
-"""Rows of logits are made in blocks of about this size: 4096 rows of 128k tokens are 2 GiB."""
+"""Approximate size of a block of logits: 4096 rows of 128k tokens would be 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetView:
-    """What the target made of one sequence; row t is about the token after token t."""
+    """The target's features of one sequence; row t is about the token after token t."""
 
     hidden: dict[int, Tensor]
-    """Exit layer to [T, D]."""
+    """Exit layer -> [T, D]."""
     top_ids_TK: Tensor
     """int32, the best first."""
     top_logits_TK: Tensor
@@ -40,7 +40,7 @@ class TargetView:
 
 
 class FrozenTarget:
-    """Layers [0, L) of a checkpoint, cut where hidden states are wanted."""
+    """Layers [0, L) of a checkpoint, split at the exit layers."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class FrozenTarget:
 
     @torch.no_grad()
     def forward(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """Hidden states [B, T, D] after each wanted layer, and logits [B, T, V]."""
+        """Returns hidden states [B, T, D] after each exit layer, and logits [B, T, V]."""
         kept, hidden_BTD = self._hidden(tokens_BT, exits)
         logits_NV = self._spans[-1].logits(hidden_BTD.flatten(0, 1))
         return kept, logits_NV.view(*tokens_BT.shape, -1)
 
     @torch.no_grad()
     def view(self, sequences: Sequence[Sequence[int]], *, top_k: int) -> list[TargetView]:
-        """Every sequence as the target sees it. Sequences of like length belong together: shorter
-        ones are padded at the end, where causal attention does not look."""
+        """Returns the features of every sequence. Sequences should have similar lengths: shorter
+        ones are padded at the end, which causal attention ignores."""
         lengths = [len(sequence) for sequence in sequences]
         tokens_BT = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
         for row, sequence in enumerate(sequences):
@@ -111,7 +111,7 @@ class FrozenTarget:
         return kept, hidden_BTD
 
     def _best(self, rows_ND: Tensor, *, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Best tokens (int32), their logits and the log-sum-exp of every row, on the host."""
+        """Returns best tokens (int32), their logits and each row's log-sum-exp, on the CPU."""
         block = max(1, _LOGITS_BYTES // (4 * self.spec.vocab_size))
         ids, logits, lse = [], [], []
         for block_ND in torch.split(rows_ND, block):
@@ -126,7 +126,7 @@ class FrozenTarget:
 def target_embedding(
     path: Path, spec: ModelSpec, *, device: torch.device | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Token ids to the target's embeddings in float32, without the rest of the target."""
+    """Returns a function from token ids to the target's embeddings in float32; loads only those."""
     with Checkpoint(path) as checkpoint:
         embedding_VD = read_embedding(checkpoint, spec, dtype=torch.float32)
     embedding_VD = embedding_VD.to(device or torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""The time a head saves: texts written with and without speculation, in turn, by one writer.
+"""Times a head: texts generated with and without speculation, alternating, by one writer.
 
-The controller is the default one. Which texts, and what else is measured, is up to `evaluate`.
+Uses the default controller. `evaluate` chooses the texts.
 """
 
 import math
@@ -30,16 +30,16 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """The default controller against plain decoding, one request at a time."""
+    """Speed of the default controller against plain decoding, one request at a time."""
 
     plain_tokens_per_s: float
     tokens_per_s: float
     over_plain: float
     low: float
     high: float
-    """Middle 95 % of a bootstrap over prompts."""
+    """`low` and `high`: 95 % bootstrap interval over prompts."""
     predicted_over_plain: float
-    """The same rounds by the cost model: what acceptance alone explains, prompts not counted."""
+    """The same ratio by the cost model for the same rounds, without prefill."""
     tokens_per_round: float
     drafted_per_round: float
     num_texts: int
@@ -48,7 +48,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One text, written with and without speculation."""
+    """Times of one text, with and without speculation."""
 
     temperature: float
     plain_s: float
@@ -68,8 +68,8 @@ def time_head(
     max_length: int,
     seed: int,
 ) -> tuple[list[Timing], CostModel]:
-    """One request at a time; with and without speculation take turns in going first, so that a
-    machine that slows down slows both. The costs are what the writer measured at its start."""
+    """Times one request after the other. The order of speculation on and off alternates, so that a
+    slower machine affects both. Also returns the writer's measured cost model."""
     stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
     speculation = SpeculationConfig(max_draft_tokens=MAX_DRAFT_TOKENS)
     writer = executor.writer(machine.engine(speculation, batch=1, max_length=max_length))
@@ -91,7 +91,7 @@ def time_head(
         for number, prompt in enumerate(prompts)
         for temperature in temperatures
     ]
-    timed(asked[0], "auto")  # allocates, warms the caches
+    timed(asked[0], "auto")  # warm-up
     timings: list[Timing] = []
     for number, one in enumerate(
         tqdm(asked, desc="speed", unit="text", file=sys.stderr, disable=None)
@@ -136,7 +136,7 @@ def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:
 
 
 def _interval(timings: Sequence[Timing], *, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap over texts (Efron and Tibshirani 1993, chapter 13)."""
+    """Returns a percentile bootstrap over texts (Efron and Tibshirani 1993, chapter 13)."""
     rng = random.Random(f"bootstrap/{seed}")
     ratios: list[float] = []
     for _ in range(_RESAMPLES):

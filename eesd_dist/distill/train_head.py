@@ -1,7 +1,8 @@
-"""`eesd distill train`: an exit head from collected features, by DeepSpeed.
+"""`eesd distill train`: trains an exit head on collected features with DeepSpeed.
 
-One worker trains in this process; more are started by Ray Train, here or on a running cluster, and
-talk through Gloo on CPUs and NCCL on GPUs. Stopped or killed, the same command goes on.
+One worker trains in this process; several are started by Ray Train, on this machine or on a running
+cluster, and communicate through Gloo on CPUs and NCCL on GPUs. After an interruption the same
+command continues.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from eesd_dist.distill.train.run_folder import RunFolder, require_free
 
 
 def train(request: TrainRequest, *, executor: Executor) -> Path:
-    """Trains to the end and returns the head's folder; what was done before is not done again."""
+    """Trains to the end and returns the head's folder; a finished head is not trained again."""
     _require_fit(request)
     if not (request.out.is_dir() and any(request.out.iterdir())):
         with only_one(request.run_folder):
@@ -23,8 +24,8 @@ def train(request: TrainRequest, *, executor: Executor) -> Path:
 
 
 def _require_fit(request: TrainRequest) -> None:
-    """Raises ConfigError for what is wrong and can be seen without training; afterwards
-    `request.out` is this job's own head, or absent."""
+    """Raises ConfigError for errors that can be detected without training; afterwards `request.out`
+    is the head of this job, or absent."""
     inputs = TrainInputs.of(request)
     job = inputs.job(request)
     RunFolder(request.run_folder).require_own(job)

@@ -1,7 +1,4 @@
-"""Texts from a target: requests in, tokens and the outcome of every round out.
-
-Steps write through a `Writer`; which requests, and what the outcomes mean, is theirs.
-"""
+"""Writers: generate a target's text for requests, with the outcome of every round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,25 +21,25 @@ _PAGE_SIZE = 32
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """One text and its rounds in order."""
+    """One text, with the outcomes of its rounds in order."""
 
     tokens: list[TokenId] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
 
 class Writer(Protocol):
-    """A target, with or without a head, that answers requests to their ends."""
+    """A target, with or without a head, that answers requests completely."""
 
     @property
     def cost(self) -> CostModel | None:
-        """Of a round, as measured; None where nothing is drafted."""
+        """Measured cost of a round; None without drafts."""
 
     def write(self, requests: Sequence[Request]) -> Sequence[Written]:
-        """All at once; in the order asked."""
+        """Answers all requests together; returns texts in the order of the requests."""
 
 
 class EngineWriter:
-    """Answers requests with an engine of this process."""
+    """Writer with an engine in this process."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -69,7 +66,7 @@ def engine_config(
     max_length: int,
     threads: int,
 ) -> EngineConfig:
-    """An engine with just enough pages for `batch` requests of `max_length` tokens."""
+    """Returns the config of an engine with pages for `batch` requests of `max_length` tokens."""
     pages_each = -(-(max_length + speculation.max_draft_tokens) // _PAGE_SIZE) + 1
     return EngineConfig(
         model=model,

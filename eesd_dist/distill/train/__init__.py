@@ -1,1 +1,1 @@
-"""Trains one exit head: what is asked, batches, losses, steps, checkpoints, and DeepSpeed."""
+"""Trains one exit head: requests, batches, losses, steps, checkpoints, and DeepSpeed."""

@@ -1,15 +1,16 @@
-"""Which stretches of which texts make up a batch, and which rank takes which of them.
+"""Plans batches of rows of text, and the share of each rank.
 
-A pass over a store goes window by window: as many shards as fit into memory, their order and all
-that is within them shuffled by (seed, epoch, window). Texts longer than a row are cut into rows;
-rows of like length are together, so that little is padding, and no row holds two texts. The
-position is three numbers, which go into a checkpoint: the same batches come after them.
+A pass over a store reads windows of as many shards as fit into memory; shards and rows are shuffled
+by (seed, epoch, window). Texts longer than a row are split into rows; rows of similar length are
+batched together to limit padding, and no row has two texts. The position is three numbers, which
+are stored in a checkpoint: the same batches follow them.
 
 Every rank plans the same batches and takes its share of the rows, so that two ranks with half a
-batch each see what one rank with a whole one sees. It knows no model, no loss and no optimiser.
+batch each compute the same as one rank with a whole one. Does not depend on model, loss or
+optimizer.
 """
 
-# Shapes: B rows, T positions of the longest of them, D hidden size, K tokens kept of the target.
+# Shapes: B rows, T positions of the longest row, D hidden size, K best tokens of the target.
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -24,19 +25,19 @@ from eesd_dist.distill.train.losses import KeptTargets
 from eesd_dist.errors import ConfigError
 
 _POOL_BATCHES = 16
-"""Rows are sorted by length within so many batches' worth of them."""
+"""Number of batches within which rows are sorted by length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """One optimizer step's rows."""
+    """Rows of one optimizer step."""
 
     rows: int
-    """Over all ranks and accumulated micro-batches together."""
+    """Total over all ranks and accumulated micro-batches."""
     length: int
-    """Tokens of a row, at most."""
+    """Maximum tokens of a row."""
     num_shares: int = 1
-    """Ranks times micro-batches: into so many parts a batch is taken apart."""
+    """Number of parts of a batch: ranks times micro-batches."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.length < 1:
@@ -45,14 +46,14 @@ class BatchShape:
             )
         if self.rows % self.num_shares:
             raise ConfigError(
-                f"{self.rows} rows cannot be shared evenly by {self.num_shares} (workers times "
-                f"accumulation): take a multiple of {self.num_shares}"
+                f"{self.rows} rows cannot be split evenly into {self.num_shares} (workers times "
+                f"accumulation): use a multiple of {self.num_shares}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The next batch to be read."""
+    """Position of the next batch."""
 
     epoch: int = 0
     window: int = 0
@@ -61,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """A stretch of one text. Position t is about the token after it."""
+    """A contiguous part of one text. Position t is about the token after it."""
 
     tokens_T: Tensor
     hidden_TD: Tensor
@@ -69,7 +70,7 @@ class Row:
     top_logits_TK: Tensor
     lse_T: Tensor
     num_given: int
-    """So many positions are about a token of the prompt, which is never drafted."""
+    """Number of positions about a token of the prompt, which is never drafted."""
 
     @property
     def length(self) -> int:
@@ -81,12 +82,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Rows side by side, the shorter ones padded with weight 0."""
+    """Rows as one tensor, the shorter ones padded with weight 0."""
 
     tokens_BT: Tensor
     hidden_BTD: Tensor
     kept: KeptTargets
-    """Of B x T positions."""
+    """The target's distributions at B x T positions."""
     weights_BT: Tensor
 
     @classmethod
@@ -114,22 +115,22 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedBatch:
-    """All rows of one step, and the share of it that each part takes."""
+    """All rows of one step, and how they are split into shares."""
 
     rows: Sequence[Row]
     after: Position
-    """The position to resume from once this batch has been learnt from."""
+    """Position from which to resume after this batch."""
 
     def share(self, index: int, num_shares: int) -> Sequence[Row]:
         return self.rows[index::num_shares]
 
     def weight(self, prompt_weight: float) -> float:
-        """Of the whole batch, all ranks together."""
+        """Returns the weight of the whole batch, over all ranks."""
         return sum(row.weight(prompt_weight) for row in self.rows)
 
 
 class BatchReader:
-    """Batches without end from the wanted sequences of a store."""
+    """Reads an endless sequence of batches from selected sequences of a store."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class BatchReader:
         self._seed = seed
         self._window_bytes = window_bytes
         self._rows_by_shard: dict[int, list[Row]] = {}
-        """Of the window that was read last."""
+        """Rows of the last window, by shard."""
 
     def batches(self, start: Position) -> Iterator[PlannedBatch]:
         position = start
@@ -166,7 +167,7 @@ class BatchReader:
             position = Position(epoch=position.epoch + 1)
 
     def _windows(self, epoch: int) -> list[list[int]]:
-        """Shards that hold anything wanted, shuffled, put together while they fit into memory."""
+        """Returns shards with selected sequences, shuffled and grouped to fit into memory."""
         order = [i for i, numbers in enumerate(_numbers(self._store)) if self._wants(numbers)]
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         windows: list[list[int]] = []
@@ -184,7 +185,7 @@ class BatchReader:
         return not self._only.isdisjoint(numbers)
 
     def _read(self, shards: Sequence[int]) -> list[Row]:
-        """The rows of a window; what the last one had in common with it is not read again."""
+        """Returns the rows of a window; shards of the last window are not read again."""
         kept = {s: rows for s, rows in self._rows_by_shard.items() if s in shards}
         self._rows_by_shard = kept
         all_numbers = _numbers(self._store)
@@ -201,7 +202,7 @@ class BatchReader:
 def read_rows(
     store: FeatureStore, only: Collection[int], exit_layer: int, *, length: int
 ) -> list[Row]:
-    """The rows of the wanted sequences, in the store's order."""
+    """Returns the rows of selected sequences, in the store's order."""
     return [
         row
         for sequence in store.sequences(only)
@@ -210,7 +211,7 @@ def read_rows(
 
 
 def in_order(rows: Sequence[Row], num_rows: int) -> list[Sequence[Row]]:
-    """Batches of all rows, each once, those of like length together: for judging, not learning."""
+    """Returns batches of all rows, sorted by length; for evaluation, not for training."""
     ordered = sorted(rows, key=lambda row: row.length)
     return [ordered[at : at + num_rows] for at in range(0, len(ordered), num_rows)]
 
@@ -229,7 +230,7 @@ def _rows_of(sequence: FeatureSequence, exit_layer: int, *, length: int) -> Iter
 
 
 def _planned(rows: Sequence[Row], num_rows: int, rng: random.Random) -> list[list[Row]]:
-    """Shuffled batches of equally many rows; what is left over waits for the next pass."""
+    """Returns shuffled batches of `num_rows` rows; an incomplete batch is left out of this pass."""
     order = list(rows)
     rng.shuffle(order)
     while len(order) < num_rows:
@@ -245,7 +246,7 @@ def _planned(rows: Sequence[Row], num_rows: int, rng: random.Random) -> list[lis
 
 
 def _numbers(store: FeatureStore) -> list[range]:
-    """Which sequences each shard holds."""
+    """Returns the numbers of the sequences in each shard."""
     found = []
     first = 0
     for entry in store.manifest.shards:

@@ -1,11 +1,11 @@
-"""Moves the weights of one exit head, on one rank of as many as there are.
+"""Updates the weights of one exit head, on one of any number of ranks.
 
-DeepSpeed moves gradients and optimizer state (ZeRO stages 0 to 3); only the head's own parameters
-are trained. The only module that imports DeepSpeed; the default process group exists before a
-learner does (`alone` makes one for one process).
+DeepSpeed handles gradients and optimizer state (ZeRO stages 0 to 3); only the head's own parameters
+are trained. The only module that imports DeepSpeed; the default process group must exist before a
+learner (`alone` creates one for a single process).
 """
 
-# Shapes: B rows, T positions, D hidden size, N = B x T positions, K tokens kept, V vocabulary.
+# Shapes: B rows, T positions, D hidden size, N = B x T positions, K best tokens, V vocabulary.
 
 import json
 import logging
@@ -38,12 +38,12 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 
 _LEAST_WEIGHT = 1e-9
-"""A batch of nothing but prompts may weigh nothing: its loss is 0, and stays it."""
+"""Minimum weight of a batch: one of prompts only may have weight 0, and keeps a loss of 0."""
 
 
 @contextmanager
 def alone(options: TrainOptions) -> Iterator[None]:
-    """A default process group of this one process, without which DeepSpeed will not start."""
+    """Creates a default process group of this process, which DeepSpeed requires."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "0"
     on_cuda = device_of(options).type == "cuda"
@@ -64,27 +64,27 @@ def alone(options: TrainOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """How well a head says what the target says, over some positions."""
+    """Loss and similarity of a head to the target, over some positions."""
 
     loss: float
     agreement: float
-    """Share of positions where both put the same token first."""
+    """Share of positions with the same best token."""
     one_minus_tv: float
-    """What rejection sampling would accept at temperature 1, at least."""
+    """Lower bound of rejection sampling's acceptance at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is; a checkpoint holds this and DeepSpeed's own state."""
+    """Progress of a run; a checkpoint has this and DeepSpeed's state."""
 
     step: int = 0
     """Optimizer steps taken."""
     spent_s: float = 0.0
     total_steps: int | None = None
-    """None until a budget in minutes has been turned into steps."""
+    """None until a budget in minutes has been converted to steps."""
     position: Position = field(default_factory=Position)
     held_out: Figures | None = None
-    """Of the last evaluation."""
+    """Figures of the last evaluation."""
     best_one_minus_tv: float | None = None
     best_step: int | None = None
 
@@ -97,8 +97,8 @@ class Progress:
 
 
 class _HeadLoss(nn.Module):
-    """One forward pass as DeepSpeed sees it. ZeRO-3 gathers all of its parameters at once: they
-    are one layer, and the layer takes them without a module's call of its own."""
+    """One forward pass as a module for DeepSpeed. ZeRO-3 gathers all of its parameters at once:
+    they are one layer, which uses them without calling a submodule."""
 
     def __init__(self, head: TrainableExitHead, vocabulary: DraftVocabulary, loss: LossOptions):
         super().__init__()
@@ -116,7 +116,7 @@ class _HeadLoss(nn.Module):
         weights_N: Tensor,
         wants_figures: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Sums over positions: the loss, and [loss, agreement, 1 - TV, weight] for the log."""
+        """Returns sums over positions: the loss, and [loss, agreement, 1 - TV, weight]."""
         guess_BTV = self.head.training_forward(hidden_BTD, embedding_BTD)
         kept = KeptTargets(ids_NK=ids_NK, logits_NK=logits_NK, lse_N=lse_N)
         comparison = Comparison(guess_BTV.flatten(0, 1), kept, self._vocabulary)
@@ -134,7 +134,7 @@ class _HeadLoss(nn.Module):
 
 
 class DeepSpeedLearner:
-    """The head under DeepSpeed's engine; all ranks make the same calls."""
+    """The head in DeepSpeed's engine; all ranks make the same calls."""
 
     def __init__(
         self, request: TrainRequest, inputs: TrainInputs, *, rank: int, world_size: int
@@ -180,8 +180,8 @@ class DeepSpeedLearner:
     def learn(
         self, planned: PlannedBatch, *, rate: float, wants_figures: bool, flag: float
     ) -> tuple[Figures | None, float]:
-        """One optimizer step. With `wants_figures` all ranks put theirs together, and learn what
-        the first rank's `flag` was."""
+        """Takes one optimizer step. With `wants_figures` the figures are summed over all ranks, and
+        every rank gets the sum of all `flag`s, which is non-zero on the first rank only."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         options = self._options
@@ -201,13 +201,13 @@ class DeepSpeedLearner:
         return _figures(together), flag
 
     def judge(self, batches: Sequence[Sequence[Row]]) -> Figures:
-        """Over what the target wrote in these rows; prompts are not judged."""
+        """Returns figures over the target's text in these rows, without prompts."""
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         self._engine.eval()
         with torch.no_grad():
             for rows in batches:
                 mine = rows[self._rank :: self._world_size]
-                # ZeRO-3 gathers in every forward pass: all ranks make equally many of them.
+                # ZeRO-3 gathers in every forward pass: all ranks need the same number of passes.
                 _, part = self._forward(mine or rows[:1], 0.0, wants_figures=True)
                 if mine:
                     sums += part
@@ -222,7 +222,7 @@ class DeepSpeedLearner:
         return found
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """All ranks write their part into one folder."""
+        """Writes every rank's part of a checkpoint into one folder."""
         self._engine.save_checkpoint(
             str(folder.parent),
             tag=folder.name,
@@ -238,14 +238,14 @@ class DeepSpeedLearner:
         return Progress.from_json(client_state["progress"])
 
     def save_head(self, final: Path, *, provenance: Mapping[str, object]) -> None:
-        """Replaces the head at `final` by the present one."""
+        """Replaces the head at `final` by the current one."""
         parameters = list(self._head.parameters())
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._is_partitioned):
             if self._rank == 0:
                 written = final.with_name(f".{final.name}.new")
                 try:
                     self._head.save(written, dtype=self._options.save_dtype, provenance=provenance)
-                except SafetensorError as error:  # it says no more of a full disk
+                except SafetensorError as error:  # for example a full disk, without the file's name
                     raise ConfigError(f"{written}: cannot be written ({error})") from error
                 put_in_place(written, final)
 
@@ -267,8 +267,8 @@ class DeepSpeedLearner:
         hidden_BTD, kept = self._features(batch)
         embedding_BTD = None if self._embed is None else self._embed(batch.tokens_BT)
         if self._is_partitioned and torch.is_grad_enabled():
-            # ZeRO-3 lets go of the parameters when the gradient of an input is there; without one
-            # it would let go of them before the backward pass.
+            # ZeRO-3 releases the parameters when the gradient of an input is computed; without one
+            # it would release them before the backward pass.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         loss, sums = self._engine(
             hidden_BTD,
@@ -282,7 +282,7 @@ class DeepSpeedLearner:
         return loss, sums
 
     def _features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
-        """As collected, or computed by the target over each row as if it were a whole text."""
+        """Returns stored features, or the target's over each row as if it were a whole text."""
         if self._target is None:
             return batch.hidden_BTD, batch.kept
         hidden, logits_BTV = self._target.forward(batch.tokens_BT, self._target.exits)
@@ -293,7 +293,7 @@ def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
     options = request.options
     zero: dict[str, object] = {"stage": request.zero_stage}
     if request.zero_stage == 3:
-        # A head is a dozen tensors: keeping the small ones whole would win nothing.
+        # A head is a dozen tensors: not partitioning small ones would gain nothing.
         zero["stage3_param_persistence_threshold"] = 0
     if options.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -302,7 +302,7 @@ def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": options.clip,
         "zero_optimization": zero,
-        # Its own CPU optimizer would be compiled first; torch's needs no compiler.
+        # DeepSpeed's CPU optimizer would be compiled first; torch's needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": options.bfloat16},
         "steps_per_print": None,
@@ -310,8 +310,8 @@ def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
 
 
 def load_deepspeed(*, force_cpu: bool) -> Any:
-    """DeepSpeed without its shared-memory all-reduce, which wants a compiler on the machine and
-    stays on one host (DeepSpeed issue 7625), and without asking the compiler about other ops."""
+    """Imports DeepSpeed without its shared-memory all-reduce, which needs a compiler and works on
+    one host only (DeepSpeed issue 7625), and without checks for a compiler of other ops."""
     if force_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

@@ -1,8 +1,8 @@
-"""The steps of a training run, and what is kept of them: log, evaluations, checkpoints, the head.
+"""The loop of a training run: steps, log, evaluations, checkpoints, and the head.
 
-Every rank runs `train_rank`. What a run has done is in its folder: killed at any moment and started
-again it goes on from its last checkpoint along the same curve, bit for bit on the same machine with
-as many processes and threads. It decides when something is due; the learner moves the weights.
+Every rank runs `train_rank`. After an interruption a run resumes from its last checkpoint with the
+same results, bit for bit on the same machine with the same number of processes and threads. The
+loop decides when a log row, evaluation or checkpoint is due; the learner updates the weights.
 """
 
 import logging
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEASURED = range(3, 13)
-"""Steps whose time says how many fit into a budget; the first ones still warm up the machine."""
+"""Steps that are timed to convert a budget to steps; the first ones are a warm-up."""
 _OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
 )
-"""What DeepSpeed uses of torch and will have to stop using: nothing the reader can do."""
+"""Warnings on torch functions that DeepSpeed uses; users cannot do anything about them."""
 
 
 def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
-    """Trains to the end, from the last checkpoint if there is one; the same call in every rank.
+    """Trains to the end, from the last checkpoint if there is one; called on every rank.
 
-    Raises ConfigError for what does not fit together, before any step is taken.
+    Raises ConfigError for inconsistent options, before any step.
     """
     if world_size != request.workers:
         raise ConfigError(f"{world_size} processes for a run of {request.workers} workers")
@@ -61,7 +61,7 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
 
 
 class Run:
-    """The steps of a run, and what is kept of them."""
+    """Training loop of one rank."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Run:
         self._began = time.monotonic()
         self._saved_at = self._began
         self._folder_step: int | None = None
-        """Of the checkpoint that was written or read last."""
+        """Step of the checkpoint that was last written or read."""
         self._step_s: list[float] = []
         self._evaluation_s = 0.0
 
@@ -116,7 +116,7 @@ class Run:
         self._write_head()
 
     def _advance(self, planned: PlannedBatch, shown: "_Shown") -> None:
-        """One step, and what is due after it."""
+        """Takes one step, and does what is due after it."""
         began = time.monotonic()
         step = self._progress.step + 1
         judges = self._is_due(step, self._options.evaluate_every) and bool(self._held_out)
@@ -138,7 +138,7 @@ class Run:
             self._save()
 
     def _resume(self) -> None:
-        """The first rank looks which checkpoint is the last, and all load that one."""
+        """Loads the last checkpoint, which the first rank determines, on all ranks."""
         found = self._folder.latest_step() if self._is_writer else None
         coded = 0.0 if found is None else found + 1.0
         (coded,) = self._learner.sum_over_ranks([coded])
@@ -173,10 +173,10 @@ class Run:
         return held_out
 
     def _plan(self) -> None:
-        """Turns what is left of the budget into steps, by the first rank's clock."""
+        """Converts the rest of the budget to steps, by the first rank's clock."""
         minutes = self._request.minutes
         if minutes is None:
-            raise AssertionError("a run without a budget has its number of steps from the start")
+            raise AssertionError("a run without a budget has a number of steps from the start")
         timed = self._step_s[_MEASURED.start :] or self._step_s
         pace = Pace(step_s=sum(timed) / len(timed), evaluation_s=self._evaluation_s)
         more = pace.steps_within(
@@ -217,7 +217,7 @@ class Run:
         self._learner.wait_for_all()
 
     def _time_to_save(self) -> float:
-        """1 from the first rank when its clock says so; the others have no say."""
+        """Returns 1 on the first rank when a checkpoint is due by its clock; 0 on other ranks."""
         waited_s = time.monotonic() - self._saved_at
         plans_first = self._progress.total_steps is None
         is_time = self._is_writer and not plans_first
@@ -270,7 +270,7 @@ class Run:
         if not self._is_writer:
             yield _Hidden()
             return
-        # Serving is installed without it.
+        # Imported here: serving is installed without TensorBoard.
         from torch.utils.tensorboard import SummaryWriter
 
         progress = self._progress
@@ -284,21 +284,21 @@ class Run:
 
 
 class _Shown(Protocol):
-    """Shows a run while it goes on."""
+    """Shows the progress of a run."""
 
     def row(self, row: Mapping[str, object]) -> None: ...
     def moved(self, progress: Progress) -> None: ...
 
 
 class _Hidden:
-    """Of all ranks but the first."""
+    """Shows nothing; for all ranks but the first."""
 
     def row(self, row: Mapping[str, object]) -> None: ...
     def moved(self, progress: Progress) -> None: ...
 
 
 class _Written:
-    """JSON lines, TensorBoard and a bar."""
+    """Shows progress as JSON lines, in TensorBoard and as a progress bar."""
 
     def __init__(self, folder: RunFolder, board: "SummaryWriter", bar: "tqdm[Any]") -> None:
         self._folder = folder

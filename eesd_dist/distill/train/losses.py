@@ -1,18 +1,18 @@
-"""How far a head's guesses are from what the target said, position by position.
+"""Losses between a head's and the target's distributions, per position.
 
-The target's distribution comes as its K best logits and the exact log-sum-exp over its whole
-vocabulary. The K tokens are compared exactly; what is left, the tail, is compared as one lump: its
-mass under the target, `1 - sum(p)`, against its mass under the head. Lumping outcomes together can
-only bring two distributions nearer, so that
+The target's distribution is given as its K best logits and the exact log-sum-exp over its whole
+vocabulary. The K tokens are compared exactly; the rest, the tail, is compared as one outcome: its
+mass under the target, `1 - sum(p)`, against its mass under the head. Merging outcomes never
+increases the distance of two distributions, so that
 
-    lumped KL <= exact KL = lumped KL + tail mass * KL(target | tail, head | tail)
+    merged KL <= exact KL = merged KL + tail mass * KL(target | tail, head | tail)
     sum over the K tokens of min(p, q) <= 1 - TV <= the same plus min(tail of p, tail of q)
 
-and with K the whole vocabulary there is no tail and all of it is exact. It knows no model, no
-batches and no optimiser.
+With K the whole vocabulary there is no tail and both are exact. Does not depend on models, batches
+or optimizers.
 """
 
-# Shapes: N positions, K tokens kept of the target, B = K tokens and the tail (where there is one),
+# Shapes: N positions, K best tokens of the target, B = K tokens and the tail (if there is one),
 # V draft vocabulary, W target vocabulary.
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from eesd_dist.errors import ConfigError
 Divergence = Literal["forward_kl", "reverse_kl", "tv"]
 
 _NOTHING = -1e4
-"""Log of no probability at all, which stays finite when it is multiplied by it."""
+"""Log of probability 0; finite, so that 0 times it is 0."""
 _LEAST_TAIL = 1e-7
-"""A sum of float32 probabilities is not known better than this."""
+"""Precision of a sum of float32 probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class LossOptions:
     """`(1 - soft) CE(y, q) + soft T^2 D(p^T, q^T)` per position, y the target's best token.
 
     D is forward KL(p || q) as in Kangaroo (arXiv 2404.18911), reverse KL(q || p), or total
-    variation TV(p, q), one minus which is what rejection sampling accepts (OSD, arXiv 2310.07177,
-    and DistillSpec, arXiv 2310.08461, compare them). p^T is p's K + 1 outcomes to the power 1 / T,
-    made to sum to one again.
+    variation TV(p, q), where 1 - TV is rejection sampling's acceptance (OSD, arXiv 2310.07177, and
+    DistillSpec, arXiv 2310.08461, compare them). p^T is p's K + 1 outcomes to the power 1 / T,
+    normalized to sum to one.
     """
 
     soft: Annotated[float, "share of the divergence in the loss"] = 0.7
@@ -47,33 +47,33 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.soft <= 1.0:
-            raise ConfigError(f"soft is {self.soft}: a share of the loss, from 0 to 1")
+            raise ConfigError(f"soft is {self.soft}: expected a share of the loss, from 0 to 1")
         if self.temperature <= 0.0:
             raise ConfigError(f"the loss's temperature is {self.temperature}: it must be above 0")
         if self.divergence not in ("forward_kl", "reverse_kl", "tv"):
             raise ConfigError(
-                f"divergence is {self.divergence!r}: one of forward_kl, reverse_kl, tv"
+                f"divergence is {self.divergence!r}: expected one of forward_kl, reverse_kl, tv"
             )
         if self.divergence == "tv" and self.temperature != 1.0:
             raise ConfigError(
                 f"divergence tv at temperature {self.temperature}: total variation is acceptance "
-                "at temperature 1 only; leave the temperature at 1 or take a KL"
+                "at temperature 1 only; leave the temperature at 1 or use a KL"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTargets:
-    """What is kept of the target's distribution at N positions."""
+    """Stored part of the target's distribution at N positions."""
 
     ids_NK: Tensor
-    """Target tokens, each once in its row."""
+    """Target tokens, unique within a row."""
     logits_NK: Tensor
     lse_N: Tensor
-    """Exact, over the whole vocabulary."""
+    """Exact log-sum-exp over the whole vocabulary."""
 
     @classmethod
     def whole(cls, logits_NW: Tensor) -> Self:
-        """All of it: nothing is left for a tail."""
+        """Builds targets of the whole vocabulary, without a tail."""
         every_W = torch.arange(logits_NW.shape[-1], device=logits_NW.device)
         return cls(
             ids_NK=every_W.expand_as(logits_NW),
@@ -83,7 +83,7 @@ class KeptTargets:
 
 
 class DraftVocabulary:
-    """Which tokens the head has, and where."""
+    """Maps target tokens to a head's draft vocabulary."""
 
     def __init__(
         self, ids_V: Tensor | None, *, vocab_size: int, device: torch.device | None = None
@@ -99,17 +99,17 @@ class DraftVocabulary:
         self._has_W = has_W.to(device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft index of each token, and whether the head has it (where not, the index is 0)."""
+        """Returns the draft index of each token, and whether the head has it (if not, index 0)."""
         return self._index_W[ids], self._has_W[ids]
 
 
 class Comparison:
-    """Compares one head's logits with the target's, over the tokens both know."""
+    """Compares one head's logits with the target's, over the tokens that both have."""
 
     def __init__(self, logits_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary) -> None:
         self._guess_NV = logits_NV.float()
         index_NK, shared_NK = vocabulary.find(kept.ids_NK)
-        # One gather of all that is looked at: its gradient is as large as the logits.
+        # A single gather: its gradient is as large as the logits.
         log_q_NK = self._guess_NV.log_softmax(dim=-1).gather(-1, index_NK)
         log_q_NK = log_q_NK.masked_fill(~shared_NK, _NOTHING)
         log_p_NK = kept.logits_NK.float() - kept.lse_N.float().unsqueeze(-1)
@@ -126,19 +126,20 @@ class Comparison:
             self._log_q_NB = torch.cat([log_q_NK, _rest(log_q_NK).log()], dim=-1)
 
     def loss(self, options: LossOptions) -> Tensor:
-        """In nats. A head with a truncated vocabulary is asked for no token it lacks: the
-        cross-entropy skips positions whose best token it has not, and the target is made to sum to
-        one over what it has (the tail counts as had), each position weighing as much as that."""
+        """Returns the loss in nats. Tokens that a truncated head lacks are left out: the
+        cross-entropy skips positions where the best token is one of them; for the divergence the
+        target is normalized over the head's tokens and the tail, and each position is weighted by
+        their mass."""
         hard_N = -self._log_best_q_N * self._knows_best_N
         return (1.0 - options.soft) * hard_N + options.soft * self._divergence(options)
 
     def agrees(self) -> Tensor:
-        """Whether head and target put the same token first."""
+        """Returns whether head and target have the same best token."""
         top_N: Tensor = self._guess_NV.argmax(dim=-1)
         return (top_N == self._best_N) & self._knows_best_N
 
     def one_minus_tv(self) -> Tensor:
-        """What rejection sampling would accept at temperature 1, at least: the tail adds more."""
+        """Returns a lower bound of rejection sampling's acceptance at temperature 1: no tail."""
         return torch.minimum(self._log_p_NK, self._log_q_NK).exp().sum(dim=-1)
 
     def _divergence(self, options: LossOptions) -> Tensor:
@@ -155,7 +156,7 @@ class Comparison:
 
 
 def _rest(log_probs_NK: Tensor) -> Tensor:
-    """[N, 1]: the probability that is left over."""
+    """Returns [N, 1], the remaining probability."""
     return (1.0 - log_probs_NK.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST_TAIL)
 
 

@@ -1,7 +1,7 @@
-"""What can be asked of training, and what a run reads before its first step.
+"""Options of training, and the inputs that a run reads before its first step.
 
-Decides the defaults, what does not fit together, which sequences are learnt from, which device
-computes, and what the head begins as: alike in every rank. It knows no DeepSpeed and no Ray.
+Decides defaults, valid combinations, training sequences, device and initial head, equally on every
+rank. Does not depend on DeepSpeed or Ray.
 """
 
 # Shapes: W target vocabulary.
@@ -29,72 +29,72 @@ from eesd_dist.model.spec import ModelSpec
 _MAY_CHANGE = frozenset(
     {"log_every", "checkpoint_every_s", "checkpoint_every_steps", "device", "keep"}
 )
-"""Options that a run may go on with after they have changed."""
+"""Options that may change when a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How a head is trained. The defaults fit a small model on a CPU."""
+    """Training options. The defaults fit a small model on a CPU."""
 
-    rows: Annotated[int, "of one step, over all workers and accumulated micro-batches"] = 16
-    length: Annotated[int, "tokens of a row, at most"] = 256
+    rows: Annotated[int, "rows per step, over all workers and accumulated micro-batches"] = 16
+    length: Annotated[int, "maximum tokens of a row"] = 256
     accumulation: Annotated[int, "micro-batches of a step"] = 1
-    learning_rate: Annotated[float, "--rate: highest learning rate"] = 2e-3
-    warmup_steps: Annotated[int, "over which the rate rises"] = 20
-    weight_decay: Annotated[float, "of AdamW"] = 0.0
-    clip: Annotated[float, "largest norm of a gradient"] = 1.0
+    learning_rate: Annotated[float, "--rate: maximum learning rate"] = 2e-3
+    warmup_steps: Annotated[int, "steps of linear warm-up"] = 20
+    weight_decay: Annotated[float, "weight decay of AdamW"] = 0.0
+    clip: Annotated[float, "maximum norm of a gradient"] = 1.0
     loss: LossOptions = field(default_factory=LossOptions)
-    prompt_weight: Annotated[float, "of a position in a prompt; one in an answer weighs 1"] = 1.0
+    prompt_weight: Annotated[float, "weight of a position in a prompt; in an answer it is 1"] = 1.0
     source: Annotated[
         Literal["features", "live"], "live: the target runs at every step, only tokens are read"
     ] = "features"
-    held_out_share: Annotated[float, "of the sequences: judged on, never learnt from"] = 0.1
-    held_out_sequences: Annotated[int, "so many of them are judged, at most"] = 64
-    evaluate_every: Annotated[int, "steps"] = 200
-    log_every: Annotated[int, "steps"] = 10
+    held_out_share: Annotated[float, "share of sequences held out for evaluation"] = 0.1
+    held_out_sequences: Annotated[int, "maximum number of held-out sequences"] = 64
+    evaluate_every: Annotated[int, "steps between evaluations"] = 200
+    log_every: Annotated[int, "steps between log rows"] = 10
     checkpoint_every_s: Annotated[float, "--checkpoint-every: seconds"] = 60.0
-    checkpoint_every_steps: Annotated[int | None, "steps, as well as seconds"] = None
+    checkpoint_every_steps: Annotated[int | None, "steps, in addition to seconds"] = None
     keep: Annotated[
         Literal["best", "last"], "which head to save; best: by 1 - TV on held-out text"
     ] = "best"
     offload_optimizer: Annotated[
         bool, "optimizer state in host memory; with ZeRO stages 1 to 3"
     ] = False
-    bfloat16: Annotated[bool, "train in it, on machines that compute in it"] = False
-    save_dtype: Annotated[DType, "of the saved head"] = "bfloat16"
-    window_mib: Annotated[int, "features in memory at a time, per worker"] = 2048
-    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: CUDA where there is one"] = "auto"
+    bfloat16: Annotated[bool, "train in bfloat16, on machines that support it"] = False
+    save_dtype: Annotated[DType, "type of the saved head"] = "bfloat16"
+    window_mib: Annotated[int, "MiB of features in memory, per worker"] = 2048
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: CUDA if available"] = "auto"
 
     def __post_init__(self) -> None:
         require_positive(self, "rows", "length", "accumulation", "warmup_steps", "evaluate_every")
         require_positive(self, "log_every", "learning_rate", "clip", "window_mib")
         require_positive(self, "checkpoint_every_s", "checkpoint_every_steps")
         if not 0.0 <= self.held_out_share < 1.0:
-            raise ConfigError(f"held_out_share is {self.held_out_share}: from 0 up to, not with, 1")
+            raise ConfigError(f"held_out_share is {self.held_out_share}: expected 0 to less than 1")
         if self.prompt_weight < 0.0 or self.weight_decay < 0.0:
             raise ConfigError("prompt_weight and weight_decay must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """One head to train, from which target and features, and where everything goes."""
+    """Options of training one head."""
 
     model: Annotated[Path, "folder of the target (the bundled one)"]
-    features: Annotated[Path, "what `eesd distill collect` wrote"]
+    features: Annotated[Path, "output folder of `eesd distill collect`"]
     out: Annotated[Path, "folder of the head; written when training has ended"]
-    checkpoints: Annotated[Path | None, "folder of the run (OUT.run); all nodes must see it"] = None
-    exit_layer: Annotated[int, "--exit: the head reads the state after so many layers"] = 1
-    head: Annotated[HeadKind, "whose LM head"] = "truncated"
+    checkpoints: Annotated[Path | None, "folder of the run (OUT.run), shared by all nodes"] = None
+    exit_layer: Annotated[int, "--exit: the head reads the state after this many layers"] = 1
+    head: Annotated[HeadKind, "kind of LM head"] = "truncated"
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
     reads_embedding: Annotated[
-        bool, "the head also sees each token's embedding (arXiv 2404.19124)"
+        bool, "the head also reads each token's embedding (arXiv 2404.19124)"
     ] = False
-    minutes: Annotated[float | None, "of training"] = None
-    max_steps: Annotated[int | None, "end after so many steps"] = None
+    minutes: Annotated[float | None, "minutes of training"] = None
+    max_steps: Annotated[int | None, "maximum number of steps"] = None
     workers: Annotated[int, "processes"] = 1
     zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
     start: Annotated[
-        Path | None, "a head to train on; without it, the target's last layer is the start"
+        Path | None, "a head to train further; default: start from the target's last layer"
     ] = None
     seed: int = 0
     threads: Annotated[int | None, "CPU threads of one worker (an even share)"] = None
@@ -102,20 +102,20 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.max_steps is None:
-            raise ConfigError("neither minutes nor max_steps: say when training is to end")
+            raise ConfigError("found neither minutes nor max_steps: set one to end the training")
         require_positive(self, "minutes", "max_steps", "workers", "draft_vocab", "threads")
         if self.zero_stage not in range(4):
-            raise ConfigError(f"zero_stage is {self.zero_stage}: DeepSpeed has 0, 1, 2 and 3")
+            raise ConfigError(f"zero_stage is {self.zero_stage}: expected 0, 1, 2 or 3")
         if self.options.offload_optimizer and self.zero_stage == 0:
             raise ConfigError(
-                "offload_optimizer at ZeRO stage 0: nothing is partitioned there; take zero_stage "
+                "offload_optimizer at ZeRO stage 0: nothing is partitioned there; use zero_stage "
                 "1, 2 or 3, or leave it off"
             )
         _ = self.shape
 
     @property
     def run_folder(self) -> Path:
-        """Of checkpoints, log and TensorBoard."""
+        """Folder of checkpoints, log and TensorBoard."""
         return self.checkpoints or self.out.with_name(f"{self.out.name}.run")
 
     @property
@@ -129,7 +129,7 @@ class TrainRequest:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
 
     def job(self) -> dict[str, object]:
-        """What may not change while a run goes on."""
+        """Returns the options that must not change when a run is resumed."""
         said = asdict(self)
         said["options"] = {
             name: value for name, value in said["options"].items() if name not in _MAY_CHANGE
@@ -143,12 +143,12 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainInputs:
-    """The target's shape, the store and its split."""
+    """Inputs of a run: the target's specification, the store and its split."""
 
     spec: ModelSpec
     store: FeatureStore
     features_sha256: str
-    """Over the store's manifest, which knows every shard's checksum."""
+    """Hash of the store's manifest, which has every shard's checksum."""
     learnt: tuple[int, ...]
     judged: tuple[int, ...]
     device: torch.device
@@ -176,12 +176,12 @@ class TrainInputs:
         )
 
     def job(self, request: TrainRequest) -> dict[str, object]:
-        """What may not change while a run goes on."""
+        """Returns the options that must not change when a run is resumed."""
         return {**request.job(), "features_sha256": self.features_sha256}
 
 
 def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
-    """A head to train on, or one that begins as the target's last layer."""
+    """Returns the head to train further, or one initialized with the target's last layer."""
     if request.start is not None:
         head = TrainableExitHead.read(request.start, target=inputs.spec, target_path=request.model)
         found = (head.config.kind, head.exit_layer, head.reads_embedding)
@@ -206,8 +206,8 @@ def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
 
 
 def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Tensor:
-    """A truncated vocabulary, ascending: the tokens that the target wrote most often; where those
-    are too few, the most frequent ones of the prompts."""
+    """Returns a truncated vocabulary, ascending: the most frequent tokens in the target's text,
+    and if they are too few, the most frequent ones of the prompts."""
     vocab_size = store.manifest.verifier.vocab_size
     written_W = torch.zeros(vocab_size, dtype=torch.long)
     given_W = torch.zeros(vocab_size, dtype=torch.long)
@@ -223,7 +223,7 @@ def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Ten
 def device_of(options: TrainOptions) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
-        raise ConfigError("device is cuda, and torch finds no CUDA device here: take auto or cpu")
+        raise ConfigError("device is cuda, and torch finds no CUDA device here: use auto or cpu")
     if options.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -236,6 +236,6 @@ def _require_bfloat16(device: torch.device) -> None:
         fits = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if not fits:
         raise ConfigError(
-            f"bfloat16 training on {device.type}: this machine does not compute in bfloat16; leave "
+            f"bfloat16 training on {device.type}: this machine does not support bfloat16; leave "
             "bfloat16 off and train in float32"
         )

@@ -1,14 +1,14 @@
-"""The files of a training run: its checkpoints, its log, and what it was asked for.
+"""Files of a training run: checkpoints, log and options.
 
-    job.json          what was asked: another job may not go on in this folder
-    step-00000100/    a checkpoint, whole; the last two are kept
-    saving-00000120/  one that is being written, or was when we were killed
-    best/             the head that did best on held-out text
+    job.json          options of the run; another job is refused in this folder
+    step-00000100/    a complete checkpoint; the last two are kept
+    saving-00000120/  an incomplete checkpoint, being written or left by an interruption
+    best/             the best head on held-out text
     log.jsonl         a row per logged step, each step once
     tensorboard/
 
-A checkpoint gets its name when all of it is on the disk, so that a kill at any moment leaves the
-one before. It knows no tensors: the content of a checkpoint is up to its writer.
+A checkpoint gets its name when it is completely on disk, so that an interruption leaves the
+previous one. Does not depend on the content of a checkpoint.
 """
 
 import json
@@ -25,7 +25,7 @@ _KEPT = 2
 
 
 class RunFolder:
-    """One rank writes here; the others may look."""
+    """Folder of a run. Only one rank writes to it; others may read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,18 +35,18 @@ class RunFolder:
         self._job = folder / "job.json"
 
     def require_own(self, job: Mapping[str, object]) -> None:
-        """Raises ConfigError when the folder is another job's; changes nothing."""
+        """Raises ConfigError if the folder belongs to another job; changes nothing."""
         if self._job.exists():
             require_same(self._job, job)
 
     def claim(self, job: Mapping[str, object]) -> None:
-        """Makes the folder this job's, and clears away what a kill left."""
+        """Assigns the folder to this job, and removes incomplete checkpoints."""
         claim(self._job, job)
         for left in self.folder.glob("saving-*"):
             shutil.rmtree(left)
 
     def latest_step(self) -> int | None:
-        """Of the last whole checkpoint."""
+        """Returns the step of the last complete checkpoint."""
         steps = self._steps()
         return steps[-1] if steps else None
 
@@ -54,7 +54,7 @@ class RunFolder:
         return self.folder / f"step-{step:08d}"
 
     def unfinished(self, step: int) -> Path:
-        """Where a checkpoint is written before it is one."""
+        """Returns the folder to which an incomplete checkpoint is written."""
         return self.folder / f"saving-{step:08d}"
 
     def commit(self, step: int) -> None:
@@ -75,7 +75,7 @@ class RunFolder:
             log.write(json.dumps(row) + "\n")
 
     def cut_log(self, *, after_step: int) -> None:
-        """Drops the rows of steps that will be taken again, and a row torn by a kill."""
+        """Drops the rows of steps that will be repeated, and an incomplete last row."""
         if not self.log.exists():
             return
         whole = [line for line in self.log.read_bytes().splitlines(True) if line.endswith(b"\n")]
@@ -89,12 +89,12 @@ class RunFolder:
 
 
 def require_free(out: Path, job: Mapping[str, object]) -> None:
-    """Raises ConfigError when `out` holds anything but the head of this job, which its config.json
-    tells: nothing else may be replaced."""
+    """Raises ConfigError if `out` has anything but the head of this job, by its config.json: only
+    that may be replaced."""
     if not out.exists():
         return
     if not out.is_dir():
-        raise ConfigError(f"{out}: found a file, expected a folder for the head: name another one")
+        raise ConfigError(f"{out}: found a file, expected a folder for the head: use another one")
     config = out / "config.json"
     provenance = read_json(config).get("provenance") if config.exists() else None
     training = provenance.get("training") if isinstance(provenance, dict) else None
@@ -103,7 +103,7 @@ def require_free(out: Path, job: Mapping[str, object]) -> None:
     if any(out.iterdir()) and not is_ours:
         raise ConfigError(
             f"{out}: found a folder with something in it that this training did not make, expected "
-            "none: name another folder with --out, or remove this one"
+            "none: use another folder with --out, or remove this one"
         )
 
 

@@ -1,29 +1,28 @@
-"""How large a step is, and how many of them a time budget buys.
+"""Learning rate schedule, and the number of steps in a time budget.
 
-The learning rate is a function of the step's number and of nothing else, so that a run that was
-stopped goes on along the same curve. A budget in minutes is turned into a number of steps once,
-from steps that were timed during the warm-up, where the rate does not depend on that number yet.
-It reads no clock and knows no model.
+The learning rate is a function of the step number only, so that a resumed run has the same rates. A
+budget in minutes is converted to a number of steps once, from steps timed during the warm-up, where
+the rate does not depend on that number yet. Reads no clock and does not depend on models.
 """
 
 import math
 from dataclasses import dataclass
 
 _FLOOR = 0.03
-"""Share of the peak that is left at the end."""
+"""Final learning rate, as a share of the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """Up in a line for `warmup_steps`, then down half a cosine until `total_steps`."""
+    """Linear warm-up for `warmup_steps`, then half a cosine down until `total_steps`."""
 
     peak: float
     warmup_steps: int
     total_steps: int | None
-    """None while the budget is being measured: only warm-up steps can be asked for."""
+    """None during the timing of steps, when only rates of the warm-up are defined."""
 
     def at(self, step: int) -> float:
-        """Of the step with this number, counted from 0."""
+        """Returns the rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.total_steps is None:
@@ -35,12 +34,12 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What one step and one evaluation were measured to take."""
+    """Measured seconds of one step and of one evaluation."""
 
     step_s: float
     evaluation_s: float
 
     def steps_within(self, seconds: float, *, evaluate_every: int) -> int:
-        """How many steps, with the evaluations between them, fit into the time."""
+        """Returns the number of steps, with evaluations between them, that fit into the time."""
         each_s = self.step_s + self.evaluation_s / evaluate_every
         return max(int(seconds / each_s), 0) if each_s > 0.0 else 0

@@ -119,7 +119,7 @@ def test_a_torn_shard_is_refused_wherever_it_was_torn(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in (0, 4, 40, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"expected a whole shard.*collect again"):
+        with pytest.raises(CheckpointError, match=r"expected a complete shard.*collect again"):
             read_shard(file)
 
 
@@ -221,7 +221,7 @@ def test_a_store_without_one_of_its_shards_does_not_open(tmp_path: Path, target:
 
 def test_an_unfinished_store_does_not_open(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [_sequence(9)])
-    with pytest.raises(CheckpointError, match=r"found no manifest.*goes on where it was"):
+    with pytest.raises(CheckpointError, match=r"found no manifest.*continues there"):
         FeatureStore.open(tmp_path, expect=None)
 
 
@@ -234,7 +234,7 @@ def test_features_of_another_target_are_refused(tmp_path: Path, target: Path) ->
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"version": 9}, "features of version 9"), ({"exits": None}, "expected a whole manifest")],
+    [({"version": 9}, "features of version 9"), ({"exits": None}, "expected a complete manifest")],
 )
 def test_a_manifest_that_says_something_else_is_refused(
     tmp_path: Path, target: Path, change: dict[str, object], message: str

@@ -184,7 +184,7 @@ def test_a_finished_head_keeps_what_was_put_beside_it(
     (request.out / "calibration.json").write_text("fitted")
     assert train(request) == request.out
     assert (request.out / "calibration.json").read_text() == "fitted"
-    with pytest.raises(ConfigError, match=r"this training did not make.*name another folder"):
+    with pytest.raises(ConfigError, match=r"this training did not make.*use another folder"):
         train(replace(request, seed=1, checkpoints=tmp_path / "other"))
     assert (request.out / "calibration.json").read_text() == "fitted"
 
