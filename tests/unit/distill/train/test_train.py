@@ -244,9 +244,9 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(store: FeatureStore
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"max_steps": None}, "when training is to end"),
+        ({"max_steps": None}, "set one to end the training"),
         ({"minutes": 0.0}, "minutes is 0"),
-        ({"zero_stage": 4}, "0, 1, 2 and 3"),
+        ({"zero_stage": 4}, "expected 0, 1, 2 or 3"),
         ({"workers": 3}, "multiple of 3"),
         ({"exit_layer": 2}, "collect with --exits 2"),
     ],
@@ -265,7 +265,7 @@ def test_a_request_that_does_not_fit_together_is_refused(
         ({"rows": 0}, "rows is 0"),
         ({"learning_rate": -1.0}, "learning_rate is -1"),
         ({"held_out_share": 1.0}, "held_out_share"),
-        ({"offload_optimizer": True}, "take zero_stage 1, 2 or 3"),
+        ({"offload_optimizer": True}, "use zero_stage 1, 2 or 3"),
         ({"device": "cuda"}, "no CUDA device here"),
         ({"bfloat16": True}, "leave bfloat16 off"),
     ],
