@@ -222,7 +222,7 @@ def test_a_model_that_brings_its_own_code_is_refused() -> None:
 
 
 def test_a_model_type_of_another_family_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"model_type = 'granite' beside .*Llama.*expected"):
+    with pytest.raises(CheckpointError, match=r"model_type = 'granite' with .*Llama.*expected"):
         spec_of("LlamaForCausalLM", model_type="granite")
 
 
