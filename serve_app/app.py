@@ -21,12 +21,13 @@ from serve_app.pipeline.deployment import Pipeline
 from serve_app.pipeline.stage_factory import stages_of
 
 _MANY = 100_000
-"""Serve's own limit on live requests: out of the way, since the engine's queue is the one bound."""
+"""Serve's limit on live requests, out of reach: the engine's queue is the only bound."""
 
 
 def build_app(args: Mapping[str, object] | ServiceConfig) -> Application:
-    """Raises ConfigError for a tree that does not fit. Serve takes no builder with more parameters
-    than one."""
+    """Builds the application. Raises ConfigError for an invalid configuration.
+
+    One parameter for both forms, since Serve passes a builder nothing else."""
     return application_of(args if isinstance(args, ServiceConfig) else service_config(dict(args)))
 
 
@@ -36,8 +37,8 @@ def application_of(
     stages: StageFactory | None = None,
     api_key: SecretStr | None = None,
 ) -> Application:
-    """`stages` lets tests replace the model. Without an `api_key`, the one that is set where an
-    HTTP replica runs is asked for."""
+    """Builds the application. Without `stages` they are the configuration's (tests replace them);
+    without `api_key` each HTTP replica reads the key from its environment."""
     if stages is None:
         stages = stages_of(config)
     pipelines = serve.deployment(

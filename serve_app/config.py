@@ -1,7 +1,7 @@
 """The configuration of a service: one frozen tree, from a YAML file, flags or Serve's `args`.
 
-An engine's own settings are `eesd_dist.config`; here stands what surrounds it: where its actors
-are placed, how the service is reached, how long it may take to heal.
+An engine's settings are `eesd_dist.config`; this adds the service around it: where its actors are
+placed, how it is reached, how long recovery may take.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ from eesd_dist.workers.messages import TelemetryOptions
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
 
 _MIN_HEARTBEATS = 3
-"""So many fit between a pipeline's last word and its being forgotten."""
+"""Heartbeats that have to fit into the time after which a pipeline is forgotten."""
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-"""Ray's four: together if possible, apart if possible, on one node, each on a node of its own."""
+"""Ray's strategies: on one node or on several if possible; STRICT_*: or not at all."""
 
 
 class BundleConfig(Section):
-    """What one actor of a stage reserves on its node, and how the actors of the stage stand."""
+    """What one actor of a stage reserves on its node, and the placement of the stage's actors."""
 
     num_cpus: PositiveFloat = 0.5
     """Logical CPUs: for placing actors, not a limit on what they use."""
@@ -53,7 +53,7 @@ class BundleConfig(Section):
     `"!x"`, `"in(a,b)"` and `"!in(a,b)"` are understood."""
 
     strategy: Strategy | None = None
-    """The ranks of this stage among themselves; None: PACK."""
+    """Placement of this stage's ranks relative to each other; None: PACK."""
 
     @field_validator("labels")
     @classmethod
@@ -68,14 +68,14 @@ class BundleConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Where the actors of one pipeline stand: one bundle each, in one placement group or two."""
+    """Placement of one pipeline's actors: one bundle each, in one placement group or two."""
 
     strategy: Strategy | None = None
-    """Short form: all actors of the pipeline by one strategy. Not beside the three others."""
+    """Short form: one strategy for all actors of the pipeline. Excludes the three others."""
 
     stages: Strategy | None = None
-    """The two stages relative to each other; None: PACK. PACK and SPREAD are wishes; STRICT_PACK:
-    all on one node; STRICT_SPREAD: no node holds ranks of both stages."""
+    """The two stages relative to each other; None: PACK. PACK and SPREAD are preferences;
+    STRICT_PACK: all on one node; STRICT_SPREAD: no node holds ranks of both stages."""
 
     draft: BundleConfig = BundleConfig()
     """The drafting actor, and the other draft ranks."""
@@ -84,9 +84,9 @@ class PlacementConfig(Section):
     """Each verify rank."""
 
     front: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Custom Ray resources of the nodes for what holds connections and ledgers: HTTP replicas, the
-    pipelines' replicas and the router, a little for each, e.g. {stable: 0.001}. Without it they
-    stand on any node, those included that come and go."""
+    """Custom Ray resources for the actors that hold connections and ledgers (HTTP replicas, the
+    pipelines' replicas and the router), a little for each, e.g. {stable: 0.001}. Without it they
+    are placed on any node, short-lived ones included."""
 
     timeout_s: PositiveFloat = 120.0
     """Longest wait for the cluster to offer the bundles, autoscaling included."""
@@ -111,13 +111,13 @@ class PipelinesConfig(Section):
     """How many pipelines serve at the same time."""
 
     min_count: PositiveInt = 1
-    """Pipelines that are always there."""
+    """Pipelines that always run."""
 
     max_count: PositiveInt = 1
     """Above `min_count`, Serve adds and drains pipelines by the number of live requests."""
 
     target_live_requests: PositiveFloat = 16.0
-    """Live requests one pipeline is meant to have."""
+    """Live requests per pipeline that autoscaling aims at."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -141,31 +141,31 @@ class RecoveryConfig(Section):
     """How long streams may go on when the service or a pipeline is taken down."""
 
     kv_migration: Literal["pages", "recompute"] = "pages"
-    """What streams take along when they leave a pipeline that is drained: their KV pages, copied
-    while they go on, or nothing, to be computed again from their tokens. Pages only go where the
-    same model is served the same way; elsewhere, and where copying fails, it is `recompute` too."""
+    """How streams leave a pipeline that is drained: with their KV pages, copied while they go on,
+    or recomputed from their tokens. Pages are copied only between pipelines that serve the same
+    model in the same way; otherwise, and where copying fails, streams are recomputed too."""
 
     max_interruptions: PositiveInt = 4
-    """So many in a row without a token: more, and a stream is given up, or the whole pipeline when
-    nothing comes out of it any more."""
+    """Maximum interruptions in a row without a token. After more, a stream ends with an error, and
+    a pipeline from which no stream has a token is given up."""
 
     suspect_after: PositiveInt = 2
-    """A request under which the engine broke so often since its last token is tested alone; when it
-    breaks the engine alone, it is refused, and the others go on."""
+    """Crashes since its last token that make a request a suspect: it then runs alone, is refused
+    if the engine crashes again, and the other requests go on."""
 
 
 class HealthConfig(Section):
-    """When the service calls itself healthy."""
+    """When the service reports that it is healthy."""
 
     fresh_s: PositiveFloat = 10.0
-    """A round this recent is proof enough; otherwise one token is generated to see."""
+    """A round this recent proves health; otherwise one token is generated as a probe."""
 
     probe_timeout_s: PositiveFloat = 5.0
-    """How long that token may take."""
+    """How long the probe may take."""
 
 
 class RouterConfig(Section):
-    """The control plane's one actor."""
+    """The router, the one actor of the control plane."""
 
     name: str = "eesd-router"
     """Ray name; one router serves all pipelines that name it."""
@@ -178,25 +178,25 @@ class RouterConfig(Section):
     e.g. /var/lib/eesd/beliefs.json; None forgets them with the actor."""
 
     checkpoint_every_s: PositiveFloat = 5.0
-    """How much learning a crash may cost."""
+    """Interval of checkpoints: a crash loses what was learnt since the last one."""
 
     priors: HomePath | None = None
-    """File that `eesd controllers save` has written: pools to begin with. A checkpoint, once there
-    is one, knows better; with `pinned` these priors come first."""
+    """File of initial pools, written by `eesd controllers save`. A checkpoint overrides it, unless
+    the pools are `pinned`."""
 
     pinned: bool = False
-    """Pools stay as they are: what warms a request no longer depends on the requests before it.
+    """Pools do not change: a request's initial belief does not depend on earlier requests.
     `eesd controllers pin` and `unpin` do the same to a running service."""
 
     workloads_by_temperature: bool = True
-    """Requests that name no workload class are told apart by their temperature as well."""
+    """Whether requests that name no workload class are also classified by their temperature."""
 
     heartbeat_s: PositiveFloat = 1.0
-    """How often a pipeline says that it is there."""
+    """Interval of a pipeline's heartbeats."""
 
     expiry_s: float = Field(default=5.0, ge=1.5)
-    """A pipeline silent for so long is forgotten, and an ingress after twice as long: no less than
-    three heartbeats, and than three of the half seconds after which an ingress asks again."""
+    """Silence after which a pipeline is forgotten; an ingress is after twice as long. At least
+    three heartbeats, and three of an ingress's polls of the router (every 0.5 s)."""
 
     @model_validator(mode="after")
     def _a_late_heartbeat_is_no_silence(self) -> Self:
@@ -211,26 +211,27 @@ class RouterConfig(Section):
 
 
 class RecorderConfig(Section):
-    """What verification computed anyway, kept on disk for `eesd distill refresh`. Off by default.
+    """Recording of features that verification has computed, for `eesd distill refresh`. Off by
+    default.
 
     A shard holds token ids, hidden states and the target's best tokens of sampled requests: no text
-    and no request's name, and yet as confidential as the texts themselves."""
+    and no request id, but it is as confidential as the texts."""
 
     folder: HomePath | None = None
     """Folder on the drafting actors' nodes; None keeps nothing."""
 
     max_bytes: PositiveInt = 256 * 2**20
-    """All shards of the folder together; the oldest one goes first."""
+    """Of all shards together; the oldest are deleted first."""
 
     sample_rate: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the requests that are kept."""
+    """Share of the requests that are recorded."""
 
     top_k: PositiveInt = 16
-    """The target's best tokens, kept with their log-probabilities."""
+    """Number of the target's best tokens, kept with their log-probabilities."""
 
 
 class TelemetryConfig(Section):
-    """Where the time of a request went, for those who want to know. Off by default."""
+    """Traces of requests. Off by default."""
 
     otlp_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://localhost:4318."""
@@ -240,7 +241,7 @@ class TelemetryConfig(Section):
 
 
 class ServiceConfig(Section):
-    """Everything one service is made from."""
+    """The configuration of one service."""
 
     engine: EngineConfig
     """Model, cache, scheduler, speculation, parallelism."""
@@ -255,7 +256,7 @@ class ServiceConfig(Section):
     """Address the HTTP service listens on."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """Its port."""
+    """Port the HTTP service listens on."""
 
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
@@ -286,7 +287,7 @@ class ServiceConfig(Section):
 
 
 def read_service_config(path: Path) -> dict[str, object]:
-    """The YAML file's tree, not yet checked: flags may still change it."""
+    """Reads a YAML file, unchecked: flags may still change it. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -299,7 +300,7 @@ def read_service_config(path: Path) -> dict[str, object]:
 
 
 def service_config(tree: dict[str, object]) -> ServiceConfig:
-    """Checks a whole tree; the error names the key, what was found and what was expected."""
+    """Checks a tree. Raises ConfigError with the key, what was found and what was expected."""
     try:
         config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
@@ -309,7 +310,7 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
 
 
 def _complaint(error: ValidationError) -> str:
-    """The first error of a tree, and how many more there are."""
+    """Returns the first error of a tree, and the number of the others."""
     first = error.errors(include_url=False)[0]
     path, found = [str(part) for part in first["loc"]], first["input"]
     text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
@@ -322,7 +323,7 @@ def _complaint(error: ValidationError) -> str:
 
 
 def _known_keys(path: Sequence[str]) -> str:
-    """What could be meant by the last part of `path`."""
+    """Suggests keys for the last part of `path`."""
     section: type[BaseModel] = ServiceConfig
     for part in path[:-1]:
         field = section.model_fields.get(part)

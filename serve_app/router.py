@@ -1,9 +1,9 @@
-"""The router: what all pipelines have learnt about acceptance, and which pipelines there are.
+"""The router: what all pipelines have learnt about acceptance, and the directory of pipelines.
 
-One named, detached actor of the control plane. It hears of rounds after they are over and answers
-with beliefs for the rounds to come; no token passes through it, and nobody waits for it. Killed, it
-is restarted by Ray and goes on from its checkpoint. Operators pin, save and load its pools by name,
-over Ray: whoever may do that may do anything here anyway.
+One named, detached actor of the control plane. It is told of rounds after they are over and answers
+with beliefs for later rounds; no token passes through it, and no round waits for it. Ray restarts
+it when it dies, and it continues from its checkpoint. Operators pin, save and load its pools over
+Ray: access to a cluster's Ray is full access to it.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from serve_app.config import RouterConfig, ServiceConfig
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 600.0
-"""A request unheard of for longer ended while its pipeline or this router was away."""
+"""After so long without news a request has ended while its pipeline or this router was away."""
 
 
 class Router:
@@ -58,16 +58,16 @@ class Router:
         )
         self._ingresses = IngressRoll(clock=time.monotonic, expiry_s=config.expiry_s)
         self._born = uuid4().hex[:8]
-        """So that a version number of an earlier router is never taken for one of this."""
+        """Tells version numbers of this router from those of an earlier one."""
         self._turned_s = time.monotonic()
         self._saved_s = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
-        """The latest checkpoint under way; None before the first."""
+        """The latest checkpoint, done or not; None before the first."""
         self._one_save = asyncio.Lock()
         self._recall()
 
     async def advise(self, news: RouterNews) -> RouterAdvice:
-        """Learns from finished rounds; the answer is the plans of the requests heard of."""
+        """Learns from finished rounds; returns the plans of the requests in `news`."""
         plans = {
             request_id: self._book.admit(request_id, workload)
             for request_id, workload in news.admitted
@@ -84,7 +84,7 @@ class Router:
         )
 
     async def heartbeat(self, report: PipelineReport) -> frozenset[str]:
-        """A pipeline is there; the answer names the ingresses that have fallen silent."""
+        """Takes a pipeline's heartbeat; returns the ingresses that have become silent."""
         self._directory.heartbeat(report)
         if time.monotonic() - self._turned_s >= _SILENT_S:
             self._turned_s = time.monotonic()
@@ -92,23 +92,23 @@ class Router:
         return self._ingresses.silent()
 
     async def pipelines(self, app: str, ingress: str) -> tuple[Listed, ...]:
-        """The pipelines of one service, as they last said; `ingress` is who asks."""
+        """Returns the latest reports of one service's pipelines; `ingress` is the caller."""
         self._ingresses.heard(ingress)
         return self._directory.listed(app)
 
     async def choose(
         self, app: str, excluded: Collection[PipelineId] = ()
     ) -> PipelineReport | None:
-        """A ready pipeline of this service that takes one more request; None: there is none."""
+        """Returns a ready pipeline of this service that takes one more request, or None."""
         try:
             return self._directory.choose(app=app, excluded=excluded)
         except CapacityError:
             return None
 
     async def promotion(self, in_place_of: str) -> Promotion | None:
-        """The exit head that pipelines of this configuration were told to take; None: none was.
+        """Returns the exit head that replaces the one of this configuration, or None.
 
-        Nothing is kept on disk: pipelines say so with every heartbeat, to a restarted router too.
+        It is not kept on disk: pipelines report it with every heartbeat, to a restarted router too.
         """
         return self._directory.promotion(in_place_of)
 
@@ -116,7 +116,7 @@ class Router:
         return process_info()
 
     async def describe(self) -> dict[str, object]:
-        """Plain JSON, for an operator's eyes."""
+        """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
             "pinned": self._book.is_pinned,
@@ -136,13 +136,13 @@ class Router:
         }
 
     async def priors(self) -> dict[str, object]:
-        """All pools, in the form that `pin` and `set_priors` take."""
+        """Returns all pools, in the form that `set_priors` takes."""
         return priors_to_json(self._book.priors())
 
     async def set_priors(self, snapshot: Mapping[str, object]) -> int:
-        """Begins with other pools, and says how many; live requests keep their beliefs.
+        """Replaces the pools and returns their number; live requests keep their beliefs.
 
-        Raises ConfigError for a snapshot that is none.
+        Raises ConfigError for an invalid snapshot.
         """
         pools = pools_from_json(snapshot)
         self._book.adopt(Priors(pools=pools, is_pinned=self._book.is_pinned))
@@ -158,7 +158,7 @@ class Router:
         await self._save()
 
     def _recall(self) -> None:
-        """The checkpoint; before there is one, or where pools are pinned, the operator's priors."""
+        """Loads the checkpoint; without one, or where pools are pinned, the operator's priors."""
         config = self._config
         try:
             if config.checkpoint is not None and config.checkpoint.is_file():
@@ -181,7 +181,7 @@ class Router:
             self._saving = asyncio.ensure_future(self._save())
 
     async def _save(self) -> None:
-        """In a thread, from a copy: plans do not wait for the disk."""
+        """Saves a copy in a thread, so that plans do not wait for the disk."""
         file = self._config.checkpoint
         if file is None:
             return
@@ -200,7 +200,7 @@ def _save(book: BeliefBook, file: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AskRouter:
-    """The drafting actor's way to the router."""
+    """Calls the router for a drafting actor."""
 
     handle: Any
 
@@ -210,7 +210,7 @@ class AskRouter:
 
 
 def router_handle(config: ServiceConfig) -> Any:
-    """The one router of this name; started by whoever asks first."""
+    """Returns the one router of this name; starts it if there is none."""
     return (
         ray.remote(Router)
         .options(
@@ -228,7 +228,7 @@ def router_handle(config: ServiceConfig) -> Any:
 
 
 def find_router(config: RouterConfig) -> Any:
-    """The router that is there already. Raises EngineError when none is."""
+    """Returns the running router. Raises EngineError if there is none."""
     try:
         return ray.get_actor(config.name, namespace=config.namespace)
     except ValueError as error:
@@ -241,12 +241,12 @@ def find_router(config: RouterConfig) -> Any:
 async def promotion_of(
     handle: Any, *, in_place_of: str, timeout_s: float = 10.0
 ) -> Promotion | None:
-    """What a new pipeline is to draft with instead of its configuration's head; mostly None."""
+    """Returns the promoted head that a new pipeline drafts with; None for the configured one."""
     try:
         async with asyncio.timeout(timeout_s):
             promotion: Promotion | None = await handle.promotion.remote(in_place_of)
     except (TimeoutError, ray.exceptions.RayError) as error:
-        logger.warning("router does not say which head: error=%r", error)
+        logger.warning("promoted head unknown, no answer from the router: error=%r", error)
         return None
     return promotion
 
@@ -254,37 +254,37 @@ async def promotion_of(
 async def pipelines_of(
     handle: Any, *, app: str, ingress: str, timeout_s: float = 1.0
 ) -> tuple[Listed, ...]:
-    """What the directory knows of a service's pipelines. Raises EngineError: the router is silent.
+    """Returns the directory's reports of a service. Raises EngineError without an answer.
 
-    Asking is also how `ingress` says that it is there. A router that has just been restarted knows
-    of no pipelines until they have said that they are there.
+    The call is also the heartbeat of `ingress`. A restarted router lists no pipelines before their
+    next heartbeats.
     """
     try:
         async with asyncio.timeout(timeout_s):
             listed: tuple[Listed, ...] = await handle.pipelines.remote(app, ingress)
     except (TimeoutError, ray.exceptions.RayError) as error:
-        raise EngineError(f"router does not say which pipelines there are: {error!r}") from error
+        raise EngineError(f"the router did not list the pipelines: {error!r}") from error
     return listed
 
 
 async def find_peer_pipeline(
     handle: Any, *, app: str, excluded: Collection[PipelineId], timeout_s: float = 1.0
 ) -> PipelineReport | None:
-    """A ready pipeline other than these that takes requests; None also when nobody can say."""
+    """Returns a ready pipeline that is not excluded; None if there is none, or no answer."""
     try:
         async with asyncio.timeout(timeout_s):
             found: PipelineReport | None = await handle.choose.remote(app, tuple(excluded))
     except (TimeoutError, ray.exceptions.RayError) as error:
-        logger.warning("router names no pipeline: error=%r", error)
+        logger.warning("no peer pipeline, no answer from the router: error=%r", error)
         return None
     return found
 
 
 async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> frozenset[str]:
-    """One heartbeat; the answer names the ingresses that have fallen silent.
+    """Sends one heartbeat; returns the ingresses that have become silent.
 
-    Raises PeerLost when the router's actor is no more, or not yet again, and is to be looked for
-    under its name; EngineError when it merely is silent.
+    Raises PeerLost when the router's actor is dead, or not restarted yet, and has to be found again
+    by its name; EngineError when it does not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -292,14 +292,14 @@ async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -
     except ray.exceptions.RayActorError as error:
         raise PeerLost(peer="router", operation="heartbeat", reason=PROCESS_DIED) from error
     except (TimeoutError, ray.exceptions.RayError) as error:
-        raise EngineError(f"router does not hear: {error!r}") from error
+        raise EngineError(f"the router did not take the heartbeat: {error!r}") from error
     return silent
 
 
 async def found_again(handle: Any, config: ServiceConfig) -> Any:
-    """The router under its name, started when there is none; `handle` while nobody can say."""
+    """Returns the router of this name, started if there is none; `handle` if neither works."""
     try:
         return await asyncio.to_thread(router_handle, config)
     except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning("no router: error=%r", error)
+        logger.warning("router not found: error=%r", error)
         return handle

@@ -29,7 +29,7 @@ def apply_settings(tree: Tree, words: Sequence[str]) -> None:
 
 
 def put(tree: Tree, key: str, value: object) -> None:
-    """Sets a dotted key; missing sections are made."""
+    """Sets a dotted key; creates missing sections."""
     *sections, last = key.split(".")
     for depth, section in enumerate(sections, start=1):
         below = tree.setdefault(section, {})
@@ -52,15 +52,14 @@ def is_missing(tree: Tree, key: str) -> bool:
 def _value_of(source: str, text: str) -> object:
     try:
         value: object = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
         raise ConfigError(
-            f"{source}: found no YAML ({reason}), expected a value: put a text into quotes of its "
-            "own"
+            f"{source}: found no YAML ({reason}), expected a value: put text into additional quotes"
         ) from error
     if value is None and text.strip().lower() not in ("null", "~"):
         raise ConfigError(
-            f"{source}: found no value, expected one: write null, or put a text into quotes of its "
-            "own"
+            f"{source}: found no value, expected one: write null, or put text into additional "
+            "quotes"
         )
     return value

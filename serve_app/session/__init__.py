@@ -1,1 +1,1 @@
-"""The Ray instance of a service on this machine: environment, start and end, address."""
+"""The local Ray instance of a service: environment, start and end, connection file."""

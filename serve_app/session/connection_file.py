@@ -1,9 +1,9 @@
-"""How another command of the same user finds a service that `eesd serve` has started.
+"""The connection file, by which other commands of a user find the service of `eesd serve`.
 
-Its Ray takes in only who has its token. The token and the address lie in a file that only this user
-can read, named by the service's port, for as long as the service runs. A killed one leaves its file
-behind, so before anybody waits for Ray the address is tried. Nothing here imports Ray, which reads
-the token when it is first asked for it.
+The Ray of the service requires a token. Address and token are in a file that only this user can
+read, named by the service's port, as long as the service runs. A killed service leaves its file
+behind, so the address is tried before Ray is. Nothing here imports Ray, which reads the token when
+it first needs it.
 """
 
 import json
@@ -25,7 +25,7 @@ _CONNECT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionFile:
-    """The way into one local Ray."""
+    """Address and token of a local Ray instance."""
 
     address: str
     token: str
@@ -33,7 +33,7 @@ class ConnectionFile:
 
 @contextmanager
 def connection_file_for(port: int, *, address: str) -> Iterator[None]:
-    """Within the block the service on this port can be found by its user's other commands."""
+    """Within the block the user's other commands can find the service on this port."""
     file = _file(port)
     _write_private(
         file, json.dumps(asdict(ConnectionFile(address=address, token=os.environ[TOKEN])))
@@ -42,15 +42,14 @@ def connection_file_for(port: int, *, address: str) -> Iterator[None]:
         yield
     finally:
         file.unlink(missing_ok=True)
-        with suppress(OSError):  # another service's file may lie there still
+        with suppress(OSError):  # the folder may hold files of other services
             file.parent.rmdir()
 
 
 def prepare_to_connect(address: str | None, *, port: int) -> str:
     """Sets the environment for `ray.init` and returns the address to give to it.
 
-    Raises ConfigError when no address is named and no service of this user has the port, or none
-    any more.
+    Raises ConfigError when no address is given and no service of this user runs on the port.
     """
     if address is not None:
         prepare_for_cluster()
@@ -73,9 +72,9 @@ def prepare_to_connect(address: str | None, *, port: int) -> str:
 
 
 def is_silent(address: str) -> bool:
-    """Whether nothing takes a connection at HOST:PORT; False for what has no such form.
+    """Returns whether HOST:PORT accepts no connection; False for addresses of another form.
 
-    Ray itself would try for minutes.
+    Ray itself would retry for minutes.
     """
     try:
         where = urlsplit(f"//{address.removeprefix('ray://')}")
@@ -116,10 +115,10 @@ def _write_private(file: Path, content: str) -> None:
 
 
 def _read_private(file: Path) -> ConnectionFile:
-    """Raises FileNotFoundError where there is none, ConfigError for what we did not write."""
+    """Raises FileNotFoundError without a file, ConfigError for one that eesd did not write."""
     _require_private(file.parent)
     try:
-        # A link or a pipe that somebody has put there must neither lead nor stop us.
+        # Another user may have put a link or a pipe there: neither is followed or waited for.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
@@ -152,8 +151,8 @@ def _require_private(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or not _is_private(found):
         raise ConfigError(
-            f"{folder}: expected a folder that only you can read, since a service's token lies "
-            "there: remove it, or chmod 700"
+            f"{folder}: expected a folder that only you can read, since it holds a service's token"
+            ": remove it, or chmod 700"
         )
 
 

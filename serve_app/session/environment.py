@@ -1,7 +1,7 @@
-"""What has to stand in the environment before Ray is imported.
+"""Environment variables that have to be set before Ray is imported.
 
-Ray reads some of it while it is being imported and hands the rest to the processes it starts, so
-this is called first, by the command line, and by nothing else.
+Ray reads some of them on import and passes the others to the processes it starts, so a command
+calls this before anything else does.
 """
 
 import os
@@ -12,7 +12,7 @@ TOKEN = "RAY_AUTH_TOKEN"
 
 
 def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
-    """Only the processes of this very Ray have its token."""
+    """Sets the environment for a Ray instance of this process, with a token for it alone."""
     _keep_stdout_ours(shows_logs=shows_logs)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(
@@ -20,21 +20,24 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
             "RAY_AUTH_MODE": "token",
             TOKEN: _token(),
             "RAY_USAGE_STATS_ENABLED": "0",
-            # A service whose actors are known from the start has no use for idle workers in store.
+            # The actors of a service are known from the start: idle workers would go unused.
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_metrics_collection": "0",
-            # A process that hangs cannot end itself, and its place is not free before it has ended.
+            # A process that hangs cannot exit, and its resources are free only after it has ended.
             "RAY_kill_worker_timeout_milliseconds": "1000",
         }
     )
-    # On a busy machine the HTTP proxy takes longer to come up than Serve's five seconds, and one
-    # that is late is killed.
+    # On a busy machine the HTTP proxy takes longer to start than Serve's five seconds, and a late
+    # one is killed.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 
 def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -> None:
-    """Without a word about authentication, nodes and drivers guess differently."""
+    """Sets the environment for an existing cluster.
+
+    The authentication mode is always set: without it, nodes and drivers use different defaults.
+    """
     _keep_stdout_ours(shows_logs=shows_logs)
     if token is None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -43,9 +46,9 @@ def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -
 
 
 def _keep_stdout_ours(*, shows_logs: bool) -> None:
-    """Of every process that died Ray tells all drivers, and they print a paragraph amid results.
+    """Keeps Ray's reports of dead processes, which every driver prints, out of the results.
 
-    `log_to_driver=False` does not stop these; a pattern that any line has does.
+    `log_to_driver=False` does not stop them; a skip pattern that every line matches does.
     """
     if not shows_logs:
         os.environ.update({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "^"})
@@ -53,5 +56,5 @@ def _keep_stdout_ours(*, shows_logs: bool) -> None:
 
 @cache
 def _token() -> str:
-    """One for all that this process ever starts: Ray keeps the first it has read."""
+    """Returns one token for all Ray instances of this process: Ray keeps the first it has read."""
     return secrets.token_hex(32)

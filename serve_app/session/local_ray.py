@@ -1,8 +1,8 @@
-"""A Ray instance that comes with the service and goes with it, or one that was there before.
+"""A Ray instance that starts and ends with the service, or a connection to a running cluster.
 
-Ours is small (no dashboard, little shared memory), reachable with a token that only its own
-processes have, in a folder of its own that is removed in the end. Nothing of it outlives the block.
-The environment it needs is `serve_app.session.environment`'s.
+The local instance is small (no dashboard, little shared memory). It requires a token that only its
+processes have, and its folder is removed in the end. The environment it needs is set by
+`serve_app.session.environment`.
 """
 
 import logging
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 _LONGEST_FOLDER = 40
-"""Ray puts sockets deep below its folder, and their paths may have 107 characters."""
+"""Characters. Ray creates sockets deep below its folder, with paths of at most 107 characters."""
 _SETTLE_S = 5.0
 
 
 @contextmanager
 def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> Iterator[None]:
-    """Within the block Ray runs here; after it there is no process, session or file of it."""
+    """Within the block Ray runs here; after it no process, session or file of it is left."""
     folder = tempfile.mkdtemp(prefix="eesd-", dir=_short_folder())
     try:
         _start(folder, num_cpus=max(_num_cpus(config), min_cpus), shows_logs=shows_logs)
@@ -49,10 +49,10 @@ def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> 
 
 @contextmanager
 def connected_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
-    """Within the block this process belongs to a cluster that somebody else runs."""
+    """Within the block this process is connected to an existing cluster."""
     if is_silent(address):
         raise ConfigError(
-            f"no Ray cluster at {address}: nothing takes a connection there: look at --address, "
+            f"no Ray cluster at {address}: nothing accepts connections there: check --address, "
             "and whether Ray runs"
         )
     try:
@@ -77,7 +77,7 @@ def _start(folder: str, *, num_cpus: int, shows_logs: bool) -> None:
             log_to_driver=shows_logs,
             _temp_dir=folder,
         )
-    except Exception as error:  # Ray has many, and none of its own kind
+    except Exception as error:  # Ray raises many classes, without a common base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise EngineError(f"Ray could not be started: {reason}") from error
 
@@ -88,7 +88,7 @@ def _short_folder() -> str:
 
 
 def _num_cpus(config: ServiceConfig) -> int:
-    """Logical ones: as many as the placement asks for, on however small a machine."""
+    """Returns logical CPUs: as many as the placement asks for, however small the machine is."""
     placement = config.placement
     parallel = config.engine.parallel
     per_pipeline = (

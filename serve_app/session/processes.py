@@ -1,7 +1,7 @@
 """Finds and ends the descendants of a process.
 
-Ray's own shutdown leaves helpers behind for a minute or two when a node died untidily; the process
-that started Ray has to find them, and to end them.
+Ray's own shutdown leaves helpers behind for a minute or two when a node crashed; the process that
+started Ray has to find and end them.
 """
 
 import time

@@ -25,7 +25,7 @@ def test_a_key_reaches_the_http_replicas_and_shows_itself_nowhere() -> None:
     assert "runtime_env" not in ingress.ray_actor_options  # Ray prints and logs that
 
 
-def test_who_starts_the_service_has_the_word_over_a_replicas_own_environment(
+def test_the_key_of_the_starting_process_overrides_the_environment_of_a_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CONFIG.api_key_env, raising=False)

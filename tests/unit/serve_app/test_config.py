@@ -29,7 +29,7 @@ def test_a_port_is_one_that_can_be_listened_on(port: int) -> None:
         _config(port=port)
 
 
-def test_a_tilde_is_the_home_of_who_writes_the_configuration(
+def test_a_tilde_is_the_home_of_the_user_that_writes_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/of-mine")
@@ -47,7 +47,7 @@ def test_a_tilde_is_the_home_of_who_writes_the_configuration(
     assert config.telemetry.trace_folder == home / "traces"
 
 
-def test_the_home_of_nobody_is_refused_in_one_line() -> None:
+def test_the_home_of_an_unknown_user_is_refused_in_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"recorder\.folder: .*~no-such-user/x: .*write the folder"
     ):

@@ -34,7 +34,7 @@ def test_null_and_quoted_texts_are_values() -> None:
     ("setting", "complaint"),
     [
         ("model_name=@x", r"found no YAML \(found character '@' that cannot start any token\)"),
-        ("model_name=[", r"found no YAML .* put a text into quotes of its own"),
+        ("model_name=[", r"found no YAML .* put text into additional quotes"),
         ("model_name=2026-13-45", r"found no YAML \(month must be in 1\.\.12"),
         ("model_name=#x", "found no value, expected one: write null"),
         ("model_name=", "found no value, expected one: write null"),

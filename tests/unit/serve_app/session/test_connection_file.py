@@ -24,14 +24,14 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def alive() -> Iterator[str]:
-    """Somebody listens here."""
+    """An address that accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
 def dead() -> str:
-    """Nobody listens here any more."""
+    """An address that no longer accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -76,7 +76,7 @@ def test_a_cluster_that_is_named_needs_no_connection_file() -> None:
     assert prepare_to_connect("ray.example:6379", port=8000) == "ray.example:6379"
 
 
-def test_the_connection_file_of_a_killed_service_is_named_and_nobody_waits_for_it(
+def test_the_connection_file_of_a_killed_service_is_named_without_a_wait(
     private: Path, dead: str
 ) -> None:
     began_s = time.perf_counter()
@@ -84,7 +84,7 @@ def test_the_connection_file_of_a_killed_service_is_named_and_nobody_waits_for_i
         prepare_to_connect(None, port=8000)
     assert "the service on port 8000 is gone" in str(refused.value)
     assert str(private / "service-8000.json") in str(refused.value)
-    with pytest.raises(ConfigError, match="nothing takes a connection"):
+    with pytest.raises(ConfigError, match="nothing accepts connections"):
         connected_ray(dead, shows_logs=False).__enter__()
     assert time.perf_counter() - began_s < 2.0
 
@@ -106,7 +106,7 @@ def test_a_file_that_is_no_connection_file_is_named(
 
 
 @pytest.mark.parametrize("planted", ["readable file", "link", "pipe", "readable folder"])
-def test_a_connection_file_that_somebody_else_may_have_planted_is_not_followed(
+def test_a_connection_file_that_another_user_may_have_planted_is_not_followed(
     private: Path, planted: str, alive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connection_file_for(8000, address=alive):

@@ -1,4 +1,4 @@
-"""What stands in the environment before Ray is imported does there what it is meant to do."""
+"""The environment that is set before Ray is imported has the intended effect on Ray."""
 
 import subprocess
 import sys
