@@ -1,1 +1,1 @@
-"""Decides how the OpenAI API is spoken: fields, errors, streams."""
+"""The OpenAI API: fields, errors, streams."""

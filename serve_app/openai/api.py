@@ -1,7 +1,7 @@
 """The HTTP endpoints.
 
-Decides which path does what and who may call it. Holds no state outside the application it
-builds, so that the same application runs under uvicorn and inside Ray Serve.
+Maps paths to operations and checks the API key. Holds no state outside the application it builds,
+so that the same application runs under uvicorn and inside Ray Serve.
 """
 
 import logging
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 
 
 class Degraded(str):
-    """In a health check's answer: text can be generated now, though not as usual."""
+    """Result of a health check: text can be generated, but in degraded mode."""
 
 
 Health = Callable[[], Awaitable[str | None]]
-"""None when text can be generated now, else the reason why not, unless it is `Degraded`."""
+"""Returns None when text can be generated, `Degraded`, or else the reason why not."""
 Metrics = Callable[[], Awaitable[bytes]]
-"""The Prometheus text."""
+"""Returns the Prometheus text."""
 
 _CLIENT_CLOSED_REQUEST = 499
 _OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
-"""What probes and scrapers ask for; they carry no key."""
+"""Paths for probes and scrapers, which send no key."""
 
 
 def build_api(
@@ -73,7 +73,7 @@ def build_api(
     api_key: str | None = None,
     created_unix_s: int = 0,
 ) -> FastAPI:
-    """One model behind OpenAI's API. `api_key` None lets everybody in."""
+    """Builds the OpenAI API of one model. With `api_key` None no key is required."""
     preparation = Preparation(
         tokenizer,
         model_name=model_name,
@@ -141,12 +141,12 @@ async def _first(chunks: AsyncGenerator[Json, None]) -> Json:
 def _add_models(app: FastAPI, preparation: Preparation, *, card: Json) -> None:
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        """What is served here."""
+        """Lists the served model."""
         return _json({"object": "list", "data": [card]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        """The served model, by name."""
+        """Returns the served model, by name."""
         preparation.check_model(name)
         return _json(card)
 
@@ -156,7 +156,7 @@ def _add_tokens(
 ) -> None:
     @app.post("/tokenize", response_model=None)
     async def tokenize(fields: TokenizeFields) -> Response:
-        """The token ids of a prompt, or of a conversation through the chat template."""
+        """Returns the token ids of a prompt, or of a conversation through the chat template."""
         preparation.check_model(fields.model)
         if fields.messages is not None:
             tokens = codec.encode_chat(
@@ -170,7 +170,7 @@ def _add_tokens(
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(fields: DetokenizeFields) -> Response:
-        """The text of token ids, special tokens included."""
+        """Returns the text of token ids, special tokens included."""
         preparation.check_model(fields.model)
         preparation.check_ids(fields.tokens, param="tokens")
         tokens = [TokenId(token) for token in fields.tokens]
@@ -180,8 +180,8 @@ def _add_tokens(
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
     @app.get("/health", response_model=None)
     async def ready() -> Response:
-        """200 when text can be generated now, with a body only where something is less than usual,
-        else 503 with the reason."""
+        """Returns 200 when text can be generated, with a body only when degraded, else 503 with
+        the reason."""
         reason = await health()
         if isinstance(reason, Degraded):
             return Response(reason, media_type="text/plain")
@@ -189,17 +189,17 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
 
     @app.get("/ping", response_model=None)
     async def alive() -> Response:
-        """200 as long as this process answers."""
+        """Returns 200 as long as this process answers."""
         return Response()
 
     @app.get("/metrics", response_model=None)
     async def prometheus() -> Response:
-        """Prometheus text."""
+        """Returns the metrics as Prometheus text."""
         return Response(await metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/version", response_model=None)
     async def served_version() -> Response:
-        """The version of this program."""
+        """Returns the version of this program."""
         return _json({"version": _version()})
 
 
@@ -214,7 +214,7 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 class _KeyCheck:
-    """Lets requests in that carry the key."""
+    """Refuses requests without the key, except on open paths."""
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app

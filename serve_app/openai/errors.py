@@ -1,7 +1,7 @@
-"""The one table from errors to HTTP.
+"""The table from errors to HTTP.
 
-Status, OpenAI's error type and code, by class; the first row that fits is taken. What is not ours
-is answered with 500 and no detail: the log has it. Decides nothing about when errors happen.
+It maps a class to a status and to OpenAI's error type and code; the first matching row applies.
+Errors that are not this project's are logged, and answered with 500 and no detail.
 """
 
 import logging
@@ -38,11 +38,11 @@ class UnknownModel(RequestError):
 
 class UnknownKey(RequestError):
     def __init__(self) -> None:
-        super().__init__("no or a wrong API key: send 'Authorization: Bearer <key>'")
+        super().__init__("missing or wrong API key: send 'Authorization: Bearer <key>'")
 
 
 class NotReady(EngineError):
-    """The health check says that no text can be generated now."""
+    """A failed health check: no text can be generated now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ _OURS = Row(error=Exception, status=500, type="server_error", code="internal_err
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
-    """An error as HTTP says it."""
+    """An error as an HTTP response."""
 
     status: int
     message: str
@@ -102,7 +102,7 @@ class HttpError:
 
 
 def http_error_of(error: Exception) -> HttpError:
-    """Logs what is our fault; the caller only sends the answer."""
+    """Converts an error to its response; logs it if the service is at fault."""
     error = _unwrapped(error)
     if isinstance(error, HTTPException):
         return _of_routing(error)
@@ -129,13 +129,13 @@ def http_error_of(error: Exception) -> HttpError:
 
 
 def http_error_of_fields(errors: Sequence[Mapping[str, object]]) -> HttpError:
-    """What pydantic found wrong with a body."""
+    """Converts what pydantic found wrong with a body."""
     message, param = _said_of_fields(errors)
     return HttpError(status=400, message=message, type=_INVALID, param=param)
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Ray hands over an actor's error with its traceback around it; `cause` is the error itself."""
+    """Returns the original of an actor's error, which Ray wraps together with its traceback."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, EesdError) else error
 
@@ -147,7 +147,8 @@ def _said(error: Exception) -> tuple[str, str | None]:
 
 
 def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
-    """The first field to blame, and all that is wrong with it (a union fails once per branch)."""
+    """Returns all that is wrong with the first field (a union fails once per branch), and its
+    name."""
     kind = str(errors[0]["type"])
     if kind == "json_invalid":
         return "the body is not valid JSON", None
@@ -160,7 +161,7 @@ def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | 
 
 
 def _param_of(location: object) -> str | None:
-    """`messages[0].role` for a field of a field, without pydantic's names for union branches."""
+    """Returns a field's path, such as `messages[0].role`, without pydantic's union branches."""
     assert isinstance(location, tuple)
     names = location[1:] if location[:1] == ("body",) else location
     if not names:

@@ -1,8 +1,8 @@
 """Runs the choices of one request and turns their tokens into text.
 
-Decides where a choice's text ends and counts what it took. Whatever happens (the text ended at a
-stop string, the client left, another choice failed), a generation that the engine has not ended
-itself is aborted. Knows no JSON.
+Decides where a choice's text ends and counts what it took. A generation that the engine has not
+ended itself is always aborted: when the text ended at a stop string, when the client left, when
+another choice failed. Knows no JSON.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class Delta:
     added: TextDelta
     emission: Emission
     at_s: float
-    """When it came, on the monotonic clock."""
+    """Time of arrival, on the monotonic clock."""
 
 
 class ChoiceTally:
-    """What one choice has taken so far."""
+    """Counts and times of one choice so far."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -42,10 +42,10 @@ class ChoiceTally:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.inter_token_s: list[float] = []
-        """Per emission after the first, its distance divided by its tokens."""
+        """For each emission after the first: seconds since the one before, per token."""
         self.rounds: list[Emission] = []
         self.finish_reason = FinishReason.ABORT
-        """What it is until the text has ended."""
+        """ABORT until the text has ended."""
 
     def add(self, delta: Delta) -> None:
         emission = delta.emission
@@ -70,7 +70,7 @@ class ChoiceTally:
 async def generate(
     engine: EngineClient, choice: Choice, *, codec: TextCodec, options: TextOptions
 ) -> AsyncGenerator[Delta, None]:
-    """One choice, until its text ends."""
+    """Yields the deltas of one choice, until its text ends."""
     text = TextAssembler(
         codec,
         choice.request.sampling,
@@ -88,7 +88,7 @@ async def generate(
             yield Delta(choice.index, added, emission, time.monotonic())
             if added.finish_reason is not None:
                 return
-        raise EngineError("the engine ended a stream without saying why")
+        raise EngineError("the engine ended a stream without a finish reason")
     finally:
         await _release(engine, choice, emissions, abort=not ended_itself)
 
@@ -96,9 +96,9 @@ async def generate(
 async def merged(
     sources: Sequence[AsyncGenerator[T, None]], *, at_once: int = 32
 ) -> AsyncGenerator[T, None]:
-    """What any of them yields, as it comes; the first error ends them all.
+    """Yields the items of all sources in order of arrival; the first error ends all sources.
 
-    So many run `at_once`: all choices of one request together would fill any queue.
+    At most `at_once` sources run at a time: all choices of one request would fill any queue.
     """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
@@ -126,7 +126,7 @@ async def merged(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """The last thing one source has to say."""
+    """Marks the end of one source."""
 
     error: Exception | None = None
 
@@ -138,7 +138,7 @@ async def _pump(
         async with turns, aclosing(source):
             async for item in source:
                 items.put_nowait(item)
-    except Exception as error:  # raised again by whoever reads the queue
+    except Exception as error:  # raised again by `merged`
         items.put_nowait(_Ended(error=error))
     else:
         items.put_nowait(_Ended())

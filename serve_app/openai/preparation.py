@@ -1,7 +1,7 @@
-"""From what a body says to the requests that an engine runs.
+"""Turns the bodies of requests into requests for an engine.
 
 Decides everything about a request before any work starts: token ids, limits, end tokens, seeds,
-ids. What cannot be served is refused here, naming the field. Knows neither HTTP nor engines.
+ids. Refuses what cannot be served, naming the field. Knows neither HTTP nor engines.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ Prompt = tuple[TokenId, ...]
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _TOP_K_OF_ALL = 2**31 - 1
-"""More than any vocabulary has; whatever is above it means the same."""
+"""More than any vocabulary has; larger values mean the same."""
 _ID_DIGITS = 20
-"""No token id is that long, and Python refuses to read numbers of thousands of digits."""
+"""Longer than any token id; Python refuses to read numbers of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How tokens become the text that is shown."""
+    """How tokens become the text of an answer."""
 
     stops: tuple[str, ...] = ()
     include_stop_in_output: bool = False
@@ -59,7 +59,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A whole request of a client: one or more choices over one or more prompts."""
+    """A client's request: one or more choices for each of one or more prompts."""
 
     kind: Kind
     response_id: str
@@ -70,7 +70,7 @@ class Prepared:
     seed: int
     prompts: tuple[Prompt, ...]
     echoed: tuple[str, ...]
-    """Per prompt, what stands before its answers; empty strings unless `echo` was asked for."""
+    """Text before the answers of each prompt; empty strings without `echo`."""
     choices: tuple[Choice, ...]
     text: TextOptions
     max_draft_tokens: int | None
@@ -82,7 +82,7 @@ class Prepared:
 
 
 class Preparation:
-    """Everything about the served model that a request is checked against."""
+    """Prepares requests, and checks them against the served model."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Preparation:
         traceparent: str | None = None,
         workload: str | None = None,
     ) -> Prepared:
-        """`workload`: the class that the request's surroundings name; its body comes first."""
+        """`workload`: a class named outside the body, which overrides it."""
         self._check(fields)
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
@@ -323,8 +323,8 @@ class Preparation:
 
 
 def choice_seed(seed: int, i: int) -> int:
-    """The i-th choice's own seed, below 2**64; the first is the seed itself: n changes nothing
-    for it."""
+    """Returns the seed of the i-th choice, below 2**64. The first has the request's seed: `n` does
+    not change it."""
     if i == 0:
         return seed % 2**64
     digest = hashlib.sha256(f"choice {i} of {seed % 2**64}".encode()).digest()
@@ -332,7 +332,7 @@ def choice_seed(seed: int, i: int) -> int:
 
 
 def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages as chat templates expect them: text contents and the four classic roles."""
+    """Converts messages for chat templates: text contents, and `developer` becomes `system`."""
     return [
         {
             **(message.model_extra or {}),

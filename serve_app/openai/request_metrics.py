@@ -1,7 +1,7 @@
 """The `metrics` object of a response: seed, timings, and how speculation went.
 
-Names and definitions as vLLM reports them per request, so that tools which read those read ours.
-With several choices the rounds of all are counted together. Decides nothing.
+Names and definitions are those of vLLM's per-request metrics, so that tools for these can read
+them. With several choices the rounds of all are counted together.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""What goes back: completion, chat and chunk objects in OpenAI's shape.
+"""Completion, chat and chunk objects, as OpenAI's API sends them.
 
-Every key that OpenAI sends is there, null included. Nothing is decided here; what happened is
-written down.
+Every key that OpenAI sends is there, null included.
 """
 
 from collections.abc import Sequence
@@ -15,16 +14,16 @@ from serve_app.openai.request_metrics import metrics_of
 Json = dict[str, object]
 
 _LOWEST_LOGPROB = -9999.0
-"""JSON knows no infinity."""
+"""JSON has no infinity."""
 
 
 class Answer:
-    """One response while it grows; gives chunks on the way, or the whole at the end."""
+    """One growing response; gives chunks on the way, or the whole at the end."""
 
     def __init__(
         self, prepared: Prepared, *, codec: TextCodec, tallies: Sequence[ChoiceTally]
     ) -> None:
-        """`tallies` are kept by whoever runs the choices."""
+        """`tallies` are updated by the caller, as the choices run."""
         self._prepared = prepared
         self._tallies = tallies
         self._choices = [
@@ -35,11 +34,11 @@ class Answer:
         self._choices[delta.index].add(delta)
 
     def opening_chunks(self) -> list[Json]:
-        """What stands before the first token: roles in a chat, the prompt where it is echoed."""
+        """Returns what precedes the first token: roles in a chat, the prompt with `echo`."""
         return [self._chunk([opening]) for choice in self._choices if (opening := choice.opening())]
 
     def chunk(self, delta: Delta) -> Json | None:
-        """What a delta makes visible; None when that is nothing yet."""
+        """Returns the chunk of a delta; None while its text is held back."""
         shown = self._choices[delta.index].shown(delta)
         return None if shown is None else self._chunk([shown])
 
@@ -86,7 +85,7 @@ class Answer:
 
 
 def num_cached_tokens(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> int:
-    """Per prompt, what was in the cache before any of its choices had run."""
+    """Sums, over prompts, the tokens that were cached before any choice of the prompt ran."""
     cached: dict[int, int] = {}
     for choice, tally in zip(prepared.choices, tallies, strict=True):
         known = cached.get(choice.prompt_index, tally.num_cached)
@@ -109,7 +108,7 @@ class _GrowingChoice:
         self._tokens: list[TokenId] = []
         self._entries: list[_Entry] = []
         self._num_shown = 0
-        """Tokens whose ids and log-probabilities have left already."""
+        """Tokens with ids and log-probabilities already sent."""
         self._finish_reason: TextFinish | None = None
         self._stop_reason: str | int | None = None
 
@@ -135,7 +134,9 @@ class _GrowingChoice:
         }
 
     def shown(self, delta: Delta) -> Json | None:
-        """Call after `add`; log-probabilities of text held back ride with the next chunk."""
+        """Returns the visible part of a delta; call after `add`.
+
+        Log-probabilities of text that is held back go into the next chunk."""
         if not delta.added.text and delta.added.finish_reason is None:
             return None
         start, self._num_shown = self._num_shown, len(self._tokens)
@@ -188,7 +189,7 @@ class _Entry:
 
 
 class _Logprobs:
-    """Log-probabilities in both of OpenAI's shapes."""
+    """Log-probabilities in the formats of completions and of chats."""
 
     def __init__(self, codec: TextCodec, *, num_top: int) -> None:
         self._codec = codec
@@ -214,7 +215,7 @@ class _Logprobs:
         return entry.logprobs.top[: self._num_top]
 
     def _text_top(self, entry: _Entry) -> dict[str, float]:
-        """The chosen token is always among them, so there may be one more than asked for."""
+        """Includes the chosen token, so there may be one more than asked for."""
         pairs = [*self._top(entry), (entry.token, entry.logprobs.logprob)]
         top: dict[str, float] = {}
         for token, logprob in pairs:
@@ -230,7 +231,7 @@ class _Logprobs:
         }
 
     def _text(self, token: TokenId) -> str:
-        """Part of a character is written as bytes, as OpenAI does."""
+        """Returns a token's text; a part of a character is written as bytes, as OpenAI does."""
         raw = self._codec.token_bytes(token)
         try:
             return raw.decode("utf-8")

@@ -1,8 +1,8 @@
-"""What people may send: OpenAI's names, the extras of vLLM, and our `speculation`.
+"""Fields of requests: OpenAI's names, the extras of vLLM, and `speculation`.
 
 Types and ranges of single fields are checked here, strictly: "0.5" is no number. A null means the
-default, as OpenAI's clients send it. Fields nobody declared are kept aside; `unsupported` says
-which of them are refused because ignoring them would change the answer.
+default, as OpenAI's clients send it. Undeclared fields are kept aside; `unsupported` says which of
+them are refused because ignoring them would change the answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
 
 
 class _OneOf:
-    """Takes these strings alone, with the errors and the JSON schema of a `Literal`."""
+    """Accepts only these strings, with the errors and the JSON schema of a `Literal`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -52,7 +52,7 @@ ControllerName = Annotated[str, _OneOf(CONTROLLER_NAMES)]
 
 
 class Fields(BaseModel):
-    """A JSON object whose nulls mean defaults."""
+    """A JSON object in which null means the default."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -72,17 +72,17 @@ class Fields(BaseModel):
 
 
 class SpeculationFields(Fields):
-    """What a request may say about speculation; it changes the time, never the text."""
+    """Speculation settings of a request; they change its time, never its text."""
 
     model_config = ConfigDict(extra="forbid")
 
     mode: Literal["off", "auto"] = "auto"
     controller: ControllerName | None = None
-    """What decides how far to draft; the service's default when absent."""
+    """Decides how far to draft; the service's default when absent."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Ceiling on one draft; the service's own ceiling still holds."""
+    """Ceiling on one draft; the service's ceiling still holds."""
     workload: Annotated[str, Field(pattern=WORKLOAD_PATTERN)] | None = None
-    """Class of similar requests, which warm each other's beliefs; derived when absent."""
+    """Class of similar requests, which share a pooled prior; derived when absent."""
     tree: TreeShape | None = None
     """Whether alternatives are drafted too: `none`, `static` or `dynamic`; the service's default
     when absent."""
@@ -92,26 +92,26 @@ class SpeculationFields(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool = False
-    """One more chunk before the end, with usage and metrics."""
+    """Adds a chunk with usage and metrics before the end."""
 
 
 class GenerationFields(Fields):
-    """What both kinds of request have in common."""
+    """Fields of both kinds of requests."""
 
     model: str | None = None
-    """The served model's name; absent means that one."""
+    """Name of the served model; may be left out."""
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     logit_bias: dict[str, Bias] = {}
-    """Token id to what is added to its logit."""
+    """Token id to the value that is added to its logit."""
     temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: Probability = 0.0
     seed: Seed | None = None
-    """Drawn at random when absent; the response's `metrics.seed` tells which it was."""
+    """Drawn at random when absent; `metrics.seed` of the response reports it."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
     stop_token_ids: list[NonNegativeInt] = []
@@ -138,13 +138,13 @@ class GenerationFields(Fields):
 
 
 class CompletionFields(GenerationFields):
-    """POST /v1/completions."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1)]
     echo: bool = False
-    """The prompt stands before the answer."""
+    """Whether the answer begins with the prompt."""
     logprobs: NumAlternatives | None = None
-    """So many alternatives beside every token."""
+    """Number of alternatives reported for every token."""
     add_special_tokens: bool = True
 
     @property
@@ -163,18 +163,18 @@ class ContentPart(Fields):
 
 
 class Message(Fields):
-    """One message; what is not declared goes to the chat template as it is."""
+    """One message; undeclared fields go to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] = ""
 
 
 class ChatFields(GenerationFields):
-    """POST /v1/chat/completions."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
-    """The newer name of `max_tokens`; it wins."""
+    """The newer name of `max_tokens`; overrides it."""
     logprobs: bool = False
     top_logprobs: NumAlternatives | None = None
     """Needs `logprobs`."""
@@ -184,7 +184,7 @@ class ChatFields(GenerationFields):
 
 
 class TokenizeFields(Fields):
-    """POST /tokenize: a prompt or messages."""
+    """Body of `POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -200,7 +200,7 @@ class TokenizeFields(Fields):
 
 
 class DetokenizeFields(Fields):
-    """POST /detokenize."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: list[NonNegativeInt]
@@ -253,7 +253,7 @@ _HARMLESS_WHEN: Mapping[str, Callable[[object], bool]] = {
     "vllm_xargs": _empty,
     "web_search_options": _never,
 }
-"""Undeclared fields that are refused, and the values that change nothing and pass."""
+"""Undeclared fields that are refused, except for values that change nothing."""
 
 _QUIETLY_IGNORED = frozenset(
     {
@@ -276,7 +276,7 @@ _QUIETLY_IGNORED = frozenset(
 
 
 def unsupported(fields: GenerationFields) -> str | None:
-    """The first field that would change the answer and that nothing here can honour."""
+    """Returns the first field that would change the answer and is not supported; None: none."""
     unknown = fields.unknown
     for name, value in unknown.items():
         harmless = _HARMLESS_WHEN.get(name)
@@ -294,5 +294,5 @@ def unsupported(fields: GenerationFields) -> str | None:
 
 
 def ignored(fields: GenerationFields) -> list[str]:
-    """Undeclared fields worth a line in the log."""
+    """Returns undeclared fields that are worth a line in the log."""
     return sorted(fields.unknown.keys() - _QUIETLY_IGNORED)

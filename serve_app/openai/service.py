@@ -1,6 +1,6 @@
-"""Answers prepared requests over an engine: whole, or chunk by chunk.
+"""Answers prepared requests with an engine, in one piece or chunk by chunk.
 
-The HTTP API and the batch runner are two ways in. Knows neither.
+The HTTP API and the batch runner both use it; it depends on neither.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
 _INLINE_CHARS = 16_384
-"""Longer bodies are tokenised in a thread, so that streams of others go on meanwhile."""
+"""Longer bodies are tokenised in a thread, so that other streams are not delayed."""
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
@@ -47,7 +47,7 @@ class Service:
         tracing: Tracing | None = None,
         observe_request: RequestObserver | None = None,
     ) -> None:
-        """`observe_request` is told of every choice that ended, however it did."""
+        """`observe_request` is called for every choice that ended, in whatever way."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
@@ -77,7 +77,7 @@ class Service:
         return answer.whole()
 
     async def chunks(self, prepared: Prepared) -> AsyncGenerator[Json, None]:
-        """The first chunk comes with the first tokens, so that a refusal comes before it."""
+        """Yields chunks; the first comes with the first tokens, so that a refusal precedes it."""
         tallies = _new_tallies(prepared)
         answer = Answer(prepared, codec=self._codec, tallies=tallies)
         opened = False

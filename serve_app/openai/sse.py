@@ -1,8 +1,8 @@
 """Server-sent events, as OpenAI's clients read them.
 
-One `data:` line per object, `[DONE]` exactly once at the end, errors inside the stream once it
-has begun, comments while nothing comes. The stream ends with its client: when the client leaves,
-the source of the events is closed at once, not when the next event would have been sent.
+One `data:` line per object, `[DONE]` exactly once at the end, errors inside the stream once it has
+begun, comments while there is nothing to send. When the client leaves, the source of the events is
+closed at once, not when the next event would have been sent.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ Objects = AsyncGenerator[Mapping[str, object], None]
 DONE = b"data: [DONE]\n\n"
 
 KEEP_ALIVE_S = 10.0
-"""Interval of comments while there is no token: a proxy would take a silent stream for dead."""
+"""Interval of comments while there is no token: proxies close connections that are silent."""
 
 # A pipeline that drains ends its streams itself, with their last token.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before its answer was ready."""
 
 
 def encoded(content: Mapping[str, object]) -> bytes:
-    """JSON in UTF-8; half surrogates out of somebody's input stay escaped."""
+    """Returns JSON in UTF-8; half surrogates from the input stay escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", errors="backslashreplace")
 
@@ -46,7 +46,7 @@ def event(content: Mapping[str, object]) -> bytes:
 
 
 async def while_listened_to(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Does the work, and breaks it off with ClientGone when the client leaves."""
+    """Does the work; cancels it and raises ClientGone when the client leaves."""
     working = asyncio.ensure_future(work())
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -69,7 +69,7 @@ class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves, and closes their source either way."""
 
     def __init__(self, first: Mapping[str, object], rest: Objects) -> None:
-        """The first object is there already: what fails earlier gets a real status instead."""
+        """`first` is known before the stream begins: earlier errors get an HTTP status instead."""
         super().__init__(
             _events(first, rest),
             headers={"Cache-Control": "no-cache"},
@@ -92,7 +92,7 @@ async def _events(first: Mapping[str, object], rest: Objects) -> AsyncGenerator[
     try:
         async for content in rest:
             yield event(content)
-    except Exception as error:  # the status has left: the stream itself has to say it
+    except Exception as error:  # the status is sent already: the stream carries the error
         yield event(http_error_of(error).body)
     yield DONE
 

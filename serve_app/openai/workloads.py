@@ -1,8 +1,8 @@
-"""Which workload class a request belongs to: whose pooled belief warms it.
+"""The workload class of a request: requests of a class share a pooled prior.
 
-A client may name the class; otherwise it is the kind of request and, where wished, its band of
-temperature, since the same drafts are accepted less often the hotter the sampling. Names are
-labels: they change how long a text takes, never the text.
+A client may name the class; otherwise it is the kind of request and, if configured, its band of
+temperature, since drafts are accepted less often at higher temperatures. Classes change how long a
+text takes, never the text.
 """
 
 import re
@@ -15,7 +15,7 @@ WORKLOAD_PATTERN = r"^[A-Za-z0-9._/-]{1,64}$"
 _NAME = re.compile(WORKLOAD_PATTERN)
 _GREEDY_BELOW = 1e-5
 _BANDS = ((0.5, "t0.5"), (1.0, "t1"))
-"""Temperatures up to the number are of the band; those above all are hot."""
+"""Upper limit and name of each band; temperatures above the last limit are `hot`."""
 
 
 def workload_of(
@@ -25,14 +25,14 @@ def workload_of(
     temperature: float,
     by_temperature: bool,
 ) -> str:
-    """`named` as it is, or e.g. `chat/t0`."""
+    """Returns `named`, or without it e.g. `chat/t0`."""
     if named is not None:
         return named
     return f"{kind}/{_band(temperature)}" if by_temperature else kind
 
 
 def checked_workload(header: str | None) -> str | None:
-    """The header's value, or RequestError naming it."""
+    """Returns the header's value. Raises RequestError if it is invalid."""
     if header is not None and not _NAME.fullmatch(header):
         raise RequestError(
             f"{WORKLOAD_HEADER} is {header[:80]!r}: expected up to 64 letters, digits or ._/-",

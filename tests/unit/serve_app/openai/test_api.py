@@ -526,7 +526,7 @@ def test_a_broken_engine_is_503_and_a_bug_is_500_without_its_details(api: Api) -
     assert "secret" not in answer.text
 
 
-def test_who_is_refused_for_good_is_not_invited_to_try_again(api: Api) -> None:
+def test_a_request_that_is_refused_for_good_is_not_invited_to_try_again(api: Api) -> None:
     api.engine.refusal = PoisonRequest(request_id="r", crashes=2, reason="a bug")
     answer = api.post("/v1/completions", {"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poison_request")

@@ -1,4 +1,4 @@
-"""The service without HTTP: traces, and streams that nobody reads to the end."""
+"""The service without HTTP: traces, and streams that are not read to the end."""
 
 import asyncio
 import json
