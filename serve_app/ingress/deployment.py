@@ -1,7 +1,7 @@
-"""The HTTP end of the service: one stateless FastAPI application on Serve.
+"""The HTTP deployment of the service: a stateless FastAPI application on Serve.
 
-Everything about HTTP and the OpenAI dialect is `serve_app.openai`; here it is only given its
-surroundings: a client that reaches the pipelines, a tokenizer, a health check, metrics.
+HTTP and the OpenAI API are `serve_app.openai`; this adds a client for the pipelines, a tokenizer, a
+health check and metrics.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 class Ingress:
-    """Deployed by `serve_app.app`."""
+    """One HTTP replica; deployed by `serve_app.app`."""
 
     def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
         prepare_process()
@@ -76,7 +76,7 @@ class Ingress:
         await asyncio.to_thread(self._tracing.flush)
 
     async def _health(self) -> str | None:
-        """Healthy as soon as one pipeline is; degraded when none is that is not."""
+        """Healthy if one pipeline is healthy; degraded if all healthy ones are degraded."""
         timeout_s = self._config.health.probe_timeout_s + _ANSWER_TIMEOUT_S
         try:
             answers = await self._client.health(timeout_s=timeout_s)
@@ -94,17 +94,17 @@ class Ingress:
         return merged(pages) + self._load_balancer.page()
 
     async def _rounds(self) -> dict[str, object]:
-        """Where the time of the latest rounds went."""
+        """Returns where the time of the latest rounds went."""
         rounds = await self._client.rounds(timeout_s=_ANSWER_TIMEOUT_S)
         return {"rounds": [asdict(stats) for stats in rounds]}
 
     async def _pipelines(self) -> dict[str, object]:
-        """Which processes serve, and how often they were interrupted."""
+        """Returns the processes of the pipelines, and how often they were interrupted."""
         states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
         return {"pipelines": [asdict(state) for state in states]}
 
     async def _controllers(self) -> dict[str, object]:
-        """What is believed about acceptance, by class, and what decides draft lengths from it."""
+        """Returns beliefs about acceptance, by class, and the controllers that use them."""
         parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             router: dict[str, object] = await find_router(self._config.router).describe.remote()
@@ -123,8 +123,8 @@ class Ingress:
 
 
 def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
-    """What clients must send: the key of who has started the service, or else this node's, whose
-    environment is another one in a cluster."""
+    """Returns the key that clients must send: the one of the deployed application, or else the one
+    in this node's environment, which in a cluster may differ from that of `eesd serve`."""
     if given is not None:
         return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None

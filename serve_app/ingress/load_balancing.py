@@ -1,8 +1,8 @@
-"""An ingress's lookout: which pipelines there are, and which one a request goes to.
+"""Load balancing in an ingress: which pipeline a request goes to.
 
-Asks the router's directory twice a second and decides from its latest answer: choosing calls
-nobody, and a silent router leaves the last answer standing. What cannot be decided is left to
-Serve. The decision itself is `eesd_dist.routing.choice`.
+Asks the router's directory twice a second and decides from the latest answer: a choice makes no
+call, and while the router is silent the last answer stays in use. Where it cannot decide, Serve
+does. The decision itself is `eesd_dist.routing.choice`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _POLL_S = 0.5
 
 
 class LoadBalancer:
-    """One per ingress."""
+    """Chooses pipelines for one ingress."""
 
     def __init__(self, config: ServiceConfig, *, ingress: str = "") -> None:
         """`ingress` is the label of its metrics."""
@@ -42,22 +42,22 @@ class LoadBalancer:
             expiry_s=config.router.expiry_s,
         )
         self.sender = uuid4().hex
-        """Its name to the router and to pipelines; nobody has it again, `ingress` or not."""
+        """Identifies this ingress to the router and pipelines; unique even if `ingress` is not."""
         self._counts = _Counts(ingress)
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
 
     def start(self) -> None:
-        """Looks out from now on; needs a running event loop."""
+        """Starts to poll the router; needs a running event loop."""
         if self._polling is None:
             self._polling = asyncio.ensure_future(self._poll())
 
     def choose(
         self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str] = ()
     ) -> PipelineChoice | None:
-        """Where a request with these tokens goes, migrated there or not, and not to those that have
-        `refused` it; None: Serve shall choose."""
+        """Returns the pipeline for a request with these tokens, new or `migrated`, none of those
+        that have `refused` it; None leaves the choice to Serve."""
         if migrated is not None:
             self._counts.migrations.inc()
         choice = self._chosen(tokens, migrated, refused)
@@ -75,16 +75,16 @@ class LoadBalancer:
         self._chooser.lost(PipelineId(pipeline))
 
     def is_gone(self, pipeline: str) -> bool:
-        """Whether nothing will come from it any more, as far as the router can tell."""
+        """Returns whether the pipeline is gone, as far as the router can tell."""
         return self._chooser.is_gone(PipelineId(pipeline))
 
     @property
     def num_usable(self) -> int:
-        """Pipelines that requests can be sent to, as last heard of."""
+        """Pipelines that take requests, by the latest answer of the router."""
         return sum(bool(each["is_usable"]) for each in self._chooser.describe())
 
     def page(self) -> bytes:
-        """Its counts, in Prometheus' text form."""
+        """Returns the counters as Prometheus text."""
         return generate_latest(self._counts.registry)
 
     def _chosen(
@@ -108,15 +108,15 @@ class LoadBalancer:
                 self._chooser.refresh(listed)
                 self._is_silent = False
             except (EesdError, RayError) as error:
-                router = None  # it may have been started again under its name
+                router = None  # it may have been restarted under its name
                 if not self._is_silent:
-                    logger.warning("pipelines as last heard of: error=%s", error)
+                    logger.warning("router silent, its last answer is used: error=%s", error)
                 self._is_silent = True
             await asyncio.sleep(_POLL_S)
 
 
 class _Counts:
-    """What became of the requests that came through this ingress."""
+    """Counters of the requests that came through this ingress."""
 
     def __init__(self, ingress: str) -> None:
         self.registry = CollectorRegistry()
@@ -125,9 +125,9 @@ class _Counts:
             return Counter(name, what, ["ingress"], registry=self.registry).labels(ingress)
 
         self.requests = counter("eesd_router_requests", "Requests sent to a pipeline.")
-        self.unchosen = counter("eesd_router_unchosen", "Of those, left to Serve's own choice.")
-        self.hits = counter("eesd_router_prefix_hits", "Of those, sent to where a prefix lay.")
-        self.tokens = counter("eesd_router_prefix_tokens", "Prompt tokens expected to lie there.")
+        self.unchosen = counter("eesd_router_unchosen", "Requests left to Serve's choice.")
+        self.hits = counter("eesd_router_prefix_hits", "Requests sent to a cached prefix.")
+        self.tokens = counter("eesd_router_prefix_tokens", "Prompt tokens expected in that cache.")
         self.migrations = counter(
             "eesd_router_migrations", "Streams migrated from one pipeline to another."
         )

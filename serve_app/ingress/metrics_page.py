@@ -1,6 +1,6 @@
-"""One Prometheus page out of several pipelines' pages.
+"""Merges the Prometheus pages of several pipelines into one.
 
-Every sample gets the label `pipeline`; families that several pages have become one. Pure.
+Every sample gets the label `pipeline`; families that several pages have are merged. Pure.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ def merged(pages: Iterable[MetricsPage]) -> bytes:
 
 
 class _Fixed:
-    """A collector of what is already collected."""
+    """Collector of families that are collected already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = tuple(families)

@@ -1,7 +1,7 @@
-"""The ingress's way to the pipelines: requests go out over Serve, emissions come back.
+"""The ingress's client of the pipelines: requests go out over Serve, emissions come back.
 
-A stream whose pipeline is lost goes on from its tokens with another one, and so does, at once, a
-stream that its pipeline migrates. Serve's and Ray's exceptions become ours here.
+When its pipeline is lost, a stream continues from its tokens in another one; when its pipeline
+migrates it, it does so at once. Serve's and Ray's exceptions are converted to this project's.
 """
 
 import asyncio
@@ -41,25 +41,25 @@ T = TypeVar("T")
 
 _ASK_AGAIN_S = 0.5
 _STATE_S = 3.0
-"""How long a pipeline may take to say whether it is ready: who is frozen holds up nobody."""
+"""How long a pipeline may take to say whether it is ready: a frozen one delays no stream."""
 _REST_S = 2.0
-"""So long the others still have once one has answered to a health check."""
+"""Time that the other pipelines have left after the first answer to a health check."""
 _LISTEN_S = 2.0
-"""How often it is asked, about a stream that is silent, whether its pipeline is still there."""
+"""Interval at which a stream without new items checks that its pipeline still exists."""
 _CANCEL_S = 10.0
-"""So long is a pipeline told to let go of a stream that is read elsewhere."""
+"""How long a pipeline is asked to cancel a stream that continues in another one."""
 _MAX_MIGRATIONS = 3
-"""So often a stream is handed on without a token in between; then it waits like a broken one."""
+"""Maximum migrations in a row without a token before the stream backs off."""
 
 
 @dataclass(slots=True)
 class _Journey:
-    """What a stream has been told about where to go on."""
+    """Where a stream has been sent so far."""
 
     migrated: Migrated | None = None
-    """The last such word, until a pipeline has admitted the stream."""
+    """The last migration, until a pipeline has admitted the stream."""
     refused: set[str] = field(default_factory=set)
-    """Who has sent it on since its last token."""
+    """Pipelines that have migrated it since its last token."""
     num_attempts: int = 0
 
     def heard(self, item: StreamItem) -> None:
@@ -88,7 +88,6 @@ class ServiceClient:
         self._recovery = recovery
         self._open: dict[RequestId, Any] = {}
         self._background_tasks: set[asyncio.Task[None]] = set()
-        """Background tasks."""
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
         self._load_balancer.start()
@@ -112,33 +111,35 @@ class ServiceClient:
             responses.cancel()
 
     async def health(self, *, timeout_s: float) -> tuple[Health, ...]:
-        """Every pipeline's own word; raises EngineError when none can be asked."""
+        """Returns the health of the pipelines that answer. Raises EngineError if none does."""
         return await self._of_all("health", timeout_s=timeout_s, rest_s=_REST_S)
 
     async def states(self, *, timeout_s: float) -> tuple[PipelineState, ...]:
         return await self._of_all("state", timeout_s=timeout_s)
 
     async def metrics(self, *, timeout_s: float) -> tuple[MetricsPage, ...]:
-        """Every pipeline's metrics in Prometheus' text form."""
+        """Returns the Prometheus text of every pipeline."""
         return await self._of_all("metrics", timeout_s=timeout_s)
 
     async def control(self, *, timeout_s: float) -> tuple[PipelineControl, ...]:
-        """What every pipeline's controllers go by."""
+        """Returns what every pipeline's controllers decide from."""
         return await self._of_all("control", timeout_s=timeout_s)
 
     async def rounds(self, *, timeout_s: float) -> tuple[RoundStats, ...]:
-        """Every pipeline's latest rounds."""
+        """Returns every pipeline's latest rounds."""
         parts = await self._of_all("rounds", timeout_s=timeout_s)
         return tuple(stats for part in parts for stats in part)
 
     async def _of_all(
         self, method: str, *, timeout_s: float, rest_s: float | None = None
     ) -> tuple[Any, ...]:
-        """The answers of those that answer in time; the others have `rest_s` after the first."""
+        """Returns the answers that come in time; after the first one the others have `rest_s`.
+
+        Raises EngineError if there is none."""
         deadline_s = time.monotonic() + timeout_s
         broadcast = self._pipelines.broadcast(method)
         try:
-            # Ray's own way to the answers has one deadline for all of them.
+            # Ray's `results_async` has one deadline for all answers.
             async with asyncio.timeout(timeout_s):
                 calls = await broadcast._fetch_replica_results_async()
             answers = await answered(
@@ -168,8 +169,8 @@ class ServiceClient:
         pipeline: str | None = None if choice is None else choice.pipeline
         journey.num_attempts += 1
         attempt = journey.num_attempts
-        # Serve gives all calls of one HTTP request the same id and routes only one of them: a
-        # request's choices (n) would wait for ever. Outside of its context each has its own id.
+        # Serve gives all calls of one HTTP request the same id and routes only one of them: the
+        # choices (n) of a request would wait for ever. Outside its context each call has an id.
         responses = Context().run(
             self._streams.stream.remote,
             request,
@@ -199,7 +200,7 @@ class ServiceClient:
                     tokens += [token for emission in item for token in emission.tokens]
                 yield item
         except (ray.exceptions.RayError, RayServeException) as error:
-            # Over a link that fails for a moment, it may go on there: it is cancelled all the same.
+            # After a short failure of the link the call may still run there: it is cancelled too.
             is_over = False
             if isinstance(error, PROCESS_LOST) and pipeline is not None:
                 self._load_balancer.lost(pipeline)
@@ -219,7 +220,7 @@ class ServiceClient:
                 responses.cancel()
 
     def _cancel_attempt(self, request_id: RequestId, attempt: int, *, at: str | None) -> None:
-        """Ray cancels no call that has failed, and behind a link that failed it may go on."""
+        """Ray cancels no call that has failed; behind a broken link the call may still run."""
         if at is not None:
             self._background_tasks.add(
                 task := asyncio.ensure_future(self._told(request_id, attempt, at))
@@ -236,47 +237,49 @@ class ServiceClient:
                 if told == address:
                     return
             except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-                logger.debug("not told to let go: request=%s error=%r", request_id, error)
+                logger.debug("not cancelled: request=%s error=%r", request_id, error)
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _next(self, responses: Any, pipeline: str | None) -> Any:
-        """The next item. Raises PeerLost when its pipeline is not there any more."""
+        """Returns the next item. Raises PeerLost when the pipeline is gone."""
         return await next_of(
             responses,
             is_gone=lambda: pipeline is not None and self._load_balancer.is_gone(pipeline),
         )
 
     async def _admitted(self, responses: Any, pipeline: str | None) -> Admitted:
-        """Waits for the first item: a pipeline has the request in its ledger."""
+        """Waits for the first item: then a pipeline has the request in its ledger."""
         pause_s = self._recovery.stream_pause_s
         try:
             async with asyncio.timeout(pause_s):
                 admitted: Admitted = await self._next(responses, pipeline)
         except TimeoutError as error:
             raise PeerLost(
-                peer="pipeline", operation="stream", reason=f"no word within {pause_s:g} s"
+                peer="pipeline", operation="stream", reason=f"no answer within {pause_s:g} s"
             ) from error
         except StopAsyncIteration as error:
             raise PeerLost(
-                peer="pipeline", operation="stream", reason="it ended before it began"
+                peer="pipeline", operation="stream", reason="the stream ended before it began"
             ) from error
         return admitted
 
     async def _until_ready(self, lost: EesdError) -> None:
-        """Until some pipeline takes requests, or at least goes on with those that it is made to
-        take; Serve replaces the one that was lost."""
+        """Waits until a pipeline takes requests, or is ready for those it must take; Serve
+        replaces the lost one."""
         pause_s = self._recovery.stream_pause_s
         try:
             async with asyncio.timeout(pause_s):
-                while not await self._is_any_there():  # noqa: ASYNC110  # they are elsewhere
+                while not await self._is_any_there():  # noqa: ASYNC110  # in other processes
                     await asyncio.sleep(_ASK_AGAIN_S)
         except TimeoutError as error:
-            raise EngineError(f"no pipeline within {pause_s:g} s to go on with: {lost}") from error
+            raise EngineError(
+                f"no pipeline to continue with within {pause_s:g} s: {lost}"
+            ) from error
 
     async def _is_any_there(self) -> bool:
         if self._load_balancer.num_usable:
             return True
-        try:  # the router may be silent, and one that drains is better than none
+        try:  # the router may be silent, and a draining pipeline is better than none
             states = await self._of_all("state", timeout_s=_STATE_S)
         except EngineError:  # none is there yet
             return False
@@ -286,10 +289,10 @@ class ServiceClient:
 async def answered(
     calls: Sequence[Awaitable[Any]], *, timeout_s: float, rest_s: float | None = None
 ) -> tuple[Any, ...]:
-    """What the calls answer, exceptions included, without those that are silent.
+    """Returns what the calls answer in time, exceptions included.
 
-    Once one has answered the others have `rest_s`, or all that is left. Raises TimeoutError when
-    none has.
+    After the first answer the other calls have `rest_s`; None: all the time left. Raises
+    TimeoutError if there is none.
     """
     loop = asyncio.get_running_loop()
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -311,7 +314,7 @@ async def answered(
 
 
 async def next_of(items: AsyncIterator[Any], *, is_gone: Callable[[], bool]) -> Any:
-    """The next item, however long it takes, unless who sends them `is_gone`: then PeerLost."""
+    """Waits for the next item without a limit. Raises PeerLost when its sender `is_gone`."""
     loop = asyncio.get_running_loop()
     wait = asyncio.timeout(None)
     timer: asyncio.TimerHandle
@@ -331,7 +334,7 @@ async def next_of(items: AsyncIterator[Any], *, is_gone: Callable[[], bool]) -> 
         if not wait.expired():
             raise
         raise PeerLost(
-            peer="pipeline", operation="stream", reason="the router does not hear of it any more"
+            peer="pipeline", operation="stream", reason="the router no longer lists it"
         ) from error
     finally:
         timer.cancel()

@@ -1,9 +1,8 @@
-"""Serve's part of routing: the replica that a call names, else Serve's own way of choosing.
+"""Request routing in Serve: to the replica that a call names, else by Serve's own choice.
 
-Whoever calls a pipeline has made up its mind and names a replica in the call's `target`. This class
-obeys when that replica is there, and takes the less busy of two drawn at random when it is not.
-Serve pickles the class together with its module and builds it in every process that holds a handle,
-so nothing else stands here.
+Callers of a pipeline name a replica in the call's `target`. The call goes to that replica if it
+exists, and otherwise to the less busy of two drawn at random. Serve pickles the class together with
+its module and builds it in every process with a handle, so this module contains nothing else.
 """
 
 import random
@@ -12,18 +11,18 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class NamedReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types here
-    """Given to the deployment of pipelines by `serve_app.app`."""
+    """Request router of the deployment of pipelines, set by `serve_app.app`."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks of candidates: the next one is tried when nobody of the last one answers."""
+        """Returns groups of candidates; the next one is tried if none of the last one answers."""
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [two]
-        # Else Serve asks again at once and for ever while nobody answers. Once set, it stays.
+        # Without it Serve retries at once and for ever while no replica answers. It stays set.
         is_first_try = not pending_request.routing_context.should_backoff
         pending_request.routing_context.should_backoff = True
         target = pending_request.kwargs.get("target")
@@ -34,10 +33,10 @@ class NamedReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no typ
         return [named, two] if named else [two]
 
     def _trust(self, replica: RunningReplica) -> None:
-        """Takes it to have room: Serve would ask it first, one round trip in the way of a token.
+        """Marks a replica as having room: Serve would ask it first, which costs a round trip.
 
-        A pipeline's own queue is the one bound, and a replica that has died says so by itself. One
-        that was not to be reached has to answer before it is sent the call again.
+        The pipeline's queue is the only bound, and a dead replica is noticed by the failed call. A
+        replica that could not be reached has to answer before the call is sent to it again.
         """
         if self.replica_queue_len_cache.get(replica.replica_id) is None:
             self.replica_queue_len_cache.update(replica.replica_id, 0)

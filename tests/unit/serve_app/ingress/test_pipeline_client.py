@@ -87,7 +87,7 @@ class Handle:
 
 
 class Lookout:
-    """Knows nobody that takes requests, and is told of losses."""
+    """A load balancer that knows no pipeline and records losses."""
 
     num_usable = 1
     sender = "this ingress"
@@ -128,7 +128,7 @@ async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
     return [token async for e in client.stream(REQUEST) for token in e.tokens]
 
 
-def test_who_refuses_because_another_is_thought_to_be_there_is_made_to_take_the_stream() -> None:
+def test_a_pipeline_that_refuses_since_it_knows_another_is_made_to_take_the_stream() -> None:
     async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
         yield Admitted(pipeline="draining", address="a")
         yield (
@@ -165,7 +165,7 @@ def test_a_stream_behind_a_link_that_failed_is_let_go_and_sent_again_as_a_newer_
     )
 
 
-def test_a_silent_stream_goes_on_elsewhere_once_its_pipeline_is_gone(
+def test_a_silent_stream_goes_on_in_another_pipeline_once_its_pipeline_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline_client, "_LISTEN_S", 0.05)
@@ -198,7 +198,7 @@ def test_a_timeout_of_the_items_own_is_not_taken_for_a_loss() -> None:
     asyncio.run(read())
 
 
-def test_who_answers_is_heard_and_who_is_frozen_is_left_out() -> None:
+def test_answers_are_taken_and_frozen_pipelines_are_left_out() -> None:
     async def says(answer: object) -> object:
         if isinstance(answer, EesdError):
             raise answer
