@@ -1,6 +1,6 @@
-"""An engine in this process, for whoever speaks to engines asynchronously.
+"""An asynchronous client of an engine in this process.
 
-The loop turns in a thread of its own; emissions cross over into the event loop in which this was
+The loop of the engine runs in a thread; emissions go to the event loop in which the client was
 built. For `eesd batch` and for programs that embed the engine.
 """
 
@@ -25,7 +25,7 @@ class LocalClient:
         self._submissions = count(1)
         self._loop = asyncio.get_running_loop()
         self._error: EesdError | None = None
-        """What ended the loop; None while it turns."""
+        """What ended the loop; None while it runs."""
         self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
         self._thread.start()
 

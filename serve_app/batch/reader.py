@@ -1,8 +1,7 @@
-"""The rows of a batch, as OpenAI's batch files have them or plain.
+"""Reads the rows of a batch: OpenAI's batch lines, or plain bodies.
 
-A row is read to an id, a kind and a body, or to a reason why it cannot be run; a bad row never
-stops the others. Ids are the caller's; a row without one is called after its line. Nothing is run
-here.
+A row is parsed into an id, a kind and a body, or a reason why it cannot be run; a bad row does not
+stop the others. A row without an id is named after its line.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ class Row:
     custom_id: str
     line_number: int
     digest: str
-    """Tells whether the line is the one it was in an earlier run."""
+    """Tells whether the line has changed since an earlier run."""
     kind: Kind = "completion"
     body: Mapping[str, object]
     problem: RequestError | None = None
@@ -35,7 +34,8 @@ class Row:
 
 
 def rows_of(file: Path) -> Iterator[Row]:
-    """The file is read as the rows are asked for; empty lines are no rows."""
+    """Yields rows as the file is read; skips empty lines. Raises ConfigError if it cannot be
+    read."""
     try:
         with file.open("rb") as lines:
             for line_number, line in enumerate(lines, start=1):
@@ -48,13 +48,13 @@ def rows_of(file: Path) -> Iterator[Row]:
 
 
 def checked_digests(file: Path) -> dict[str, str]:
-    """Every row's digest by id, in the file's order; refuses ids that stand there twice."""
+    """Returns digests by id, in the file's order. Raises ConfigError for an id that is repeated."""
     digests: dict[str, str] = {}
     lines: dict[str, int] = {}
     for row in rows_of(file):
         if row.custom_id in digests:
             raise ConfigError(
-                f"{file}: custom_id '{row.custom_id}' stands in lines {lines[row.custom_id]} and "
+                f"{file}: custom_id '{row.custom_id}' is in lines {lines[row.custom_id]} and "
                 f"{row.line_number}: ids have to be unique, since results are found by them"
             )
         digests[row.custom_id] = row.digest
@@ -87,7 +87,7 @@ def _row(line: bytes, line_number: int) -> Row:
 def _content(line: bytes) -> dict[str, object]:
     try:
         content = json.loads(line)
-    # A line of nothing but brackets is deeper than the parser goes.
+    # RecursionError: a line of brackets, nested deeper than the parser goes.
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the line is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -105,14 +105,14 @@ def _custom_id(content: Mapping[str, object]) -> str | None:
 
 
 def _batch_body(content: Mapping[str, object]) -> tuple[Kind, Mapping[str, object]]:
-    """OpenAI's form: {"custom_id", "method", "url", "body"}."""
+    """Reads OpenAI's form: {"custom_id", "method", "url", "body"}."""
     body = content["body"]
     if not isinstance(body, dict):
         raise RequestError("body has to be a JSON object", param="body")
     if content.get("custom_id") is None:
         raise RequestError("a row with a body needs a custom_id", param="custom_id")
     if content.get("method", "POST") != "POST":
-        raise RequestError(f"method is {content['method']}, has to be POST", param="method")
+        raise RequestError(f"method is {content['method']}, has to be `POST`", param="method")
     url = content.get("url")
     if not isinstance(url, str) or url not in _KIND_OF_URL:
         raise RequestError(f"url is {url}, has to be one of {sorted(_KIND_OF_URL)}", param="url")
@@ -120,7 +120,7 @@ def _batch_body(content: Mapping[str, object]) -> tuple[Kind, Mapping[str, objec
 
 
 def _plain_body(content: Mapping[str, object]) -> tuple[Kind, Mapping[str, object]]:
-    """The short form: the body's own fields beside an optional id."""
+    """Reads the short form: the fields of the body, and an optional id."""
     if ("prompt" in content) == ("messages" in content):
         raise RequestError("a row needs either prompt or messages", param="prompt")
     body = {name: value for name, value in content.items() if name not in ("id", "custom_id")}

@@ -1,9 +1,9 @@
-"""Runs a file of requests over an engine, and goes on where an earlier run was killed.
+"""Runs a file of requests with an engine, and continues where an earlier run was killed.
 
-Rows run side by side, so that one long answer holds up nobody. Every id is answered exactly once,
-with an error record when its row is bad, which is run again once it has been corrected; the same
-row gives the same text in any run, since its seed comes from the job's seed and its id. Requests
-are those of the HTTP API, field for field.
+Rows run concurrently, so that a long answer delays no other row. Every id is answered exactly once.
+A bad row gets an error record, and is run again once it has been corrected. A row gives the same
+text in any run, since its seed comes from the job's seed and its id. Requests are those of the HTTP
+API, field for field.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from serve_app.openai.service import Service
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Of the manifest. Another one each time that `ServedModel.identity` is made of more."""
+"""Of the manifest. Changes whenever `ServedModel.identity` covers more."""
 _MAX_ATTEMPTS = 4
 _MAX_FAILURES_IN_A_ROW = 20
 _FIRST_PAUSE_S = 0.5
@@ -50,11 +50,11 @@ _MAX_CAPACITY_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What answers, and what its answers depend on."""
+    """The model that answers, and what its texts depend on."""
 
     name: str
     identity: str
-    """Changes whenever the texts may change: a digest of the weights or their folder's state."""
+    """Changes whenever the texts may change: a digest of the weights or of their folder's state."""
     max_model_len: int
     max_draft_tokens: int = 8
     """The service's ceiling, for the statistics."""
@@ -65,15 +65,15 @@ class BatchOptions:
     concurrency: int = 16
     """Rows that run at the same time."""
     seed: int = 0
-    """The job's seed; a row's own `seed` wins."""
+    """The job's seed; the `seed` of a row overrides it."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Body fields for rows that do not say otherwise."""
+    """Body fields of rows that do not set them."""
     ordered: bool = False
-    """In the end the output stands in the input's order; meanwhile in the order of completion."""
+    """Writes the output in the input's order, in the end; until then in order of completion."""
     force: bool = False
-    """Go on behind rows of another model, seed, defaults or input; they stay as they are."""
+    """Appends to rows of another model, seed, defaults or input; they stay as they are."""
     show_progress: bool = True
-    """A bar on standard error."""
+    """Shows a bar on standard error."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -88,7 +88,7 @@ class BatchReport:
     num_skipped: int
     """Done by an earlier run."""
     num_failed_before: int
-    """Of those that were skipped: refused for what they are."""
+    """Skipped rows that were refused as invalid."""
     num_completed: int
     num_failed: int
     num_tokens: int
@@ -103,7 +103,8 @@ async def run_batch(
     model: ServedModel,
     options: BatchOptions | None = None,
 ) -> BatchReport:
-    """Raises ConfigError before any work when the two files do not fit together or each other."""
+    """Runs the rows that are not done. Raises ConfigError before any work if the files do not
+    fit."""
     options = options or BatchOptions()
     digests = _digests(input_file, output_file)
     service = _service(engine, tokenizer, model)
@@ -156,7 +157,7 @@ def _check_that_all_are_done(report: BatchReport, input_file: Path) -> None:
     if num_done != report.num_rows:
         raise ConfigError(
             f"{input_file}: had {report.num_rows} rows, and {num_done} were found when they were "
-            "run: something has written to it meanwhile; start again, what is done stays done"
+            "run: the file has changed during the run; start again, finished rows are kept"
         )
 
 
@@ -171,7 +172,7 @@ class _Run:
         self._options = options
         self._bar = bar
         self._num_failures_in_a_row = 0
-        """The engine's, over all rows."""
+        """Of the engine, over all rows."""
         self.num_completed = 0
         self.num_failed = 0
         self.num_tokens = 0
@@ -185,7 +186,7 @@ class _Run:
             raise several.exceptions[0] from None
 
     async def _answer_some(self, rows: Iterator[Row]) -> None:
-        """Takes the next row as soon as the last is done."""
+        """Takes the next row as soon as the last one is done."""
         for row in rows:
             try:
                 body = await self._answered(row)
@@ -196,7 +197,7 @@ class _Run:
             self._bar.update()
 
     async def _answered(self, row: Row) -> Json:
-        """The whole response; what may go better later is tried again."""
+        """Returns the whole response; retries what may succeed later."""
         fields = _fields_of(row, self._options)
         num_attempts = 0
         waited_s = 0.0
@@ -236,14 +237,14 @@ class _Run:
         if self._num_failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             raise EngineError(
                 f"{self._num_failures_in_a_row} rows in a row failed on the engine's side, the "
-                f"last with: {error}; start the job again when it is well: failed rows are tried "
-                "again"
+                f"last with: {error}; start the job again when the engine works: failed rows are "
+                "retried"
             ) from error
 
 
 def row_seed(seed: int, custom_id: str) -> int:
-    """A row's own seed: the same in every run, another for every id."""
-    key = f"batch {seed} {custom_id}".encode(errors="backslashreplace")  # half surrogates are ids
+    """Returns a row's seed: the same in every run, another for every id."""
+    key = f"batch {seed} {custom_id}".encode(errors="backslashreplace")  # allows half surrogates
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
 
 
@@ -253,7 +254,7 @@ def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields
     seed = row_seed(options.seed, row.custom_id)
     body = {"seed": seed, **options.defaults, **row.body}
     if body.get("stream"):
-        raise RequestError("stream: rows of a batch are answered whole", param="stream")
+        raise RequestError("stream: rows of a batch cannot be streamed", param="stream")
     if body["seed"] is None:
         body["seed"] = seed
     kind = ChatFields if row.kind == "chat" else CompletionFields
@@ -263,7 +264,7 @@ def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields
 def _record(
     row: Row, *, status: int, body: Mapping[str, object], error: HttpError | None = None
 ) -> Json:
-    """OpenAI's output line, and the digest of the input's."""
+    """Returns OpenAI's output line, with the digest of the input line."""
     unique = hashlib.sha256(row.custom_id.encode(errors="backslashreplace")).hexdigest()[:24]
     failure = (
         None if error is None else {"code": error.code or error.type, "message": error.message}

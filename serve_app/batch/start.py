@@ -26,13 +26,14 @@ _TEXT_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What turns a prompt into token ids and ends a text, besides the model's shape."""
+"""Files that, besides the model's shape, decide the token ids of a prompt and the end of a text."""
 
 
 async def run_here(
     input_file: Path, output_file: Path, *, config: ServiceConfig, options: BatchOptions
 ) -> BatchReport:
-    """Raises ConfigError before any row is run when something does not fit."""
+    """Runs a batch in this process. Raises ConfigError before any row when something does not
+    fit."""
     engine = config.engine
     model = ServedModel(
         name=config.served_model_name,
@@ -61,7 +62,7 @@ async def run_there(
     config: ServiceConfig,
     options: BatchOptions,
 ) -> BatchReport:
-    """`config` names the folder of the tokenizer, which has to be the service's own."""
+    """Runs a batch over a service. `config` names the folder of the service's tokenizer."""
     tokenizer = Tokenizer.load(config.engine.model.path)
     async with aclosing(HttpClient(url, model="", api_key=api_key)) as asking:
         card = await asking.model_card()
@@ -82,9 +83,9 @@ async def run_there(
 
 
 def _identity(engine: EngineConfig) -> str:
-    """A digest of the weights and of what else decides texts.
+    """Returns a digest of the weights and of all else that decides texts.
 
-    The draft stage does not, unless rejection sampling draws other tokens behind its drafts.
+    Drafts do not, except with rejection sampling, which draws other tokens after them.
     """
     model = engine.model
     words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
@@ -95,7 +96,7 @@ def _identity(engine: EngineConfig) -> str:
 
 
 def _identity_there(name: str, folder: Path) -> str:
-    """Of a service only the name is known; prompts and ends are made here, from the folder."""
+    """Returns the model's name, all that is known of it, and a digest of the local tokenizer."""
     return f"served as {name}, text by {_digest('', _text_files(folder))}"
 
 

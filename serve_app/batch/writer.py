@@ -1,9 +1,10 @@
-"""The output file of a batch, and the manifest beside it.
+"""The output file of a batch, and its manifest.
 
-Whatever kills the process, the file holds whole lines and at most one torn line at its end, which
-the next run cuts off. The manifest says what the lines were made with; another model, seed or
-other defaults are refused, since half the file would then have another meaning. One process at a
-time: the manifest is locked. What a disk refuses is a ConfigError. Knows nothing of requests.
+However the process ends, the file holds whole lines and at most one torn line at its end, which the
+next run cuts off. The manifest records what the lines were made with; a run with another model,
+seed or defaults is refused, since it would give the rest of the file another meaning. The manifest
+is locked, so one process writes at a time. Disk errors are raised as ConfigError. Knows nothing of
+requests.
 """
 
 import fcntl
@@ -26,7 +27,7 @@ _SECONDS_PER_SYNC = 2.0
 
 
 class Manifest:
-    """Locked as long as it is open."""
+    """What an output was made with; locked as long as it is open."""
 
     def __init__(self, output: Path) -> None:
         self._file_name = output.with_name(f"{output.name}.manifest.json")
@@ -43,7 +44,8 @@ class Manifest:
             ) from error
 
     def claim(self, contents: Mapping[str, object], *, output: Path, force: bool) -> None:
-        """Refuses an output that was made with something else, unless forced."""
+        """Records `contents`. Raises ConfigError if the output was made with others, unless
+        forced."""
         self._file.seek(0)
         text = self._file.read()
         has_rows = output.exists() and output.stat().st_size > 0
@@ -60,7 +62,7 @@ class Manifest:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # writes again what `claim` has failed with, and nothing else
+        with suppress(OSError):  # retries only what `claim` has failed to write
             self._file.close()
 
     def _refuse_another(self, text: str, contents: Mapping[str, object], *, output: Path) -> None:
@@ -71,13 +73,13 @@ class Manifest:
         if not isinstance(found, dict):
             raise ConfigError(
                 f"{output}: has rows already, and no manifest says how they were made; name "
-                "another output, or take --force to go on behind them"
+                "another output, or use --force to append to them"
             )
         if found.get("format") != contents.get("format"):
             raise ConfigError(
                 f"{output}: another version of eesd began it (format {found.get('format')!r}, this "
-                f"one has {contents.get('format')!r}), and what decides its texts was not noted in "
-                "the same way; name another output, or take --force if the model's folder and the "
+                f"one has {contents.get('format')!r}), and what decides its texts was recorded in "
+                "another way; name another output, or use --force if the model's folder and the "
                 "options are still the same"
             )
         names = sorted(found.keys() | contents.keys())
@@ -85,7 +87,7 @@ class Manifest:
             if found.get(name) != contents.get(name):
                 raise ConfigError(
                     f"{output}: its rows were made with {name} {found.get(name)!r}, this run has "
-                    f"{contents.get(name)!r}; name another output, or take --force to mix them"
+                    f"{contents.get(name)!r}; name another output, or use --force to mix them"
                 )
 
 
@@ -95,11 +97,11 @@ class Done:
 
     ids: frozenset[str]
     failed: frozenset[str]
-    """Those of them that were refused for what they are."""
+    """Those of them that were refused as invalid."""
 
 
 class OutputFile:
-    """Rows that are done; more are appended."""
+    """The rows that are done; more are appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,11 +113,11 @@ class OutputFile:
         self._synced_s = time.monotonic()
 
     def recover(self, digests: Mapping[str, str], *, force: bool) -> Done:
-        """Cuts off a torn line and drops rows that are to be done again.
+        """Cuts off a torn line and drops rows that are to run again.
 
-        Those are the ones that may go better now, and failed ones with another digest in `digests`,
-        which has every row's of the input. Answered ones with another digest are refused, unless
-        forced.
+        Those are rows that may succeed now, and failed rows that have changed: their digest is not
+        the one in `digests`, which has every row of the input. Raises ConfigError for answered rows
+        that have changed, unless forced.
         """
         self._cut_torn_line()
         records = list(self._records())
@@ -130,7 +132,7 @@ class OutputFile:
         )
 
     def append(self, record: Mapping[str, object]) -> None:
-        """The line is out of this process when this returns, and on disk a little later."""
+        """Writes the line to the file; it is on disk a little later."""
         with _writing(self._path):
             self._write(encoded(record) + b"\n")
             self._num_unsynced += 1
@@ -139,7 +141,7 @@ class OutputFile:
                 self._sync()
 
     def put_in_order(self, ids: Mapping[str, object]) -> None:
-        """Rows in the order of `ids`; those of no id in it come last, as they stand."""
+        """Sorts the rows in the order of `ids`; rows of other ids come last, in their order."""
         rank = {custom_id: i for i, custom_id in enumerate(ids)}
         lines = [(rank.get(_id_of(r), len(rank)), line) for line, r in self._records()]
         if lines != sorted(lines, key=lambda entry: entry[0]):
@@ -155,7 +157,7 @@ class OutputFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # An error that is on its way came first; it may be this very disk's.
+        # An earlier error is passed on: it may be the reason why this disk fails now.
         closing: AbstractContextManager[object] = (
             _writing(self._path) if error is None else suppress(OSError)
         )
@@ -193,8 +195,8 @@ class OutputFile:
         if changed:
             raise ConfigError(
                 f"{self._path}: {len(changed)} rows were answered already and have another content "
-                f"now, '{changed[0]}' for one; name another output, or take --force to keep the "
-                "old answers"
+                f"now, e.g. '{changed[0]}'; name another output, or use --force to keep the old "
+                "answers"
             )
 
     def _records(self) -> Iterator[tuple[bytes, dict[str, object]]]:
@@ -212,7 +214,7 @@ class OutputFile:
                 yield line, record
 
     def _rewrite(self, lines: Iterator[bytes]) -> None:
-        """All or nothing: a new file takes the old one's name when it is complete."""
+        """Replaces the file by a new one, once that is complete."""
         draft = self._path.with_name(f"{self._path.name}.rewriting")
         with _writing(self._path):
             try:
@@ -222,14 +224,14 @@ class OutputFile:
                     os.fsync(file.fileno())
                 draft.replace(self._path)
             finally:
-                draft.unlink(missing_ok=True)  # half a draft would only take room
+                draft.unlink(missing_ok=True)  # half a file would only take space
             rewritten = _opened(self._path)
         self._file.close()
         self._file = rewritten
 
 
 def _opened(path: Path) -> FileIO:
-    """Without a buffer, which would write a refused line once more when it is closed."""
+    """Opens without a buffer, which would write a failed line again when it is closed."""
     return path.open("ab+", buffering=0)
 
 
@@ -239,8 +241,8 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); make room and start again, what is "
-            "done stays done"
+            f"{path}: cannot be written ({error.strerror}); make room and start again, finished "
+            "rows are kept"
         ) from error
 
 
@@ -253,13 +255,13 @@ def _has_failed(record: Mapping[str, object]) -> bool:
 
 
 def _has_changed(record: Mapping[str, object], digests: Mapping[str, str]) -> bool:
-    """Rows that have left the input have not."""
+    """Returns whether the input has the row with another digest."""
     digest = str(record.get("digest"))
     return digests.get(_id_of(record), digest) != digest
 
 
 def _is_worth_another_try(record: Mapping[str, object], digests: Mapping[str, str]) -> bool:
-    """Refused for lack of room, failed on our side, or corrected since it failed."""
+    """Returns whether a row was refused for lack of room, failed on our side, or was corrected."""
     response = record.get("response")
     status = response.get("status_code") if isinstance(response, dict) else None
     if isinstance(status, int) and (status == 429 or status >= 500):

@@ -75,7 +75,7 @@ def defaults_of(words: Sequence[str]) -> dict[str, object]:
         if not survives:
             raise ConfigError(
                 f"--default {word}: found {value!r}, which JSON has no form for: put dates, and "
-                "the keys of a mapping, into quotes of their own"
+                "the keys of a mapping, into additional quotes"
             )
         defaults[name] = value
     return defaults

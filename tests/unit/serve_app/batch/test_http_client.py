@@ -1,4 +1,4 @@
-"""What a server says, as errors by whose fault it is. Nothing of ours answers here."""
+"""A server's answers as errors: of the row, or of the service. The server is a toy."""
 
 import asyncio
 from contextlib import aclosing
@@ -46,7 +46,7 @@ def test_what_is_wrong_with_the_request_is_the_requests_fault(status: int) -> No
     assert str(error) == "its own words"
 
 
-def test_a_full_service_is_nobodys_fault() -> None:
+def test_a_full_service_is_no_fault_of_the_request() -> None:
     assert isinstance(_refused(_saying(ERROR, 429)), CapacityError)
 
 

@@ -1,4 +1,4 @@
-"""An engine in this process that breaks: everybody is told, those who come later too."""
+"""An engine in this process that breaks: every request is told, and every later one."""
 
 import asyncio
 import threading

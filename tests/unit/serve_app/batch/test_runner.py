@@ -46,7 +46,7 @@ def _texts(file: Path) -> dict[object, object]:
 
 @contextmanager
 def _room_for(num_bytes: int) -> Iterator[None]:
-    """No file grows beyond it: what a full disk does to whoever writes (Python ignores SIGXFSZ)."""
+    """No file grows beyond it: writing fails as on a full disk (Python ignores SIGXFSZ)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -107,7 +107,7 @@ def test_a_second_run_has_nothing_to_do(rows: Path, tmp_path: Path) -> None:
     assert engine.requests == []
 
 
-def test_bad_rows_become_error_records_and_stop_nobody(tmp_path: Path) -> None:
+def test_bad_rows_become_error_records_and_stop_no_other_row(tmp_path: Path) -> None:
     good = {"id": "good", "prompt": "x"}
     bad: list[tuple[str, object]] = [
         ("no prompt", {"id": "no prompt"}),
@@ -153,7 +153,7 @@ def test_openai_lines_and_plain_lines_mean_the_same(tmp_path: Path) -> None:
 
 def test_ids_that_stand_twice_are_refused_with_both_lines(tmp_path: Path) -> None:
     file = _write(tmp_path / "in.jsonl", [*_plain(3), {"id": "r1", "prompt": "other"}])
-    with pytest.raises(ConfigError, match="'r1' stands in lines 2 and 4"):
+    with pytest.raises(ConfigError, match="'r1' is in lines 2 and 4"):
         run(file, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -371,7 +371,7 @@ def test_a_poison_row_is_sent_once_and_never_again(
 
 
 class _FailsAtFirst(ToyEngine):
-    """Refuses so many requests, or only those whose prompt has a certain letter."""
+    """Refuses so many requests, or only those with a certain letter in the prompt."""
 
     def __init__(self, error: Exception, *, times: int, only: str = "") -> None:
         super().__init__(vocab_size=128)
