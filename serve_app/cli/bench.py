@@ -14,7 +14,7 @@ _FUZZ = "exact --random"
 
 
 class _Benchmarks(TyperGroup):
-    """`exact` with --random or --case has other options: it is a command of its own."""
+    """Resolves `exact` with --random or --case, which has other options, to a separate command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

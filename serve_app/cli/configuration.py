@@ -1,7 +1,7 @@
 """Options of the commands that run an engine, and the configuration they make.
 
-Options are names for keys of the configuration. One that is not given leaves the key as the file,
-or the default, has it.
+An option sets one key of the configuration; without it the key has the value of the file, or the
+default.
 """
 
 import os
@@ -76,7 +76,7 @@ class ServiceFlags:
 
 
 def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "ServiceConfig":
-    """The file with the options over it, then every --set. Raises ConfigError."""
+    """Builds the configuration: the file, then options, then every --set. Raises ConfigError."""
     from serve_app.config import BUNDLED_MODEL, read_service_config, service_config
     from serve_app.settings import apply_settings, is_missing, put
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SHAPE = {"default": dict, "pinned": bool, "workloads": dict, "pipelines": list}
-"""Tells an answer of ours from other JSON."""
-_UNTIL_HEARD = "pipelines hear of it within a second"
+"""Tells the service's answer from other JSON."""
+_UNTIL_HEARD = "it takes effect in the pipelines within a second"
 
 File = Annotated[Path, Argument(metavar="FILE", help="JSON file of pools")]
 
@@ -79,8 +79,8 @@ def promote(
     for report in reports:
         echo(f"{report.pipeline} drafts with {report.sha256[:12]} from its next round on")
     echo(
-        "a router that outlives the service goes on with it; else a restarted service has the "
-        "head of its configuration again: name this one with --head"
+        "a restarted service drafts with the head of its configuration, unless its router kept "
+        "running: name this one with --head"
     )
 
 

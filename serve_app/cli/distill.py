@@ -41,7 +41,7 @@ def distill() -> None:
 
 
 def require_extra() -> None:
-    """Raises ConfigError naming all that is missing, rather than hours later the first of it."""
+    """Raises ConfigError that names all missing packages, before hours of work."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -51,7 +51,7 @@ def require_extra() -> None:
 
 
 def _listed() -> None:
-    """Stands in the list for a step."""
+    """Placeholder of a step in the list of commands."""
 
 
 app = group("distill", cls=_Steps)

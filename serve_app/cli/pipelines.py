@@ -1,4 +1,4 @@
-"""`eesd pipelines`: the pipelines of a running service, and the means to empty one."""
+"""`eesd pipelines`: lists and drains the pipelines of a running service."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +22,12 @@ def list_pipelines(service: RunningService) -> None:
 
 
 def drain(name: Name, service: RunningService) -> None:
-    """Moves the streams of a pipeline away; it gets no requests."""
+    """Moves the streams of a pipeline to others; it gets no more requests."""
     with service.connected() as connected:
         drained = connected.drain(name)
     echo(
-        f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams go on elsewhere"
-        f"{_taken_along(drained.migration)}"
+        f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams continue in "
+        f"other pipelines{_taken_along(drained.migration)}"
     )
 
 
@@ -59,7 +59,7 @@ def _taken_along(migration: "MigrationReport | None") -> str:
     if migration is None:
         return ""
     if migration.how == "recomputed":
-        return f", computed again from their tokens: {migration.reason or 'nothing was cached'}"
+        return f", recomputed from their tokens: {migration.reason or 'nothing was cached'}"
     return (
         f", with {migration.num_pages} pages ({migration.num_bytes / 2**20:.1f} MiB, "
         f"{migration.seconds:.1f} s)"
@@ -69,7 +69,7 @@ def _taken_along(migration: "MigrationReport | None") -> str:
 app = service_group(
     "pipelines",
     list_pipelines,
-    description="Lists the pipelines of a running service, and empties one.",
+    description="Lists the pipelines of a running service, and drains one.",
 )
 add_command(app, list_pipelines, name="list")
 add_command(app, drain)

@@ -1,4 +1,4 @@
-"""What the commands for a running service share: their options, its pages, and the way to it.
+"""Shared by the commands for a running service: options, pages, connection.
 
 Reading goes over HTTP, changes go over Ray: nothing over HTTP changes a service.
 """
@@ -89,7 +89,7 @@ class RunningService:
 
 
 def service_group(name: str, show: Callable[[RunningService], None], *, description: str) -> Typer:
-    """Commands for a running service; without one of them, `show`.
+    """Builds a group of commands for a running service; without a command, it runs `show`.
 
     Options may stand before and behind the command; the latter override.
     """

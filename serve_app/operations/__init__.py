@@ -1,1 +1,1 @@
-"""Brings a service up and down, and operates one that runs: connecting, promoting a head."""
+"""Starts and stops a service, and operates a running one: connection, promotion of a head."""

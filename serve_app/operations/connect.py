@@ -1,7 +1,7 @@
-"""A service that runs somewhere, entered by its operator: its router and its pipelines over Ray.
+"""An operator's access to a running service: its router and its pipelines, over Ray.
 
-Whoever can join a cluster's Ray can do anything there; so these are the service's admin rights, and
-nothing over HTTP changes anything. Ray's exceptions become ours here.
+Access to a cluster's Ray is full access to the cluster, so these are the service's admin rights;
+nothing over HTTP changes anything. Ray's exceptions are converted to this project's.
 """
 
 import logging
@@ -28,7 +28,7 @@ _DRAIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConnection:
-    """A service within reach."""
+    """Calls the router and the pipelines of a running service."""
 
     router: Any
     app_name: str
@@ -40,20 +40,21 @@ class ServiceConnection:
         self._ask("unpin")
 
     def priors(self) -> Mapping[str, object]:
-        """All pools, in the form that `set_priors` takes."""
+        """Returns all pools, in the form that `set_priors` takes."""
         found: Mapping[str, object] = self._ask("priors")
         return found
 
     def set_priors(self, snapshot: Mapping[str, object]) -> int:
-        """How many classes it has; raises ConfigError for a snapshot that is none."""
+        """Replaces the pools; returns the number of classes. Raises ConfigError for an invalid
+        snapshot."""
         return int(self._ask("set_priors", snapshot))
 
     def load_head(self, folder: str, *, instead_of: Collection[str] = ()) -> list[HeadReport]:
-        """Every pipeline drafts with this head from its next round on.
+        """Loads an exit head into every pipeline, for use from its next round on.
 
-        Raises CheckpointError or ConfigError when it does not fit, or when a pipeline drafts with
-        none of the heads that it was to take the place of (sha256; empty: any): nothing has
-        changed then.
+        `instead_of` are the heads (sha256) that it may replace; empty: any. Raises CheckpointError
+        or ConfigError when it does not fit, or when a pipeline drafts with another head: nothing
+        has changed then. Raises EngineError when only some of the pipelines took it.
         """
         if instead_of:
             self._require_drafts_with(instead_of, new=folder)
@@ -72,9 +73,9 @@ class ServiceConnection:
         return reports
 
     def drain(self, pipeline: str) -> Drained:
-        """Its live streams go on elsewhere, and it takes no more requests.
+        """Drains a pipeline: its live streams continue in others, and it takes no more requests.
 
-        Raises ConfigError where no pipeline has this name, or no other one takes requests.
+        Raises ConfigError if no pipeline has this name, or no other pipeline takes requests.
         """
         drained: Drained = self._ask_pipeline("drain", pipeline)
         return drained
@@ -83,7 +84,7 @@ class ServiceConnection:
         self._ask_pipeline("undrain", pipeline)
 
     def _ask_pipeline(self, method: str, name: str) -> Any:
-        """The answer of the one that is meant; the others have none."""
+        """Returns the answer of the named pipeline; the others answer None."""
         answers = self._ask_pipelines(method, name, timeout_s=_DRAIN_TIMEOUT_S)
         for answer in answers:
             if isinstance(answer, Exception):
@@ -108,7 +109,7 @@ class ServiceConnection:
                 )
 
     def _ask_pipelines(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """An answer, or an exception, of each."""
+        """Returns an answer, or an exception, of each."""
         try:
             pipelines = serve.get_deployment_handle("Pipeline", self.app_name)
             answers: list[Any] = pipelines.broadcast(method, *arguments).results(
@@ -131,9 +132,9 @@ class ServiceConnection:
 def service_connection(
     address: str, *, router: RouterConfig, app_name: str
 ) -> Iterator[ServiceConnection]:
-    """A Ray that this process has joined already is used as it is, and not left.
+    """Connects to a service; a Ray that this process is connected to already is used and kept.
 
-    Raises ConfigError where there is no such cluster, EngineError where no router is in it.
+    Raises ConfigError if there is no such cluster, EngineError if it has no router.
     """
     with ExitStack() as entered:
         if not ray.is_initialized():

@@ -1,7 +1,7 @@
 """Gives a running service another exit head, without a restart and without a changed token.
 
-In a process of its own: a process keeps the first token of a Ray that it has read, and whoever
-promotes a head may just have trained it on a Ray of its own.
+It runs in a separate process: a process keeps the first Ray token that it has read, and the caller
+may just have trained the head on another Ray instance.
 """
 
 import json
@@ -28,12 +28,12 @@ def promote(
     router: RouterConfig | None = None,
     instead_of: Collection[str] = (),
 ) -> list[HeadReport]:
-    """Every pipeline drafts with this head from its next round on; one report for each.
+    """Loads the head into every pipeline, for use from its next round on; one report for each.
 
-    `address` is the Ray cluster's; without one, the service is the one that `eesd serve` of this
-    user has started on `port`. `instead_of` are the heads (sha256) that it may take the place of;
-    empty: any. Raises ConfigError when the head does not fit, or another one serves (the service
-    goes on with the one it has), EngineError when the service cannot be reached.
+    `address` is the Ray cluster's; without it, the service is the one that this user's `eesd serve`
+    has started on `port`. `instead_of` are the heads (sha256) that it may replace; empty: any.
+    Raises ConfigError when the head does not fit or another head serves (which stays in use),
+    EngineError when the service cannot be reached.
     """
     router = router or RouterConfig()
     request = {

@@ -1,7 +1,7 @@
-"""`eesd serve`: brings the service up, says when it is ready, and takes it down without a trace.
+"""`eesd serve`: starts the service, says when it is ready, and stops it completely.
 
-It owns the order of things on the way up and down, and the signals that start the way down. What
-is served, and by whom, is `serve_app.app`.
+It owns the order of startup and shutdown, and the signals that stop the service. What is served is
+`serve_app.app`.
 """
 
 import logging
@@ -42,7 +42,7 @@ _OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
 
 
 class Stopping:
-    """Set by the first Ctrl-C or SIGTERM; the second one is the system's own again."""
+    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C then has its default effect."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -56,7 +56,7 @@ class Stopping:
         return self._event.wait(timeout_s)
 
     def listen(self) -> None:
-        """Again after Ray has started: it puts its own handler in place."""
+        """Installs the handlers; call it again after Ray has started, which installs its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
@@ -67,9 +67,9 @@ class Stopping:
 
 
 def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool, say: Say) -> None:
-    """Until told to stop; `shows_logs` lets the actors' logs through.
+    """Serves until a signal; `shows_logs` prints the logs of the actors.
 
-    Raises ConfigError when the service cannot be started as it is.
+    Raises ConfigError when the service cannot be started with this configuration.
     """
     _check_early(config, is_ours=address is None)
     stopping = Stopping()
@@ -87,14 +87,14 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
             _serve_until_stopped(
                 config, stopping, began_s=began_s, is_ours=address is None, say=say
             )
-    except SystemExit:  # a signal while Ray was starting is answered by Ray's own handler
+    except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
     say("stopped: no process is left" if address is None else "stopped")
 
 
 @contextmanager
 def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
-    """The whole service for as long as the block runs: for what measures it from outside."""
+    """Runs the whole service within the block, for benchmarks over HTTP."""
     where = (
         local_ray(config, shows_logs=False)
         if address is None
@@ -125,7 +125,7 @@ def _serve_until_stopped(
 
 
 def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
-    """What a person got wrong most likely, said at once rather than after Ray has started."""
+    """Reports the most likely mistakes before Ray is started."""
     folder = config.engine.model.path
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -134,12 +134,12 @@ def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
             expected="a Hugging Face model folder",
             advice="name one with --model",
         )
-    if is_ours:  # a cluster's head may be elsewhere, and its Serve may listen there already
+    if is_ours:  # a cluster's head may be another host, or its Serve may already listen there
         _require_free(config)
 
 
 def _require_free(config: ServiceConfig) -> None:
-    # As Serve does it, for which every name is one of IPv4.
+    # As in Serve, which looks up names in IPv4 only.
     family = socket.AF_INET6 if _is_ipv6(config.host) else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -154,7 +154,7 @@ def _require_free(config: ServiceConfig) -> None:
 
 @contextmanager
 def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
-    """This user's other commands can join a Ray of our own; a cluster's address is known."""
+    """Within the block, other commands find a local Ray; a cluster's address is known to them."""
     with ExitStack() as found:
         if is_ours:
             address = ray.get_runtime_context().gcs_address
@@ -163,10 +163,10 @@ def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
 
 
 def _start_serve(config: ServiceConfig) -> str:
-    """Unless it runs; the answer is the URL of the service to come.
+    """Starts Serve unless it runs; returns the URL of the service.
 
-    Raises ConfigError when Serve cannot listen there, or listens elsewhere, or has an application
-    already; what others run stays as it is.
+    Raises ConfigError when Serve cannot listen there, listens at another address, or has a
+    conflicting application; what already runs stays as it is.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if serve_status() is None:
@@ -185,7 +185,7 @@ def _start_new_serve(config: ServiceConfig) -> None:
             logging_config=_QUIET,
         )
     except RayTaskError as error:
-        serve.shutdown()  # it would keep to this address
+        serve.shutdown()  # or it would keep this address
         raise ConfigError(
             f"cannot listen on {_at(config.host, config.port)} of the cluster's head "
             f"({error.cause}): choose another with --host or --port"
@@ -193,10 +193,10 @@ def _start_new_serve(config: ServiceConfig) -> None:
 
 
 def require_place(config: ServiceConfig, running: ServeStatus) -> None:
-    """Raises ConfigError where a Serve like this one cannot serve this configuration.
+    """Raises ConfigError if the running Serve cannot serve this configuration.
 
-    Serve keeps to what it was first started with, whatever it is told later. An application of the
-    same name would be replaced.
+    Serve keeps the options that it was first started with. An application of the same name would be
+    replaced.
     """
     if running.proxy_location == ProxyLocation.Disabled:
         raise ConfigError(
@@ -224,7 +224,7 @@ def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
 
 
 def _api_key(config: ServiceConfig) -> SecretStr | None:
-    """It goes along as an argument that shows itself to nobody: Ray prints and logs a runtime
+    """Returns the key as an argument that is never printed: Ray prints and logs a runtime
     environment, and passes it on a command line."""
     key = os.environ.get(config.api_key_env)
     return SecretStr(key) if key else None
@@ -237,9 +237,9 @@ def deploy(
     route_prefix: str | None,
     wait: Callable[[float], bool],
 ) -> None:
-    """Until it runs, or `wait` (seconds) says that nobody wants it any more.
+    """Deploys an application; returns when it runs, or when `wait` (seconds) returns True.
 
-    Raises the error of ours that kept it from running, as ConfigError or EngineError.
+    Raises the project's error that kept it from running, as ConfigError or EngineError.
     """
     serve.run_many(
         [
@@ -260,7 +260,7 @@ def deploy(
 
 
 def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
-    """Until a signal, or until there is no Ray left that could serve."""
+    """Reports interruptions until a signal. Raises EngineError if the service ends by itself."""
     pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
     seen: dict[str, int] = {}
     mending: set[str] = set()
@@ -268,15 +268,15 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
     while not stopping.wait(_LOOK_EVERY_S):
         try:
             states = pipelines.broadcast("state").results(timeout_s=_LOOK_EVERY_S)
-        except Exception as error:  # whatever Ray raises when it is going under
+        except Exception as error:  # Ray raises anything while it shuts down
             logger.info("no answer from the pipelines: error=%r", error)
             if _is_kept_up(config.app_name):
                 continue
             missed += 1
             if missed == _MAX_MISSED_LOOKS:
                 raise EngineError(
-                    f"no pipeline has answered {missed} times, and Serve brings none back: the "
-                    "service has ended by itself"
+                    f"no pipeline has answered {missed} times, and Serve does not replace them: "
+                    "the service has ended by itself"
                 ) from error
             continue
         missed = 0
@@ -291,7 +291,7 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
 
 
 def _is_kept_up(name: str) -> bool:
-    """Serve is there and goes on replacing what it has lost: a large model takes its time."""
+    """Returns whether Serve still replaces lost replicas, which takes long for a large model."""
     try:
         status = serve.status().applications.get(name)
     except Exception as error:  # as above: Serve's controller, or Ray, is gone
@@ -316,18 +316,18 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
 
 
 def _flush(config: ServiceConfig) -> None:
-    """Spans of the last requests are on their way for half a second, and the recorder's last texts
-    wait for more; then their processes end."""
+    """Spans are sent every half second, and the recorder writes later still: both are flushed
+    before their processes end."""
     for deployment in ("Ingress", "Pipeline"):
         try:
             handle = serve.get_deployment_handle(deployment, config.app_name)
             handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
-        except Exception as error:  # neither is a reason to stay
+        except Exception as error:  # the service stops in any case
             logger.warning("not flushed: deployment=%s error=%r", deployment, error)
 
 
 def _why(messages: Sequence[str]) -> EesdError:
-    """Serve hands over its replica's traceback; the last error of ours in it is the reason."""
+    """Returns the reason: the last error of this project in the traceback that Serve reports."""
     message = "\n".join(messages)
     found = _OURS.findall(message)
     if found:

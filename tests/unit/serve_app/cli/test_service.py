@@ -105,6 +105,8 @@ def test_a_refusal_is_passed_on(
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://[", "http://127.0.0.1:1"])
-def test_where_nobody_answers_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_an_answer_is_one_line(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["controllers", "--url", url]) == 1
     assert "is the service running there?" in capsys.readouterr().err

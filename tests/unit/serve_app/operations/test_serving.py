@@ -38,7 +38,7 @@ def _listener(host: str) -> Iterator[int]:
 def test_a_port_is_tried_here_only_where_serve_will_listen_here(host: str, shown: str) -> None:
     with _listener(host) as port:
         config = _config(host, port)
-        # The head of a cluster may be elsewhere, or its Serve be what listens.
+        # The head of a cluster may be another host, or its Serve may already listen.
         serving._check_early(config, is_ours=False)
         with pytest.raises(ConfigError) as refusal:
             serving._check_early(config, is_ours=True)
@@ -57,7 +57,7 @@ def _running(
     )
 
 
-def test_a_serve_that_listens_elsewhere_is_not_asked_to_serve() -> None:
+def test_a_serve_that_listens_at_another_address_is_not_asked_to_serve() -> None:
     require_place(_config("0.0.0.0", 8000), _running("0.0.0.0"))
     expected = r"listens on 0\.0\.0\.0:8000, expected \[::1\]:8001: give --host 0\.0\.0\.0 --port"
     with pytest.raises(ConfigError, match=expected):
@@ -76,7 +76,7 @@ def test_no_application_that_is_there_is_replaced() -> None:
             require_place(_config(), _running(routes=others))
 
 
-def test_the_key_of_who_starts_the_service_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     deployed: list[Application] = []
     monkeypatch.setattr(serving, "deploy", lambda application, **_: deployed.append(application))
     monkeypatch.setenv("EESD_API_KEY", "s3cret")
