@@ -1,8 +1,7 @@
 """`eesd bench exact`: the comparison of `eesd_dist.bench.exact`, given real actors to run on.
 
-Each topology is the service itself, pipeline, router and all, without HTTP, on a Ray instance of
-its own or, under a name of its own, on a cluster that is there; requests go in over the same handle
-that the ingress uses.
+Each topology is the whole service (pipeline and router) without HTTP: on a separate Ray instance,
+or under a separate name on an existing cluster. Requests go in as from an ingress.
 """
 
 import asyncio
@@ -25,12 +24,12 @@ if TYPE_CHECKING:  # imports Ray, which reads the environment then
     from serve_app.pipeline.deployment import PipelineState
 
 _NAME = "eesd-exact"
-"""Of the application: a service that runs on the same cluster has another one."""
+"""Name of the application: a service that runs on the same cluster has another name."""
 _ANSWER_TIMEOUT_S = 30.0
 
 
 class ActorRunner:
-    """Takes requests to their ends through a running pipeline, all of them at once."""
+    """Runs requests to their ends in a running pipeline, all of them at once."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -71,7 +70,7 @@ class ActorRunner:
 
 @contextmanager
 def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
-    """Ray, router and one pipeline for as long as the block runs."""
+    """Runs Ray, a router and one pipeline within the block."""
     from ray import serve  # Ray reads the environment when it is imported
 
     from serve_app.app import build_app
@@ -90,7 +89,7 @@ def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
 
 @contextmanager
 def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorRunner]:
-    """The same on a cluster that goes on without it; ranks are spread over its nodes."""
+    """Runs the same on an existing cluster; ranks are spread over its nodes."""
     import ray
     from ray import serve
 

@@ -1,7 +1,7 @@
 """`eesd bench migration`: streams that leave a pipeline, with their KV pages and without.
 
-Two pipelines of one model on a Ray of their own, without HTTP. What a stream's pause is, and what
-it is compared with, is said by `eesd bench migration --help`.
+Two pipelines of one model on a separate Ray instance, without HTTP. `eesd bench migration --help`
+defines the pause of a stream, and says what it is compared with.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # these import Ray, which reads the environment then
 
 _PAGE_SIZE = 32
 _TOKENS_BEFORE = 8
-"""Every stream has so many before they are migrated."""
+"""Tokens that every stream has before the migration begins."""
 _ANSWER_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 300.0
 
@@ -50,7 +50,7 @@ class _Stream:
     error: str | None = None
 
     def longest_wait_s(self, *, since_s: float) -> float:
-        """Between two arrivals of which the later one came after `since_s`."""
+        """Returns the longest time between two arrivals, the later one after `since_s`."""
         waits = [b - a for a, b in pairwise(self.arrivals_s) if b > since_s]
         return max(waits, default=0.0)
 
@@ -67,7 +67,7 @@ class _Migration:
 
 
 class _Clients:
-    """The way of an ingress to the two pipelines."""
+    """The client of an ingress, for the two pipelines."""
 
     def __init__(self, config: ServiceConfig) -> None:
         from ray import serve
@@ -105,7 +105,7 @@ class _Clients:
         return sorted(found, key=lambda each: each.pipeline)
 
     async def close(self, pipeline: str) -> None:
-        """No stream goes there."""
+        """Drains the pipeline: no stream goes there."""
         await asyncio.to_thread(self._operator.drain, pipeline)
         await self._until_usable(1)
 
@@ -115,7 +115,7 @@ class _Clients:
 
     async def _until_usable(self, count: int) -> None:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            while self._load_balancer.num_usable != count:  # noqa: ASYNC110  # they are elsewhere
+            while self._load_balancer.num_usable != count:  # noqa: ASYNC110  # in other processes
                 await asyncio.sleep(0.05)
 
 
@@ -156,7 +156,7 @@ def _started(
 
 
 def _requests(options: MigrationOptions, *, vocab_size: int, tag: str) -> list[Request]:
-    """Prompts that no page cache has seen; the same seeds give the same ones again."""
+    """Returns requests with prompts that are in no cache; equal seeds give equal requests."""
     rng = Random(f"{options.seed} {tag}")
     return [
         Request(
@@ -228,7 +228,7 @@ def _summary(migrations: Sequence[_Migration]) -> dict[str, object]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of these values that so many of them do not exceed; 0 of none."""
+    """Returns the smallest value that `share` of the values do not exceed; 0 if there is none."""
     ordered = sorted(values)
     if not ordered:
         return 0.0

@@ -21,9 +21,9 @@ class ChaosOptions:
 
     recovery_p50_s and recovery_p95_s are over kills: seconds from the kill to the next token of the
     slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in
-    no recovery time: no stream waits for a router. alone_* leave out kills whose streams waited for
-    another one's end as well. A kill after which no stream of its pipeline continued counts as
-    infinite.
+    no recovery time: no stream waits for a router. alone_* leave out kills after which a stream
+    also waited for the recovery from another kill. A kill after which no stream of its pipeline
+    continued counts as infinite.
 
     Exit status 1 when a stream was lost, repeated or changed, when nothing was killed, when a kill
     went unnoticed, and when the schedule ended early because the service had not recovered in time.

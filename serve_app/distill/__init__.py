@@ -1,1 +1,1 @@
-"""Makes and keeps exit heads: features, training, calibration, evaluation, choice, refreshing."""
+"""The steps of distillation that need Ray or a running service."""

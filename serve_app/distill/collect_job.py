@@ -1,7 +1,7 @@
 """Collects features with Ray Data: chunks in, shards out.
 
 Rows are chunks as JSON; a pool of actors turns each into a shard on disk and returns its entry. Ray
-is imported here: the environment has to be prepared before this module is.
+is imported here: the environment has to be prepared before this module is imported.
 """
 
 import json
@@ -24,7 +24,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ChunkWorker:
-    """One process with the target in it; Ray Data hands it a chunk at a time."""
+    """Holds the target in one process; Ray Data passes it a chunk at a time."""
 
     def __init__(self, job: ShardJob) -> None:
         self._worker = ShardWorker(job)
@@ -33,8 +33,8 @@ class ChunkWorker:
         return {"answer": [json.dumps(self.answer(str(text))) for text in rows["chunk"]]}
 
     def answer(self, chunk: str) -> dict[str, Any]:
-        """The made shard; nothing when the time is spent; errors as text, since Ray Data keeps no
-        more of an exception."""
+        """Returns the shard; nothing when the time is spent; errors as text, since Ray Data keeps
+        no more of an exception."""
         try:
             made = self._worker.make(Chunk.from_json(chunk))
         except ConfigError as error:
@@ -49,7 +49,7 @@ class ChunkWorker:
 def make_shards(
     job: ShardJob, chunks: Sequence[Chunk], *, workers: int, num_cpus: float
 ) -> Iterator[MadeShard]:
-    """Shards as they get done, in any order."""
+    """Yields shards in order of completion. Raises ConfigError or EngineError."""
     _be_quiet()
     rows = ray.data.from_items(
         [{"chunk": chunk.to_json()} for chunk in chunks], override_num_blocks=len(chunks)
@@ -66,18 +66,18 @@ def make_shards(
         for row in answers.iter_rows():
             yield from _made(json.loads(row["answer"]))
     except RayError as error:  # a worker that died several times
-        raise EngineError(f"a collecting worker broke: {cause_of(error)}") from error
+        raise EngineError(f"a collecting worker failed: {cause_of(error)}") from error
 
 
 def cause_of(error: BaseException) -> str:
-    """Ray's first line and the last one, which is the exception's own, without colours."""
+    """Returns Ray's first line, and the last one, which is the exception's, without colours."""
     text = _COLOUR.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return ": ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else type(error).__name__
 
 
 def _be_quiet() -> None:
-    """The step has a progress bar of its own."""
+    """Turns off Ray Data's output: the step has a progress bar."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

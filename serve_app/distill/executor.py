@@ -1,7 +1,7 @@
 """Runs the work of distillation steps on Ray, on this machine or on a cluster.
 
-Ray reads the environment when it is imported: it is imported where it is needed, after the
-environment was prepared.
+Ray reads the environment when it is imported: it is imported in functions, after the environment
+was prepared.
 """
 
 import os
@@ -52,12 +52,12 @@ class RayExecutor:
         return LocalExecutor().writer(config, cost=cost)
 
     def _cpus_of_worker(self, threads: int) -> float:
-        """CPUs are logical and few here; in a cluster they decide which node a worker is on."""
+        """Returns logical CPUs, few on a local Ray; in a cluster they decide a worker's node."""
         return 0.5 if self.address is None else threads
 
     @contextmanager
     def _ray(self, model: Path, *, min_cpus: int) -> Iterator[None]:
-        """Ray runs within the block; one that runs in this process already is used as it is."""
+        """Runs Ray within the block; a Ray that this process already uses stays in use."""
         if self.address is None:
             prepare_for_local_ray()
         else:
@@ -80,7 +80,7 @@ class RayExecutor:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Ray's core writes past Python to the terminal while it starts; errors come as exceptions."""
+    """Silences Ray's core, which writes past Python to the terminal; errors are raised anyway."""
     sys.stderr.flush()
     ours = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -18,7 +18,7 @@ from serve_app.distill.promote import Promotion, promote_if_better
 
 
 def step_program(name: str) -> Typer:
-    """A program that is this one step."""
+    """Returns the program of one step."""
     command, help_text = _STEPS[name]
     return program_of(command, defaults={"model": BUNDLED_MODEL}, help=help_text)
 

@@ -30,10 +30,10 @@ class Promotion:
 def promote_if_better(
     folder: Path, report: RefreshReport, promotion: Promotion, *, compared_with: Path
 ) -> str:
-    """Loads the head into the service, without a restart, and adds what came of it to refresh.json.
+    """Loads the head into the service, without a restart, and adds the reports to refresh.json.
 
-    Not where the gain may be chance, or where the service drafts with another head than the one it
-    was compared with. Raises what `serve_app.operations.promotion.promote` raises.
+    Does nothing if the gain may be chance. Raises what `serve_app.operations.promotion.promote`
+    raises, also when the service drafts with another head than the one it was compared with.
     """
     if not report.gain.rises:
         return (

@@ -1,8 +1,8 @@
-"""Several training workers, started and watched by Ray Train.
+"""Trains with several workers, which Ray Train starts and watches.
 
-When a worker dies, Ray Train ends the others and starts all of them again; they go on from the last
-checkpoint, since each looks into the run's folder first. That folder has to be one that all see.
-Ray is imported here: the environment has to be prepared before this module is.
+When a worker dies, Ray Train ends the others and starts all of them again. They go on from the last
+checkpoint in the run's folder, which all of them have to share. Ray is imported here: the
+environment has to be prepared before this module is imported.
 """
 
 import json
@@ -32,11 +32,11 @@ from eesd_dist.errors import EesdError, EngineError
 _MAX_FAILURES = 3
 _POLL_S = 0.5
 _TIMEOUT_S = 300
-"""How long a worker waits for another one in the middle of a step."""
+"""How long a worker waits for another worker in the middle of a step."""
 
 
 def train(request: TrainRequest, *, num_cpus: float) -> None:
-    """Trains with `request.workers` processes. Raises what a worker raised, if it is ours."""
+    """Trains with `request.workers` processes. Raises a worker's error, or EngineError."""
     request = _with_absolute_paths(request)
     uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
     notes = request.run_folder / "ray"
@@ -67,7 +67,7 @@ def train(request: TrainRequest, *, num_cpus: float) -> None:
 
 
 def _work(config: dict[str, Any]) -> None:
-    """One worker, in its own process."""
+    """Runs in the process of each worker."""
     context = ray.train.get_context()
     torch.set_num_threads(config["threads"])
     train_rank(
@@ -88,14 +88,14 @@ def _with_absolute_paths(request: TrainRequest) -> TrainRequest:
 
 
 def _be_quiet() -> None:
-    """Of Ray Train's own words only errors are passed on; the progress bar is ours."""
+    """Logs only errors of Ray Train; the step has a progress bar."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     logging.getLogger("ray.train").setLevel(logging.ERROR)
 
 
 @contextmanager
 def _interrupts_restored() -> Iterator[None]:
-    """Ray Train leaves its handler of Ctrl-C behind, which would ignore it in what follows."""
+    """Restores the handler of Ctrl-C: the one that Ray Train leaves behind would ignore it."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -126,7 +126,7 @@ def _bar(request: TrainRequest) -> Iterator[None]:
 
 
 def _last_step(log: Path) -> int:
-    """0 while there is none, or its last row is not whole yet."""
+    """Returns 0 without a log, or while its last row is incomplete."""
     try:
         last = log.read_bytes().splitlines()[-1]
         return int(json.loads(last)["step"])
@@ -135,7 +135,7 @@ def _last_step(log: Path) -> int:
 
 
 def _ours(error: TrainingFailedError) -> EesdError:
-    """What a worker raised, as it was before Ray wrapped it."""
+    """Returns the error that a worker raised, without Ray's wrapping."""
     for failure in getattr(error, "worker_failures", {}).values():
         at: BaseException | None = failure
         while at is not None:

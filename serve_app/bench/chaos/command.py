@@ -26,7 +26,7 @@ from serve_app.settings import apply_settings
 _REQUESTS = 200
 _QUICK_REQUESTS = 40
 _FINDING_OUT_S = 30.0
-"""How much longer than the deadline it may take until one that hangs is replaced."""
+"""How much longer than the deadline it may take until a process that hangs is replaced."""
 
 
 def main(options: ChaosOptions) -> int:
@@ -47,7 +47,7 @@ def main(options: ChaosOptions) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity: a silence without an end is "inf"."""
+    """Replaces infinity, which JSON does not have, by "inf"."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 def config_of(options: ChaosOptions) -> ServiceConfig:
-    """The service that is broken: defaults, but a short deadline and patience for many kills."""
+    """Returns the service under test: defaults, but a short deadline and high recovery limits."""
     host = "127.0.0.1" if options.address is None else options.address.rpartition(":")[0]
     tree: dict[str, Any] = {
         "engine": {
@@ -69,7 +69,7 @@ def config_of(options: ChaosOptions) -> ServiceConfig:
         "host": host,
         "port": options.port or _free_port(host),
         "pipelines": {"min_count": options.pipelines, "max_count": options.pipelines},
-        # Whoever kills from outside looks like a request that does, and kills more often than any.
+        # Kills look like crashes that a request has caused, and come more often than those.
         "recovery": {"max_interruptions": 50, "suspect_after": 5, "stream_pause_s": 120.0},
     }
     apply_settings(tree, options.set)

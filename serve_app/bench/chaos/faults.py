@@ -152,7 +152,7 @@ def _in_pipeline(
 def _kill(
     *prefixes: str,
 ) -> "Callable[[Means, PlannedFault, PipelineState, Ledger], Awaitable[str]]":
-    """SIGKILL to a worker whose name begins so."""
+    """Returns a fault: SIGKILL to a worker with one of these name prefixes."""
 
     async def kill(
         means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"

@@ -1,7 +1,7 @@
 """How processes and links are reached, here and on other hosts.
 
-Processes of other hosts are reached through a Ray task on their node, or through a command of the
-operator's. Connections are cut on this machine alone, and on Linux.
+Processes of other hosts are reached through a Ray task on their node, or through a command that the
+operator gives. Connections are cut on this machine alone, and on Linux.
 """
 
 import asyncio
@@ -77,8 +77,8 @@ class SignalsByCommand:
 class ThreadStopper:
     """Stops single threads of other processes by ptrace(2).
 
-    ptrace wants every call from the thread that began; so this is built and called in one, such as
-    that of a Ray actor. A stopped thread continues when the process of its stopper ends.
+    ptrace requires every call from the thread that attached: build and call this in one thread,
+    such as that of a Ray actor. A stopped thread continues when the process that stopped it ends.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class ThreadStopper:
         self._stopped: set[int] = set()
 
     def stop(self, pid: int, thread: str) -> bool:
-        """Returns when the thread stands still; False when the process has none of this name.
+        """Returns when the thread is stopped; False when the process has none of this name.
 
         Raises OSError without the rights of a debugger.
         """
@@ -123,7 +123,7 @@ def _thread_named(pid: int, name: str) -> int | None:
 
 
 class ThreadStops:
-    """`ThreadStopper` on whatever node a process runs, as a Ray actor there."""
+    """Runs `ThreadStopper` on the node of a process, as a Ray actor there."""
 
     def __init__(self) -> None:
         self._stoppers: dict[int, Any] = {}
@@ -148,7 +148,7 @@ class ThreadStops:
 
 
 async def run_command(template: str, **values: object) -> None:
-    """Raises EngineError with the command's own words when it fails."""
+    """Runs a command. Raises EngineError with its standard error when it fails."""
     try:
         words = [word.format(**values) for word in shlex.split(template)]
     except (KeyError, IndexError, ValueError) as error:
@@ -165,10 +165,10 @@ async def run_command(template: str, **values: object) -> None:
 
 
 def sever(one: int, other: int) -> int:
-    """Shuts every established TCP connection between two processes; how many there were.
+    """Shuts every established TCP connection between two processes; returns how many there were.
 
-    The sockets are taken over from the first process by pidfd_getfd(2), which asks for the rights
-    of a debugger: one's own descendants or root, or whatever kernel.yama.ptrace_scope says.
+    The sockets are duplicated from the first process by pidfd_getfd(2), which requires the rights
+    of a debugger: those of root or of an ancestor, or as kernel.yama.ptrace_scope says.
     """
     theirs = {(there, here) for here, there in _connections(other)}
     shared = [fd for ends, fd in _connections(one).items() if ends in theirs]

@@ -1,4 +1,4 @@
-"""What the streams of a chaos run say: fates, silences and the figures made of them.
+"""Evaluates the streams of a chaos run: their fates, their silences and the figures made of them.
 
 The streams of a disturbed run are compared with those of an undisturbed one with the same seeds,
 token for token; silences are measured from the fault. Knows neither processes nor Ray.
@@ -23,7 +23,7 @@ _BAD_FATES: tuple[Fate, ...] = ("lost", "repeated", "changed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectedFault:
-    """One that was injected."""
+    """A fault that was injected."""
 
     number: int
     kind: str
@@ -40,7 +40,7 @@ class InjectedFault:
 
 
 def fate_of(undisturbed: Streamed, disturbed: Streamed) -> Fate:
-    """A stream that broke off is lost, and repeated or changed only if what did come is so."""
+    """Returns a stream's fate. One that broke off is lost, unless what came was already wrong."""
     wanted, got = undisturbed.tokens, disturbed.tokens
     start = same_until(wanted, got)
     if start < len(got):
@@ -51,13 +51,13 @@ def fate_of(undisturbed: Streamed, disturbed: Streamed) -> Fate:
 
 
 def same_until(wanted: Sequence[int], got: Sequence[int]) -> int:
-    """How many tokens they begin with in common."""
+    """Returns how many tokens both have in common at the beginning."""
     pairs = enumerate(zip(wanted, got, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(got)))
 
 
 def _num_missing(wanted: Sequence[int], got: Sequence[int]) -> int | None:
-    """How many tokens were left out where the two part; None when it is not that simple."""
+    """Returns how many tokens are left out where they diverge; None if others differ too."""
     start = same_until(wanted, got)
     rest = len(got) - start
     is_left_out = list(wanted[len(wanted) - rest :]) == list(got[start:])
@@ -142,7 +142,7 @@ def _is_alone(recovery: Recovery, others: Sequence[Recovery]) -> bool:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest rank: the smallest value that so large a share does not exceed."""
+    """Returns the nearest rank: the smallest value that a share of the values does not exceed."""
     if not values:
         return None
     return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 3)
@@ -264,7 +264,7 @@ def _longest_pause(streams: Sequence[Streamed]) -> float:
 
 
 def table(report: Mapping[str, object]) -> str:
-    """The figures for people."""
+    """Returns the figures as text."""
     by_kind = report["recovery_by_kind"]
     assert isinstance(by_kind, Mapping)
     lines = [

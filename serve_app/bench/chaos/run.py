@@ -1,7 +1,7 @@
 """A running service, its clients and the faults injected into it.
 
 Injects the faults of a schedule while requests go through the service over HTTP, and records what
-was hit when, and which streams that concerns. `report` says what follows from it.
+was hit when, and which streams that concerns. `report` evaluates the records.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _READY_WITHIN_S = 180.0
-"""A service that takes longer is left alone, and its streams say what became of them."""
+"""If the service takes longer, no more faults are injected."""
 _STREAM_TIMEOUT_S = 300.0
 _MENDING_ATTEMPTS = 5
 _MENDING_PAUSE_S = 1.0
@@ -59,7 +59,7 @@ class Injected:
     unnoticed: list[int] = field(default_factory=list)
     """Numbers of faults after which nothing was mended in time."""
     interruptions_before: int = 0
-    """Of the pass that was not to be disturbed: a deadline too short for the machine."""
+    """In the undisturbed pass, where a deadline is too short for the machine."""
     missed: list[str] = field(default_factory=list)
     """Faults that found no target, and what could not be mended, and why."""
     ended_early: bool = False
@@ -69,7 +69,7 @@ class Injected:
 async def ask_all(
     url: str, bodies: Sequence[Mapping[str, object]], *, concurrency: int
 ) -> list[Streamed]:
-    """All requests to their ends, so many at a time, in their order."""
+    """Sends all requests, `concurrency` at a time; returns their streams in the same order."""
     limits = httpx.Limits(max_connections=concurrency)
     timeout = httpx.Timeout(_STREAM_TIMEOUT_S)
     heard: dict[int, Streamed] = {}
@@ -136,11 +136,11 @@ class _Targets:
     async def pipeline(self, choice: int) -> tuple[PipelineState, Ledger]:
         states = sorted(await self._service.states(), key=lambda state: state.pipeline)
         if not states:
-            raise EngineError("no pipeline was there")
+            raise EngineError("no pipeline answers")
         state = states[choice % len(states)]
         ledger = await self._service.ledger(state.pipeline)
         if ledger is None:
-            raise EngineError(f"pipeline {state.pipeline} was not there")
+            raise EngineError(f"pipeline {state.pipeline} does not answer")
         return state, ledger
 
     async def router(self) -> ProcessInfo:
@@ -241,7 +241,7 @@ class FaultInjector:
                 self.injected.faults.append(fault)
                 say(f"{fault.injected_s - began_s:7.1f} s  {fault.kind}: {fault.victim}")
         finally:
-            # One that fails leaves the others to mend what is theirs, and the report unharmed.
+            # A repair that fails stops neither the other repairs nor the report.
             ends = await asyncio.gather(*self._afterwards, return_exceptions=True)
             self.injected.missed += [f"mending: {e}" for e in ends if isinstance(e, BaseException)]
 
@@ -321,7 +321,7 @@ async def _mend_later(links: LinkCommands, host: str) -> None:
 
 
 async def _persistently(mend: Callable[[], Awaitable[object]]) -> None:
-    """Nothing may stay cut or stopped because one attempt to mend it has failed."""
+    """Repeats an attempt to mend what was cut or stopped, until it succeeds or too many fail."""
     for _ in range(_MENDING_ATTEMPTS - 1):
         try:
             await mend()
@@ -350,9 +350,9 @@ async def compared(
     plan: Iterator[PlannedFault],
     say: Say,
 ) -> tuple[list[Streamed], list[Streamed]]:
-    """The requests undisturbed, and once more while the service is broken under them.
+    """Sends the requests undisturbed, and once more while faults are injected.
 
-    Raises EngineError when streams end early although nobody disturbs them.
+    Raises EngineError when streams end early in the undisturbed pass.
     """
     say(f"{len(bodies)} requests, undisturbed ...")
     undisturbed = await ask_all(url, bodies, concurrency=concurrency)

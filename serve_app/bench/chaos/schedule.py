@@ -1,6 +1,6 @@
-"""The seeded plan of a chaos run: which fault comes when, and which requests it meets.
+"""The seeded plan of a chaos run: which fault comes when, and the requests of the run.
 
-Knows the names of faults, and neither processes nor streams.
+Knows the names of faults, but no processes and no streams.
 """
 
 import re
@@ -50,7 +50,7 @@ def _endless(
 def bodies_of(
     prompts: Sequence[Mapping[str, object]], *, model: str, num: int, seed: int, max_tokens: int
 ) -> list[dict[str, object]]:
-    """Requests of every kind: greedy and sampled, short and long, with and without an early end."""
+    """Returns requests of every kind: greedy, sampled, short, long, some with an early end."""
     rng = Random(seed)
     return [
         {
@@ -83,7 +83,7 @@ def name_of(index: int) -> str:
 
 
 def names_in(request_ids: Iterable[str]) -> frozenset[str]:
-    """Which of our requests these are, by the service's own ids; others are nobody's concern."""
+    """Returns the names of the run's requests among the service's request ids."""
     return frozenset(found[1] for text in request_ids if (found := _NAME.search(text)))
 
 

@@ -1,7 +1,7 @@
 """`eesd bench rounds`: runs `measure` over real actors.
 
-All variants stand side by side on one Ray instance, each an application with a router of its own
-and without HTTP; while one is asked, the others wait for requests and cost next to nothing.
+All variants run on one Ray instance, each as an application with a separate router and without
+HTTP; variants without requests cost next to nothing.
 """
 
 import logging
@@ -22,7 +22,7 @@ _SPARE_CPUS = 2
 
 
 class RoundsRunner:
-    """One application; its pipeline is asked for its rounds as well."""
+    """Runs requests in one application, and reads the rounds of its pipeline."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class RoundsRunner:
 
 @contextmanager
 def services(engines: Mapping[str, EngineConfig]) -> Iterator[Mapping[str, RoundsRunner]]:
-    """Ray, and a router and one pipeline for each engine, for as long as the block runs."""
+    """Runs Ray, and a router and one pipeline for each engine, within the block."""
     from ray import serve  # Ray reads the environment when it is imported
 
     from serve_app.app import build_app

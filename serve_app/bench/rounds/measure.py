@@ -1,6 +1,6 @@
 """Where the time of a round goes: requests, statistics and tables of `eesd bench rounds`.
 
-Counted are rounds without prefill in which every request of the batch is running.
+Only rounds without prefill in which every request of the batch is running are counted.
 """
 
 import itertools
@@ -41,7 +41,7 @@ _FIXED_LENGTH = 4
 
 
 class Runner(Protocol):
-    """A service that takes requests to their ends and tells of its rounds."""
+    """A service that runs requests to their ends and returns its rounds."""
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]: ...
     def rounds(self) -> Sequence[RoundStats]:
@@ -50,7 +50,7 @@ class Runner(Protocol):
 
 
 Actors = Callable[[Mapping[str, EngineConfig]], AbstractContextManager[Mapping[str, Runner]]]
-"""Starts one service for each engine, side by side, and ends them."""
+"""Starts one service for each engine, at the same time, and ends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Split:
 
 
 def split_of(rounds: Sequence[RoundStats]) -> Split:
-    """Adds up; the wait for a verdict is transfer first, then what the verify ranks did."""
+    """Adds rounds up; the wait for a verdict is transfer first, then what the verify ranks did."""
     draft = transfer = verify = collectives = hidden = 0.0
     for stats in rounds:
         on_the_way = min(stats.transfer_s, stats.waited_s)
@@ -153,7 +153,7 @@ def split_of(rounds: Sequence[RoundStats]) -> Split:
 
 
 def steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
-    """Those of decoding alone from when everybody has come until somebody leaves."""
+    """Returns the rounds without prefill from the last arrival to the first end of a request."""
     decoding = [stats for stats in rounds if stats.num_prefill_rows == 0]
     first: dict[RequestId, int] = {}
     last: dict[RequestId, int] = {}
@@ -168,7 +168,7 @@ def steady(rounds: Sequence[RoundStats]) -> list[RoundStats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundsSetting:
-    """One row of the report, whoever runs it."""
+    """One row of the report, for any variant."""
 
     batch: int
     drafting: bool
@@ -250,7 +250,7 @@ class Bench:
 
 
 def over_one_microbatch(splits: Splits, setting: RoundsSetting, variant: Variant) -> float | None:
-    """Tokens per second over those of the same with one microbatch, run by run; the middle one."""
+    """Returns tokens per second relative to one microbatch: the median over all repeats."""
     one, other = splits[setting, replace(variant, overlap=False)], splits[setting, variant]
     ratios = [
         b.tokens_per_s / a.tokens_per_s
@@ -261,7 +261,7 @@ def over_one_microbatch(splits: Splits, setting: RoundsSetting, variant: Variant
 
 
 def added(splits: Sequence[Split]) -> Split:
-    """All repeats as one."""
+    """Adds up all repeats."""
     total = splits[0]
     for split in splits[1:]:
         sums = {name: value + getattr(split, name) for name, value in asdict(total).items()}
@@ -298,7 +298,7 @@ def report_of(measured: Measured, settings: Sequence[RoundsSetting]) -> dict[str
 
 
 def lines_of(measured: Measured, settings: Sequence[RoundsSetting]) -> list[str]:
-    """For people: milliseconds a round."""
+    """Returns the table, in milliseconds a round."""
     heads = ("round", *COLUMNS, "hidden")
     lines = ["ms a round".ljust(42) + "".join(f"{head:>12}" for head in heads)]
     lines[0] += f"{'overhead':>10}{'rounds/s':>10}{'tokens/s':>10}"

@@ -32,17 +32,17 @@ class BookCost:
 
     num_live: int
     request_us: float
-    """A request's admission, and its end."""
+    """Admission and end of a request."""
     round_us: float
     """Learning from one round of one request and planning its next."""
     batch_round_us: float
     """The same for a round of 32 requests, divided by 32."""
     copy_ms: float
-    """What planning waits for when a checkpoint begins."""
+    """Copying the pools for a checkpoint, which planning waits for."""
     save_ms: float
-    """Writing it, in another thread."""
+    """Writing the copy, in another thread."""
     plan_meanwhile_ms: float
-    """A round of 32, asked for every few milliseconds while it is written; the median."""
+    """A round of 32, planned every few milliseconds while the copy is written; the median."""
     plan_alone_ms: float
     """The same when nothing is written."""
 
@@ -69,7 +69,7 @@ class ActorRouter:
 
 
 RouterFactory = Callable[[Path], AbstractContextManager[ActorRouter]]
-"""A router of its own that saves to this file once a second."""
+"""Starts a separate router that saves to this file once a second."""
 
 
 def run(options: RouterOptions, *, actor: RouterFactory | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The router benchmark says what planning costs, and that others who live do not make it dearer."""
+"""The router benchmark says what planning costs, and that more live requests do not add to it."""
 
 import json
 

@@ -87,7 +87,7 @@ def test_a_command_that_fails_is_reported_with_its_own_words() -> None:
         asyncio.run(run_command(f'{sys.executable} -c "{script}"', host="h1"))
 
 
-def test_a_command_with_a_blank_that_nobody_fills_is_refused() -> None:
+def test_a_command_with_an_unknown_blank_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"may name \{host\}"):
         asyncio.run(run_command("ip link set {device} down", host="h1"))
 

@@ -142,7 +142,7 @@ def test_silence_lasts_from_the_fault_to_the_token_after_the_longest_pause() -> 
     assert silence_after(_fault(at=10.0), stream) == pytest.approx(4.0)
 
 
-def test_tokens_of_a_rank_whose_kill_is_still_on_its_way_are_no_recovery() -> None:
+def test_tokens_of_a_rank_before_its_kill_has_landed_are_no_recovery() -> None:
     # The kill is sent at 10.0 and has arrived on the other host at 12.0 at the latest.
     stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(10.4, 10.8, 11.9, 16.0))
     assert silence_after(_fault(at=10.0, landed=12.0), stream) == pytest.approx(6.0)
@@ -208,7 +208,7 @@ def test_recovery_is_of_the_struck_pipelines_streams_alone() -> None:
     assert recovery_of(_fault(at=60.0, streams={"chaos-0"}), streams) is None
 
 
-def test_kills_whose_silences_overlap_are_left_out_of_the_figures_of_those_alone() -> None:
+def test_kills_with_overlapping_silences_are_left_out_of_the_figures_of_those_alone() -> None:
     stream = _streamed(1, 2, 3, 4, 5, arrivals_s=(1.0, 9.0, 20.0, 23.0, 23.1))
     pair = [_fault(at=t, streams={"chaos-0"}, number=n) for n, t in enumerate((2.0, 3.0))]
     single = _fault(at=20.5, streams={"chaos-0"}, number=2)
@@ -270,7 +270,7 @@ def _event(content: dict[str, object]) -> bytes:
 
 
 async def _completions(request: Request) -> Response:
-    """What is to happen stands in the prompt."""
+    """The prompt says what happens."""
     wish = (await request.json())["prompt"]
     if wish == "refused":
         return JSONResponse({"error": {"message": "queue full"}}, status_code=429)
