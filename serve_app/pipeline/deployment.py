@@ -1,8 +1,8 @@
 """A pipeline: one draft stage and one verify stage, kept ready, and the streams they feed.
 
-The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and people. Its
-`Supervisor` owns the actors and mends what breaks; its `Streams` are the ledger from which a live
-request can be resumed. It computes nothing and never sees text.
+The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and operators.
+Its `Supervisor` owns the actors and replaces what breaks; its `Streams` are the ledger from which a
+live request can be resumed. It computes nothing and never sees text.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """From here on this pipeline answers for the request."""
+    """First item of a stream: from here on this pipeline is responsible for the request."""
 
     pipeline: str
     address: str
@@ -64,13 +64,13 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether tokens come out of a pipeline, and if not, why."""
+    """Whether a pipeline emits tokens, and if not, why."""
 
     pipeline: str
     is_healthy: bool
     reason: str
     degraded: str = ""
-    """What is less than usual in a healthy one; empty when nothing is."""
+    """Why a healthy pipeline is degraded; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class MetricsPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineControl:
-    """What a pipeline's controllers go by."""
+    """What a pipeline's controllers decide from."""
 
     pipeline: str
     num_live: int
@@ -103,7 +103,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineState:
-    """What a pipeline says of itself to people and to the router."""
+    """A pipeline's state, for operators and the router."""
 
     pipeline: str
     pid: int
@@ -113,25 +113,25 @@ class PipelineState:
     num_live: int
     num_interruptions: int
     last_trouble: str
-    """What interrupted it last; empty when nothing ever has."""
+    """What interrupted it last; empty if nothing has."""
     recovery_s: float | None
-    """From that to the next token; None before the first."""
+    """Seconds from that to the next token; None before the first."""
     address: str
     """Its Serve replica's id."""
     weight: float | None
-    """Its speed, as measured at the start of its epoch; None where nothing was measured."""
+    """Its speed, as measured at the start of its epoch; None if it was not measured."""
     draining: str
-    """Why it takes no more requests; empty: it does."""
+    """Why it takes no more requests; empty if it does."""
     workers: tuple[WorkerReport, ...]
     is_degraded: bool = False
     """Fallbacks in the verify ranks' processes take the draft stage's part."""
     degraded_s: float = 0.0
-    """Seconds so far in which that was so."""
+    """Seconds in degraded mode so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Whose streams would be broken off with this pipeline, and where its replica runs."""
+    """The pipeline's live requests, which end when it does, and the process of its replica."""
 
     pipeline: str
     process_info: ProcessInfo
@@ -188,11 +188,12 @@ class Pipeline:
         must_take: bool = False,
         sender: str = "",
     ) -> AsyncGenerator[Admitted | StreamItem, None]:
-        """`Admitted` at once; the tokens to the last; or, as the last item, what ended them.
+        """Yields `Admitted` at once, then the tokens to the last, or as last item the error.
 
-        `target` is for Serve, which has seen to it by now: this replica, if it was there. A higher
+        `target` is for Serve, which has used it by now: this replica, if it existed. A higher
         `attempt` of the same sender displaces a lower one; `must_take` keeps a draining pipeline
-        from sending the stream on at once. The stream ends when the router misses the `sender`.
+        from migrating the stream at once. The stream ends when the router no longer hears of the
+        `sender`.
         """
         del target
         try:
@@ -210,45 +211,46 @@ class Pipeline:
     async def cancel(
         self, request_id: RequestId, attempt: int, sender: str, target: str | None = None
     ) -> str:
-        """Ends a stream that its sender cannot read any more, up to this attempt; who answers."""
+        """Cancels a stream, up to this attempt, that its sender cannot read any more. Returns the
+        address of this replica."""
         del target
         self._streams.cancel(request_id, attempt=attempt, sender=sender)
         return self._address
 
     async def whoami(self, target: str | None = None) -> str:
-        """The address of whoever answers to a call for `target`."""
+        """Returns the address of the replica that a call for `target` reaches."""
         del target
         return self._address
 
     async def contacts(self, target: str | None = None) -> Contacts:
-        """Its actors, for another pipeline that hands its streams over to this one.
+        """Returns its actors, for another pipeline that migrates its streams to this one.
 
         Raises PeerLost while the drafting actor is being replaced.
         """
         del target
         group = await self._supervisor.worker_group()
         leader = group.drafter
-        if group.is_degraded:  # fallbacks have no peer rank: streams are computed again there
+        if group.is_degraded:  # fallbacks have no peer rank: their streams are recomputed
             ranks = {f"{leader.slot.name} of {self._name}": leader.handle}
             return Contacts(pipeline=self._name, ranks=ranks)
         return Contacts(pipeline=self._name, ranks={m.slot.name: m.handle for m in group.workers})
 
     async def drain(self, name: str) -> Drained | None:
-        """Sends its live requests elsewhere and takes no more; None when another one is meant.
+        """Drains this pipeline: its live requests continue in others, and it takes no more.
 
-        Raises ConfigError when there is no other pipeline.
+        Returns None when `name` is another pipeline. Raises ConfigError if there is no other.
         """
         return await self._draining.drain() if name == self._name else None
 
     async def undrain(self, name: str) -> str | None:
-        """Takes requests again, and says its name; None when another one is meant."""
+        """Takes requests again, and returns the name; None when it is another pipeline."""
         if name != self._name:
             return None
         await self._draining.undrain()
         return name
 
     async def health(self) -> Health:
-        """Healthy when a round went through lately, or when one does now."""
+        """Healthy if a round was completed lately, or is when it is tried now."""
         reason = await self._why_unhealthy()
         degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded and not reason else ""
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
@@ -272,7 +274,7 @@ class Pipeline:
         return rounds
 
     async def control(self) -> PipelineControl:
-        """What the controllers of this pipeline go by."""
+        """Returns what the controllers of this pipeline decide from."""
         control: ControlReport = await self._of_drafter("control")
         if control.head is not None:
             control = replace(control, head=replace(control.head, pipeline=self._name))
@@ -283,7 +285,7 @@ class Pipeline:
     async def load_head(self, folder: str) -> HeadReport:
         """Drafts with another exit head from the next round on, and in epochs to come.
 
-        Raises CheckpointError or ConfigError for one that does not fit; the old one goes on.
+        Raises CheckpointError or ConfigError for a head that does not fit; the old one stays.
         """
         report = await self._supervisor.load_head(folder)
         await self._publish_status()
@@ -347,13 +349,13 @@ class Pipeline:
     # -- what Serve calls -----------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises when this pipeline cannot heal itself: Serve then makes another."""
+        """Raises when this pipeline cannot recover: Serve then starts another."""
         await self._supervisor.check()
 
-    # -- what it says of itself -----------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        """Says to the router that this pipeline is there, for as long as it is."""
+        """Sends heartbeats to the router."""
         while True:
             if self._supervisor.is_ready and not self._supervisor.is_degraded:
                 await self._speed.ask((await self._supervisor.worker_group()).epoch)
@@ -375,8 +377,8 @@ class Pipeline:
             self._streams.cancel_silent(await beat(self._router, report))
         except PeerLost:
             self._router = await found_again(self._router, self._config)
-        except EngineError as error:  # a silent router is not a pipeline's concern
-            logger.debug("heartbeat not heard: error=%s", error)
+        except EngineError as error:  # the pipeline works without the router
+            logger.debug("heartbeat failed: error=%s", error)
 
     async def _find_peer_pipeline(self) -> PipelineReport | None:
         return await find_peer_pipeline(

@@ -1,13 +1,13 @@
-"""A pipeline that is to go: how it learns of it, and how its live streams get away.
+"""Draining of a pipeline: how it learns that it has to, and how its live streams leave.
 
 Serve takes a replica that it will stop out of the set of those it sends requests to, waits for its
 requests to end, and tells it nothing. So the replica asks: once a second it calls itself, through
-Serve, by its own name. When somebody else answers, it is not in that set any more. An operator
-says it outright.
+Serve, by its address. When another replica answers, it is no longer in that set. An operator can
+also drain it directly.
 
-Either way the pipeline takes no more requests and tells its live streams to go on elsewhere, which
-they do from their tokens. Where there is no other pipeline it serves them to their ends. Nothing
-here knows what a stream carries.
+Either way the pipeline takes no more requests and migrates its live streams: they continue in
+another pipeline from their tokens. If there is no other pipeline, it serves them to their ends.
+Nothing here depends on what a stream carries.
 """
 
 import asyncio
@@ -35,24 +35,24 @@ _BY_HAND = "drained by hand"
 _BY_SERVE = "Serve takes it down"
 
 FindPeerPipeline = Callable[[], Awaitable[PipelineReport | None]]
-"""Another pipeline that takes requests, when there is one."""
+"""Returns another pipeline that takes requests, if there is one."""
 Migrate = Callable[[PipelineReport, Collection[RequestId]], Awaitable[MigrationReport]]
-"""Brings live requests there with all they have, and ends their streams with `Migrated`."""
+"""Migrates live requests with their pages, and ends their streams with `Migrated`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What an operator's word has brought about."""
+    """Result of draining by an operator."""
 
     pipeline: str
     num_migrated: int
-    """Live streams that were told to go on elsewhere."""
+    """Live streams that were told to continue in another pipeline."""
     migration: MigrationReport | None = None
-    """What they took along; None where nobody was there, or the other one could not be asked."""
+    """How they were migrated; None if there were none, or the other pipeline did not answer."""
 
 
 class Draining:
-    """One pipeline's leave-taking."""
+    """Drains one pipeline."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Draining:
         doubt_s: float = 0.2,
         keep_s: float = 10.0,
     ) -> None:
-        """`who_answers` to a call to `address`: it does, while Serve counts on it; None when that
-        cannot be told. `publish_status` tells the router; `migrate` is tried before streams
-        are told to go.
+        """`who_answers` returns the address of the replica that answers a call to `address` (this
+        one, while Serve counts on it), or None if it is unknown. `publish_status` tells the router;
+        `migrate` is tried before streams are told to leave.
         """
         self._pipeline = pipeline
         self._address = address
@@ -80,37 +80,37 @@ class Draining:
         self._period_s = period_s
         self._doubt_s = doubt_s
         self._keep_s = keep_s
-        """So long is a stream kept whose sender found nobody else: more than a dead pipeline stays
+        """How long a stream is kept that no other pipeline took: longer than a dead pipeline stays
         in the router's directory."""
         self._by_hand = False
         self._by_serve = False
         self._was_counted_on = False
-        """Whether Serve has ever sent a call here: a replica that starts is not in the set yet."""
+        """Whether Serve has ever sent a call here: a starting replica is not in the set yet."""
         self._is_other_known = False
-        """Whether there was another pipeline when it was last asked for one."""
+        """Whether there was another pipeline when it was last looked for."""
         self._last_migration: MigrationReport | None = None
-        """None before the first, and after one that failed."""
+        """None before the first, and after a failed one."""
         self._exits: set[_Exit] = set()
         self._one_by_one = asyncio.Lock()
 
     @property
     def reason(self) -> str:
-        """Why no more requests are taken; empty: they are."""
+        """Why no more requests are taken; empty if they are."""
         return _BY_HAND if self._by_hand else _BY_SERVE if self._by_serve else ""
 
     async def watch(self) -> None:
-        """For as long as the pipeline lives."""
+        """Runs as long as the pipeline does."""
         while True:
             try:
                 await self._poll()
-            except Exception:  # whatever it was: without this watch no stream would ever leave
+            except Exception:  # any error: without this watch no stream would ever leave
                 logger.exception("drain watch goes on: pipeline=%s", self._pipeline)
             await asyncio.sleep(self._period_s)
 
     async def drain(self) -> Drained:
-        """Takes no more requests and sends away those it has.
+        """Takes no more requests and migrates the live ones.
 
-        Raises ConfigError when there is no other pipeline: somebody has to serve.
+        Raises ConfigError when there is no other pipeline that takes requests.
         """
         if await self._find_peer_pipeline() is None:
             raise ConfigError(
@@ -126,17 +126,17 @@ class Draining:
             )
 
     async def undrain(self) -> None:
-        """Takes requests again, unless Serve wants it to go as well."""
+        """Takes requests again, unless Serve drains it too."""
         self._by_hand = False
         await self._publish_status()
 
     async def watched(
         self, parts: AsyncGenerator[T, None], request_id: RequestId, *, must_take: bool = False
     ) -> AsyncGenerator[T, None]:
-        """The same parts; raises Migrated when the stream is to go on elsewhere, in mid-wait too.
+        """Yields the same parts; raises Migrated, also during a wait, when the stream is to leave.
 
-        With `must_take` not at once: its sender has been everywhere, and another pipeline that is
-        known here may be a dead one.
+        With `must_take` not at once: its sender has tried all pipelines, and one that is known here
+        may be dead.
         """
         async with aclosing(parts):
             if self.reason and self._is_other_known and not must_take:
@@ -165,7 +165,7 @@ class Draining:
                 await self._migrate_all()
 
     async def _is_left_out(self) -> bool:
-        """Whether Serve does not send requests here any more; as before when it cannot be told."""
+        """Returns whether Serve sends no more requests here; the last answer if it is unknown."""
         answered = await self._who_answers()
         if answered not in (None, self._address):
             await asyncio.sleep(self._doubt_s)
@@ -176,26 +176,26 @@ class Draining:
         return self._was_counted_on and answered != self._address
 
     async def _migrate_all(self) -> int:
-        """How many streams were told to go."""
+        """Returns how many streams were told to leave."""
         self._last_migration = None
         other = await self._find_peer_pipeline()
         self._is_other_known = other is not None
         exits = self._open_exits()
         if other is None or not exits:
             return 0
-        to = None  # whoever sent the request sees how busy each of them is
+        to = None  # the sender of a request chooses by the load of the pipelines
         if self._migrate is not None:
             try:
                 leaving = [way_out.request_id for way_out in exits]
                 self._last_migration = await self._migrate(other, leaving)
                 to = other.pipeline_id if self._last_migration.how == "pages" else None
             except EesdError as error:
-                logger.warning("recomputed elsewhere: pipeline=%s error=%s", self._pipeline, error)
-            except Exception:  # a bug of ours costs the pages, never the streams their way out
-                logger.exception("recomputed elsewhere: pipeline=%s", self._pipeline)
+                logger.warning("recomputed: pipeline=%s error=%s", self._pipeline, error)
+            except Exception:  # a bug costs the pages, but the streams still leave
+                logger.exception("recomputed: pipeline=%s", self._pipeline)
         for way_out in self._open_exits():
             way_out.take(self._migrated(to=to))
-        logger.info("streams told to go: pipeline=%s streams=%d", self._pipeline, len(exits))
+        logger.info("streams told to leave: pipeline=%s streams=%d", self._pipeline, len(exits))
         return len(exits)
 
     def _open_exits(self) -> "tuple[_Exit, ...]":
@@ -209,11 +209,11 @@ class Draining:
 class _Exit:
     """Ends one stream's wait for its next part, from outside.
 
-    A timeout without a time costs a part some microseconds; a task for each would cost more.
+    A timeout without a deadline costs microseconds a part; a task for each would cost more.
     """
 
     def __init__(self, request_id: RequestId, *, opens_s: float) -> None:
-        """Nobody is to take it before `opens_s`, on the event loop's clock."""
+        """It may be taken from `opens_s` on, on the event loop's clock."""
         self.request_id = request_id
         self.opens_s = opens_s
         self._order: Migrated | None = None
@@ -243,7 +243,7 @@ class _Exit:
 
 
 class AskServe:
-    """A replica's call to itself, through Serve: answered by another one when it is left out."""
+    """Calls the replica itself, through Serve; another one answers when it is left out."""
 
     def __init__(self, *, app: str, deployment: str, address: str) -> None:
         self._app = app
@@ -261,7 +261,7 @@ class AskServe:
             response = self._handle.whoami.remote(target=self._address)
             return await self._answer(response)
         except (TimeoutError, RayError, RayServeException) as error:
-            logger.debug("Serve does not say who answers: error=%r", error)
+            logger.debug("Serve does not answer: error=%r", error)
             return None
 
     async def _answer(self, response: Any) -> str:

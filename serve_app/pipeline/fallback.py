@@ -1,7 +1,7 @@
-"""A fallback, as a pipeline reaches it: an actor without a process of its own.
+"""A fallback, as a pipeline reaches it: an actor without a separate process.
 
-It answers to the calls of a drafting actor or of a draft rank, through the verify rank that it
-lives in. When it is called upon is for others to decide; how long it was is on its metrics page.
+It answers the calls of a drafting actor or of a draft rank, through the verify rank that it lives
+in. The worker group decides when it is used; how long it was is on its metrics page.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class FallbackHandle:
-    """In the place of a Ray actor handle; may be sent to other processes like one."""
+    """Replaces a Ray actor handle; may be sent to other processes like one."""
 
     host: Any
-    """The verify rank's own handle."""
+    """Handle of the verify rank."""
 
     def __getattr__(self, method: str) -> "_Method":
-        if method.startswith("__"):  # what copying and pickling ask for
+        if method.startswith("__"):  # lookups by copying and pickling
             raise AttributeError(method)
         if method == "submit":
             return _Method(self.host.fallback_submit)
@@ -40,7 +40,7 @@ class _Method:
 
 
 def degraded_page(*, is_degraded: bool, seconds: float) -> bytes:
-    """A pipeline's word in Prometheus' text form."""
+    """Returns the degraded metrics of a pipeline, as Prometheus text."""
     return (
         "# HELP eesd_degraded Whether fallbacks take the draft stage's part: plain decoding.\n"
         "# TYPE eesd_degraded gauge\n"

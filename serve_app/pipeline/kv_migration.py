@@ -1,10 +1,10 @@
-"""Live requests go over to another pipeline, and their KV pages with them where that helps.
+"""Migrates live requests to another pipeline, with their KV pages where that helps.
 
-Pages are copied while the streams go on; only then are the streams told to move, with what little
-was not copied left to compute again. Copying happens rank by rank, from each of the one pipeline's
-actors to its peer rank in the other; this module only tells them when. Whatever goes wrong on the
-way costs the copy and never the streams: they move all the same, and are computed again from their
-tokens. What may be migrated at all, and where to, is decided elsewhere.
+Pages are copied while the streams go on; only then are the streams told to leave, and the little
+that was not copied is recomputed. Every actor of the source copies to its peer rank in the target;
+this module only tells them when. A failure costs the copy and never the streams: they migrate
+anyway, and are recomputed from their tokens. Which requests migrate, and where to, is decided in
+`drain`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 How = Literal["pages", "recompute"]
 
 _MAX_PASSES = 3
-"""Streams grow while their pages are copied: what is new goes in another pass, if it is much."""
+"""Streams grow while their pages are copied: if they grow much, there is another pass."""
 _MARGIN_S = 2.0
 """A rank's own deadline comes first, since it knows what it was waiting for."""
 
@@ -49,24 +49,24 @@ class Contacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationReport:
-    """What became of a KV migration."""
+    """Result of a KV migration."""
 
     by: str
     to: str
     num_requests: int
-    """Streams that were told to go on there."""
+    """Streams that were told to continue in the target."""
     num_pages: int
-    """Copied; every rank has its part of each."""
+    """Copied pages; every rank has its part of each."""
     num_found: int
-    """Pages of theirs that were there already."""
+    """Pages that the target had already."""
     num_bytes: int
-    """Over all ranks."""
+    """Sum over all ranks."""
     copy_s: float
-    """While the streams went on here."""
+    """Seconds of copying, while the streams went on in the source."""
     seconds: float
     how: Literal["pages", "recomputed"]
     reason: str = ""
-    """Why nothing was copied, or not all."""
+    """Why no pages, or not all, were copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +86,10 @@ async def migrate(
     timeout_s: float = 20.0,
     reason: str = "it is being drained",
 ) -> MigrationReport:
-    """Moves these live requests (None: all) to the target, with their pages if that can be.
+    """Migrates these live requests (None: all) to the target, with their pages if possible.
 
-    Raises PeerLost only when the source's drafting actor cannot be told, and with it all streams
-    are lost already.
+    Raises PeerLost only if the source's drafting actor cannot be told; then its streams are lost
+    anyway.
     """
     began_s = time.monotonic()
     copies: list[_Copied] = []
@@ -100,7 +100,7 @@ async def migrate(
         except EesdError as error:
             trouble = str(error)
     copy_s = time.monotonic() - began_s
-    to = target.pipeline if copies else None  # without pages, whoever is the least busy will do
+    to = target.pipeline if copies else None  # without pages, the least busy pipeline will do
     migrated = Migrated(by=source.pipeline, to=to, reason=reason)
     num_requests = await _ask(source.drafter, "evict", request_ids, migrated, timeout_s=timeout_s)
     num_refused = copies[-1].num_refused if copies else 0
@@ -136,7 +136,7 @@ async def _copy_all(
     *,
     timeout_s: float,
 ) -> None:
-    """Copies until little is left; what was copied is in `copies`, whatever happens then."""
+    """Copies until little is left; `copies` has what was copied, also after an error."""
     why_not = await _why_not(source, target, timeout_s=timeout_s)
     if why_not is not None:
         raise EngineError(f"{target.pipeline} cannot go on from pages of this pipeline: {why_not}")
@@ -149,8 +149,8 @@ async def _copy_all(
 
 
 async def _why_not(source: Contacts, target: Contacts, *, timeout_s: float) -> str | None:
-    """Every rank has pages of its own, computed on a machine of its own: rank by rank they have to
-    agree."""
+    """Returns why pages cannot be copied. Each rank's pages depend on its machine, so every rank
+    has to agree with its peer rank."""
     if list(source.ranks) != list(target.ranks):
         return f"its ranks are {list(source.ranks)} here and {list(target.ranks)} there"
     layouts: list[KvLayout] = await asyncio.gather(
@@ -174,7 +174,7 @@ async def _copy(
     *,
     timeout_s: float,
 ) -> tuple[int, _Copied]:
-    """One pass: borrows, writes, and has it registered only if all of it was right to the end."""
+    """One pass: leases pages, copies them, and registers them only if nothing failed."""
     lease: PageLease = await _ask(
         source.drafter, "lease_pages", request_ids, timeout_s, timeout_s=timeout_s
     )
@@ -190,7 +190,7 @@ async def _copy(
         if not await _ask(target.drafter, "adopt_pages", number, timeout_s=timeout_s):
             raise EngineError(f"{target.pipeline} was interrupted while pages were copied to it")
     except (_Unanswered, asyncio.CancelledError):
-        # A rank may still be writing: the room is left to its lease.
+        # A rank may still be writing: the reservation is left to expire.
         await _give_up(source, target, lease, None, timeout_s=timeout_s)
         raise
     except EesdError:
@@ -207,7 +207,7 @@ async def _copy(
 async def _travel(
     source: Contacts, target: Contacts, reservation: Reservation, *, timeout_s: float
 ) -> list[PageTraffic]:
-    """Every rank sends to its peer rank. Returns, or raises, when no rank is at it any more."""
+    """Every rank sends to its peer rank. Returns, or raises, when no rank is copying any more."""
     if not reservation.pages.moves:
         return []
     leased, here = zip(*reservation.pages.moves, strict=True)
@@ -234,7 +234,7 @@ async def _travel(
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
-        if isinstance(error, _Unanswered):  # it may still be writing
+        if isinstance(error, _Unanswered):  # its actor may still be writing
             raise error
     if errors:
         raise errors[0]
@@ -242,7 +242,7 @@ async def _travel(
 
 
 class _Unanswered(PeerLost):
-    """An actor that may still be at what it was asked to do."""
+    """The actor may still be doing what it was asked to do."""
 
 
 async def _give_up(
@@ -259,11 +259,11 @@ async def _give_up(
         calls.append(_ask(target.drafter, "abandon_pages", number, timeout_s=timeout_s))
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, EesdError):
-            logger.info("not told that a KV migration failed: %s", result)
+            logger.info("not told of a failed KV migration: %s", result)
 
 
 async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: float) -> Any:
-    """Calls an actor; whatever goes wrong comes back as an error of ours that names it."""
+    """Calls an actor; raises any failure as an EesdError that names it."""
     rank_name, handle = actor
     try:
         async with asyncio.timeout(timeout_s):
@@ -272,7 +272,7 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
         raise _Unanswered(
             peer=rank_name, operation=method, reason=f"no answer within {timeout_s:g} s"
         ) from error
-    except ray.exceptions.ActorUnavailableError as error:  # a link: who was called may be at it
+    except ray.exceptions.ActorUnavailableError as error:  # only the link may have failed
         raise _Unanswered(peer=rank_name, operation=method, reason=str(error)) from error
     except PROCESS_LOST as error:
         raise PeerLost(peer=rank_name, operation=method, reason=PROCESS_DIED) from error
@@ -283,12 +283,12 @@ async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: fl
         raise EngineError(f"{rank_name} failed during {method}: {cause or error!r}") from error
     except EesdError:
         raise
-    except Exception as error:  # one that has no such method, or that the call cannot be sent to
+    except Exception as error:  # no such method, or an argument that cannot be sent
         raise EngineError(f"{rank_name} cannot be asked for {method}: {error!r}") from error
 
 
 class KvMigration:
-    """One pipeline's means to hand its live requests over, as its draining wants it."""
+    """Migrates a pipeline's live requests when it is drained."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class KvMigration:
         how: How,
         timeout_s: float,
     ) -> None:
-        """`contacts`: of the pipeline itself."""
+        """`contacts` returns those of this pipeline."""
         self._app = app
         self._deployment = deployment
         self._contacts = contacts
@@ -311,7 +311,7 @@ class KvMigration:
     async def __call__(
         self, other: PipelineReport, request_ids: Collection[RequestId]
     ) -> MigrationReport:
-        """Raises EngineError when the other pipeline or this one's drafter cannot be asked."""
+        """Raises EngineError if the other pipeline or this one's drafting actor does not answer."""
         mine = await self._contacts()
         theirs = await self._of(other)
         return await migrate(
@@ -327,7 +327,7 @@ class KvMigration:
             async with asyncio.timeout(self._timeout_s):
                 found: Contacts = await self._handle.contacts.remote(target=other.address)
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-            raise EngineError(f"{other.pipeline_id} does not say who it is: {error!r}") from error
+            raise EngineError(f"{other.pipeline_id} does not answer: {error!r}") from error
         if found.pipeline != other.pipeline_id:
-            raise EngineError(f"{other.pipeline_id} is not where it was: {found.pipeline} answers")
+            raise EngineError(f"{other.pipeline_id} has gone: {found.pipeline} answers instead")
         return found

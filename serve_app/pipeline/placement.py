@@ -1,8 +1,7 @@
-"""What a pipeline asks of the cluster, and why the cluster cannot give it.
+"""What a pipeline requests of the cluster, and why the cluster cannot provide it.
 
-It decides which bundles stand in one placement group and which in two, which nodes the second is
-kept to or from, and what to say of bundles that found no place. Pure: it is handed the nodes and
-asks Ray nothing.
+It decides whether bundles go into one placement group or two, which nodes the second is kept to or
+from, and how to explain bundles without a node. Pure: it is given the nodes and does not call Ray.
 """
 
 import re
@@ -16,7 +15,7 @@ from serve_app.config import BundleConfig, PlacementConfig, Strategy
 Resources = Mapping[str, float]
 
 NODE_ID_LABEL = "ray.io/node-id"
-"""Ray gives it to every node."""
+"""Label that Ray gives to every node."""
 
 _SHOWN_NODES = 4
 _SHOWN_BUNDLES = 4
@@ -49,7 +48,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
-    """One placement group: its slots, and how they stand to each other."""
+    """One placement group: its slots, and their strategy."""
 
     slots: tuple[RankSlot, ...]
     strategy: Strategy
@@ -72,7 +71,7 @@ class Bundles:
         return [{**slot.labels, **wanted} for slot in self.slots]
 
     def admits(self, node: Node, slot: RankSlot) -> bool:
-        """Whether the node may hold the slot, resources aside."""
+        """Returns whether the node may hold the slot, resources aside."""
         if self.kept_to is not None and node.node_id not in self.kept_to:
             return False
         return node.node_id not in self.apart_from and not _labels_missed(slot, node)
@@ -85,7 +84,7 @@ def rank_slots(
     gpus_per_rank: float,
     num_draft_ranks: int = 1,
 ) -> tuple[RankSlot, ...]:
-    """The drafting actor first, then the other draft ranks, then the verify ranks in order."""
+    """Returns the drafting actor first, then the other draft ranks, then the verify ranks."""
     ranks: list[tuple[str, int | None, StageName, BundleConfig]] = [
         ("drafting actor", None, "draft", placement.draft)
     ]
@@ -106,7 +105,7 @@ def rank_slots(
 def gpus_per_rank(
     *, num_gpus: float, num_verify_ranks: int, must_have_one: bool, num_draft_ranks: int = 1
 ) -> float:
-    """One each; on a machine with a single GPU the two stages of the smallest pipeline share it."""
+    """Returns one; half on a machine with a single GPU, for one draft rank and one verify rank."""
     if num_gpus == 0:
         return 1.0 if must_have_one else 0.0
     return 0.5 if num_gpus == 1 and num_verify_ranks == num_draft_ranks == 1 else 1.0
@@ -122,7 +121,7 @@ def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
 
 
 def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bundles, ...]:
-    """One group where one strategy says it all; else one per stage, the verify stage first.
+    """Returns one group if one strategy is enough; else one per stage, the verify stage first.
 
     Raises ConfigError for strategies that contradict each other.
     """
@@ -133,7 +132,7 @@ def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bu
     of_verify: Strategy = placement.verify.strategy or "PACK"
     draft = Bundles(slots=tuple(p for p in slots if p.stage == "draft"), strategy=of_draft)
     verify = Bundles(slots=tuple(p for p in slots if p.stage == "verify"), strategy=of_verify)
-    # A rank that is alone in its stage stands by any strategy.
+    # A rank that is alone in its stage satisfies any strategy.
     several = [group for group in (draft, verify) if len(group.slots) > 1]
     if relation == "STRICT_PACK":
         for group in several:
@@ -149,12 +148,12 @@ def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bu
 
 
 def relation_of(placement: PlacementConfig) -> Strategy:
-    """How the stages stand to each other."""
+    """Returns the strategy of the stages relative to each other."""
     return placement.stages or "PACK"
 
 
 def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) -> Bundles:
-    """The second group, kept to or from the nodes that the first one stands on."""
+    """Returns the second group, kept to or from the nodes of the first one."""
     near = frozenset(to_nodes)
     if relation in ("SPREAD", "STRICT_SPREAD"):
         return Bundles(slots=group.slots, strategy=group.strategy, apart_from=near)
@@ -162,7 +161,7 @@ def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) ->
 
 
 def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
-    """Whether these nodes are large enough, were nothing else on them."""
+    """Returns whether these nodes are large enough when nothing else runs on them."""
     empty = [_emptied(node) for node in nodes]
     return not _left_over(group, empty).unplaced
 
@@ -182,15 +181,15 @@ def _emptied(node: Node) -> Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fit:
-    """How far the bundles of a group go, tried one after the other."""
+    """How many bundles of a group fit, tried one after the other."""
 
     unplaced: tuple[RankSlot, ...]
     held: Mapping[str, tuple[RankSlot, ...]]
-    """By node id: what was put there."""
+    """Slots put on each node, by node id."""
 
 
 def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
-    """What a person can act on: which bundle lacks what, on which node, and who has it."""
+    """Explains to operators which bundle lacks what on which node, and which slots use it."""
     if not nodes:
         return "the cluster has no node that is alive"
     if group.strategy == "STRICT_PACK":
@@ -207,7 +206,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
 
 
 def _together(group: Bundles) -> Bundles:
-    """All bundles as one, which is what STRICT_PACK asks a node for."""
+    """Returns all bundles as one, which STRICT_PACK requires of a node."""
     labels = {name: value for slot in group.slots for name, value in slot.labels.items()}
     slot = RankSlot(
         name=f"all {len(group.slots)} bundles together (strategy STRICT_PACK)",
@@ -221,7 +220,7 @@ def _together(group: Bundles) -> Bundles:
 
 
 def _left_over(group: Bundles, nodes: Sequence[Node]) -> _Fit:
-    """First fit, the most demanding slots first: exact for bundles that are alike."""
+    """First fit, the most demanding slots first: exact for equal bundles."""
     free = {node.node_id: dict(node.free) for node in nodes}
     held: dict[str, tuple[RankSlot, ...]] = {}
     unplaced = []
@@ -254,7 +253,7 @@ def _explained(
     *,
     held: Mapping[str, tuple[RankSlot, ...]],
 ) -> str:
-    """Bundles that lack the same are told of together."""
+    """Bundles that lack the same are explained together."""
     same: dict[str, list[str]] = {}
     for slot in unplaced:
         lacks = [
@@ -273,7 +272,7 @@ def _explained(
 
 def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankSlot]) -> str:
     if group.kept_to is not None and node.node_id not in group.kept_to:
-        return "is not one of those that the other stage stands on"
+        return "is not one of the nodes of the other stage"
     if node.node_id in group.apart_from:
         return "holds the other stage (placement.stages keeps the two apart)"
     missed = _labels_missed(slot, node)
@@ -294,7 +293,7 @@ def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankS
         return f"is for {names} (strategy STRICT_SPREAD: a node each)"
     if held:
         return f"is filled by {names}"
-    return "has room, but not beside the others (strategy STRICT_PACK: all on one node)"
+    return "has room, but not together with the others (strategy STRICT_PACK: all on one node)"
 
 
 def _labels_missed(slot: RankSlot, node: Node) -> list[str]:
@@ -306,7 +305,7 @@ def _labels_missed(slot: RankSlot, node: Node) -> list[str]:
 
 
 def matches(selector: str, value: str | None) -> bool:
-    """Ray's label operators: `x`, `!x`, `in(x,y)`, `!in(x,y)`; a missing label is not any x."""
+    """Implements Ray's label operators `x`, `!x`, `in(x,y)`, `!in(x,y)`; no label matches no x."""
     found = _SET.fullmatch(selector)
     if found is not None:
         return (value in found[2].split(",")) != bool(found[1])

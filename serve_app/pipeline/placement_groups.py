@@ -1,12 +1,12 @@
-"""Placement groups for the workers of a pipeline: asked of Ray, waited for, mended and given back.
+"""Placement groups for the workers of a pipeline: requested, awaited, repaired and removed.
 
-One group, or one per stage where a single strategy cannot say it; then the second is kept to or
-from the nodes of the first by a label selector on node ids, since Ray knows no relation between
-groups. All are placed within the bounded wait, or none is left behind. What stands where is decided
-in `placement`; who fills a place is none of its business.
+One group, or one per stage where a single strategy is not enough; then the second is kept to or
+from the nodes of the first by a label selector on node ids, since Ray has no relation between
+groups. All are placed within the timeout, or none is left behind. `placement` decides which bundles
+they have.
 
-When a node dies Ray moves the bundles that were on it. A group that is kept to a dead node would
-wait for ever: it is placed again, kept to nothing.
+When a node dies Ray moves its bundles. A group that is kept to a dead node would wait for ever: it
+is placed again without that restriction.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _PREFERENCE_WAIT_S = 5.0
-"""How long a place is waited for that is only wished for."""
+"""How long a preferred placement is waited for."""
 _POLL_STATUS_S = 1.0
 _TELL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """Bundles, and Ray's group of them."""
+    """Bundles, and Ray's placement group of them."""
 
     bundles: Bundles
     group: PlacementGroup
@@ -66,7 +66,7 @@ class PlacementGroups:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Which bundles have no place now, and why; empty when every one has."""
+        """Which bundles have no node now, and why; empty when every one has."""
         return self._missing
 
     def strategy_for(self, slot: RankSlot) -> PlacementGroupSchedulingStrategy:
@@ -78,12 +78,12 @@ class PlacementGroups:
         raise ConfigError(f"{slot.name} has no bundle in the placement of {self._name}")
 
     def remove(self) -> None:
-        """Gives everything back; actors that still stand there end."""
+        """Removes the groups; actors in them end."""
         for placed in self._groups:
             remove_placement_group(placed.group)
 
     async def keep(self) -> None:
-        """While bundles are being moved: mends what cannot move, and says what is awaited.
+        """Repairs groups while bundles are being moved, and logs what is missing.
 
         Runs until it is cancelled.
         """
@@ -92,12 +92,12 @@ class PlacementGroups:
         while True:
             try:
                 await asyncio.to_thread(self._poll)
-            except Exception:  # what Ray says while its head is away; it is asked again
-                logger.exception("places not looked after: pipeline=%s", self._name)
+            except Exception:  # Ray's errors while its head is away; tried again
+                logger.exception("placement not checked: pipeline=%s", self._name)
             if self._missing and loop.time() - told_s > _TELL_S:
                 told_s = loop.time()
                 logger.warning(
-                    "waiting for a place: pipeline=%s %s", self._name, ". ".join(self._missing)
+                    "waiting for placement: pipeline=%s %s", self._name, ". ".join(self._missing)
                 )
             await asyncio.sleep(_POLL_STATUS_S)
 
@@ -116,7 +116,7 @@ class PlacementGroups:
 
     def _place_again(self, placed: _Placed) -> _Placed:
         logger.warning(
-            "the %s stage was kept to a node that is gone, and may stand anywhere: pipeline=%s",
+            "the %s stage was kept to a node that is gone, and is placed anywhere: pipeline=%s",
             placed.bundles.stages,
             self._name,
         )
@@ -127,7 +127,7 @@ class PlacementGroups:
 async def placement_groups_for(
     slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
 ) -> PlacementGroups:
-    """A place for each slot. Raises ConfigError that says which bundle lacks what, and where."""
+    """Places every slot. Raises ConfigError that says which bundle lacks what, and where."""
     groups = groups_of(slots, placement)
     placing = _Placing(placement, name=name)
     try:
@@ -144,7 +144,7 @@ async def placement_groups_for(
 
 
 class _Placing:
-    """One attempt to place one group or two; everything asked for is given back if it fails."""
+    """One attempt to place one group or two; all of them are removed if it fails."""
 
     def __init__(self, placement: PlacementConfig, *, name: str) -> None:
         self._relation: Strategy = relation_of(placement)
@@ -157,7 +157,7 @@ class _Placing:
         await self._place(first)
         for second in rest:
             if await self._blocks(first, second):
-                # The first took the only nodes that the second could have: the other way round.
+                # The first took the only nodes that the second could have: exchange them.
                 self._drop_last()
                 first, second = second, first
                 await self._place(first)
@@ -166,7 +166,7 @@ class _Placing:
         return self._asked
 
     def why(self, nodes: Sequence[Node]) -> str:
-        """Of the group that is being waited for."""
+        """Explains the group that is being waited for."""
         return why_unplaced(self._asked[-1].bundles, nodes)
 
     def give_back_unless_complete(self) -> None:
@@ -174,7 +174,7 @@ class _Placing:
             self._drop_last()
 
     async def _blocks(self, first: Bundles, second: Bundles) -> bool:
-        """Whether the second has no node left that it may stand on, and could have had one."""
+        """Returns whether the first group takes all nodes that the second could have."""
         if self._relation != "STRICT_SPREAD":
             return False
         nodes = await asyncio.to_thread(nodes_now)
@@ -238,7 +238,7 @@ def _table(group: PlacementGroup) -> dict[str, Any]:
 
 
 def nodes_now() -> tuple[Node, ...]:
-    """The nodes that are alive, with what is free on them."""
+    """Returns the nodes that are alive, with what is free on them."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     free = available_resources()
     count = Counter(node["NodeName"] for node in alive)
@@ -255,5 +255,5 @@ def nodes_now() -> tuple[Node, ...]:
 
 
 def _told_apart(name: str, node_id: str, count: int) -> str:
-    """Several raylets of one host have one name."""
+    """Raylets of one host have the same name."""
     return name if count == 1 else f"{name} [{node_id[:8]}]"

@@ -1,9 +1,9 @@
-"""Which request may be what breaks the engine, and how that is found out.
+"""Finds the request that crashes the engine.
 
-A stream has a crash for every time the engine broke under it since its last token. Streams with
-too many are let in one at a time, each alone until its first item: whoever breaks an engine that it
-had to itself is refused, and the others are cleared. It decides who may be in the engine; it knows
-neither engines nor clocks, and waits for nothing.
+A stream has a crash for every time the engine broke under it since its last token. Suspects, which
+have too many, are admitted one at a time, each alone until its first item: a request that crashes
+an engine in which it is alone is refused, and the others are cleared. Quarantine decides which
+requests may be admitted; it depends on neither engines nor clocks, and waits for nothing.
 """
 
 from collections.abc import Collection
@@ -14,42 +14,42 @@ from eesd_dist.types import RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """One interruption of the engine, and what follows for its requests."""
+    """One interruption of the engine, and its consequences for the requests."""
 
     running: tuple[RequestId, ...]
     """Requests that were running when the engine failed."""
     refused: RequestId | None
-    """Who broke it alone, not for the first time."""
+    """Request that crashed the engine alone, and not for the first time."""
     evicts_all: bool
-    """Nobody may go on in the engine as if nothing had been: it is to be had alone."""
+    """Whether all requests leave the engine, since some are to be tested alone."""
 
 
 class Quarantine:
-    """The streams of one pipeline, in the engine or waiting outside.
+    """The requests of one pipeline, in the engine or in the admission queue.
 
-    With `suspect_after` 2, a request that breaks every engine is refused after two of them when it
-    is alone, and after three in a crowd: the third is the one it has to itself.
+    With `suspect_after` 2, a request that crashes every engine is refused after two crashes when it
+    runs alone, and after three with others: the third is in the engine that it runs in alone.
     """
 
     def __init__(self, *, suspect_after: int = 2, refuse_after: int = 6) -> None:
-        """`refuse_after`: so many breaks refuse a request even if no break told of requests."""
+        """`refuse_after`: so many crashes refuse a request even if none is attributable."""
         self._suspect_after = suspect_after
         self._refuse_after = refuse_after
         self._crashes: dict[RequestId, int] = {}
         self._attributable: dict[RequestId, int] = {}
-        """Of these, the ones that a request can have brought about."""
+        """Of these, the attributable crashes: those that a request can have caused."""
         self._inside: dict[RequestId, None] = {}
-        """In the order of entering; a set would forget it."""
+        """Admitted requests in the order of admission; a set would forget it."""
         self._dropped: set[RequestId] = set()
-        """Inside by the books, though the engine has dropped them: it has broken, and nobody has
-        said so yet."""
+        """Admitted by the books, but dropped by an engine that has broken, which is not reported
+        yet."""
         self._untested: set[RequestId] = set()
-        """Who is yet to be alone in the engine: whoever comes first."""
+        """Suspects still to be tested alone, in any order."""
         self._on_test: RequestId | None = None
 
     @property
     def is_calm(self) -> bool:
-        """Returns whether no request is under suspicion."""
+        """Returns whether no request is a suspect."""
         return self._on_test is None and not self._untested
 
     @property
@@ -70,19 +70,19 @@ class Quarantine:
         return self._crashes[request_id] >= self._suspect_after
 
     def add(self, request_id: RequestId, *, crashes: int = 0, attributable: int = 0) -> None:
-        """A stream, from elsewhere with the crashes it has there. It is outside."""
+        """Adds a stream to the admission queue, with the crashes it has had in other pipelines."""
         self._crashes[request_id] = crashes
         self._attributable[request_id] = attributable
 
     def remove(self, request_id: RequestId) -> None:
-        """The stream has ended, wherever it was."""
+        """Removes a stream that has ended."""
         self.release(request_id)
         self._crashes.pop(request_id, None)
         self._attributable.pop(request_id, None)
         self._untested.discard(request_id)
 
     def may_admit(self, request_id: RequestId) -> bool:
-        if request_id in self._inside:  # of an engine that has broken under it
+        if request_id in self._inside:  # admitted to an engine that has broken since
             return False
         if self.is_calm:
             return True
@@ -96,8 +96,8 @@ class Quarantine:
         self._inside[request_id] = None
 
     def delivered(self, request_id: RequestId) -> bool:
-        """A token came: nothing is held against the stream. True: it is to come out, for the next
-        one to be alone."""
+        """Clears the stream's crashes, since it has a token. Returns whether it has to be evicted,
+        so that the next suspect is alone."""
         if request_id not in self._crashes:
             return False
         self._crashes[request_id] = 0
@@ -107,19 +107,19 @@ class Quarantine:
         return bool(self._untested)
 
     def release(self, request_id: RequestId) -> None:
-        """It is no longer in the engine, and the engine has not broken."""
+        """Takes a request out of the engine, which has not broken."""
         self._inside.pop(request_id, None)
         self._dropped.discard(request_id)
         if self._on_test == request_id:
             self._on_test = None
 
     def release_all(self) -> None:
-        """The engine has let go of everyone."""
+        """Takes all requests out of the engine, which has evicted them."""
         for request_id in tuple(self._inside):
             self.release(request_id)
 
     def mark_dropped(self, request_id: RequestId) -> None:
-        """The engine dropped the stream; whether it has broken will be heard."""
+        """Notes that the engine dropped the stream; whether it has broken is not known yet."""
         if request_id in self._inside:
             self._dropped.add(request_id)
 
@@ -127,14 +127,15 @@ class Quarantine:
         return request_id in self._dropped
 
     def drop_alone(self, request_id: RequestId) -> int:
-        """The engine dropped this stream alone and did not break. Returns its crashes."""
+        """Counts a crash: the engine dropped this stream alone and did not break. Returns its
+        crashes."""
         self.release(request_id)
         self._crashes[request_id] += 1
         return self._crashes[request_id]
 
     def broke(self, *, keeps_streams: bool, is_attributable: bool = True) -> Interruption:
-        """The engine broke. `keeps_streams`: it will go on with those that it had, if it may.
-        `is_attributable`: a request can have done it, as by a death or a bug."""
+        """Counts a crash of the engine. `keeps_streams`: it can go on with its admitted requests.
+        `is_attributable`: a request can have caused it, as with a death or a bug."""
         running = tuple(self._inside)
         for request_id in running:
             self._crashes[request_id] += 1
@@ -153,17 +154,17 @@ class Quarantine:
         return Interruption(running=running, refused=refused, evicts_all=evicts_all)
 
     def _is_to_refuse(self, request_id: RequestId, is_attributable: bool) -> bool:
-        """Who was alone in the engine that broke. A request that only ever freezes engines is
-        refused too, though later."""
+        """Returns whether to refuse a request that was alone in the engine that broke. A request
+        that only ever freezes engines is refused too, though later."""
         if is_attributable and self._attributable[request_id] >= self._suspect_after:
             return True
         return self._crashes[request_id] >= self._refuse_after
 
 
 class Patience:
-    """How often an engine may break under streams before it is given up.
+    """Counts how often an engine breaks under streams before the pipeline is given up.
 
-    A token proves that it works, whatever broke it now and then.
+    A token proves that it works, and resets the count.
     """
 
     def __init__(self, *, max_failures: int) -> None:
@@ -172,7 +173,7 @@ class Patience:
 
     @property
     def num_failures(self) -> int:
-        """In a row."""
+        """Failures in a row."""
         return self._num_failures
 
     @property

@@ -1,10 +1,9 @@
-"""Keeps what verification computed anyway, as a feature store that `eesd distill refresh` reads.
+"""Records features that verification has computed, as a store that `eesd distill refresh` reads.
 
-The drafting actor hands over pieces of texts; a thread of its own writes them as shards and makes
-room by removing the oldest. Nobody but the service's user can read them. Rounds never wait for it:
-what the disk has no time or no room for is dropped and counted. Several drafting actors may share a
-folder; a lock file keeps their manifests apart. What a shard looks like is
-`eesd_dist.distill.features`'.
+The drafting actor passes on pieces of texts; a thread writes them as shards and makes room by
+removing the oldest. Only the service's user can read them. Rounds never wait for it: what the disk
+has no time or no room for is dropped and counted. Several drafting actors may share a folder, one
+writer at a time. The format of a shard is `eesd_dist.distill.features`'.
 """
 
 import fcntl
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING_BYTES = 64 * 2**20
 _SHARD_BYTES = 8 * 2**20
 _LONGEST_WAIT_S = 10.0
-"""So much is lost when the process is killed."""
+"""Longest wait of a piece, which is lost when the process is killed."""
 _FLUSH_WAIT_S = 5.0
 _HEADER_BYTES = 4096
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
@@ -51,8 +50,8 @@ _NOT_SAMPLED = frozenset({PROBE})
 
 
 def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
-    """Of an empty recording of this engine's target and split. Reads the checkpoint's small
-    files."""
+    """Returns the manifest of an empty recording of this engine's target and split. Reads the
+    checkpoint's small files."""
     layout = layout_of(engine)
     return FeatureManifest(
         verifier=identity_of(engine.model.path),
@@ -66,12 +65,12 @@ def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
 
 
 class RecorderFolder:
-    """One drafting actor's way into a folder; `put` belongs to any thread."""
+    """The recorder of one drafting actor; `put` may be called in any thread."""
 
     def __init__(
         self, folder: Path, manifest: FeatureManifest, *, max_bytes: int, sample_rate: float
     ) -> None:
-        """Raises ConfigError for a folder that cannot be used, or is another target's."""
+        """Raises ConfigError for a folder that cannot be used, or has rows of another target."""
         self._folder = folder
         self._empty = manifest
         self._max_bytes = max_bytes
@@ -81,10 +80,10 @@ class RecorderFolder:
         self._waiting: deque[VerifiedPiece] = deque()
         self._waiting_bytes = 0
         self._oldest_s = 0.0
-        """When the first of those that wait came."""
+        """Arrival of the first waiting piece."""
         self._is_writing = False
         self._is_hurried = False
-        """Somebody waits for all of it to be on disk."""
+        """`flush` waits until everything is on disk."""
         self._num_written = 0
         self._num_dropped = 0
         self._num_bytes = self._check_folder()
@@ -132,7 +131,7 @@ class RecorderFolder:
             try:
                 num_bytes = self._write([self._sequence(piece) for piece in pieces])
                 error: Exception | None = None
-            except Exception as raised:  # whatever a disk or a device does: serving goes on
+            except Exception as raised:  # no error of a disk or device may stop serving
                 error = raised
                 logger.warning(
                     "not recorded: texts=%d folder=%s error=%r", len(pieces), self._folder, raised
@@ -147,7 +146,7 @@ class RecorderFolder:
                 self._lock.notify_all()
 
     def _next_batch(self) -> list[VerifiedPiece]:
-        """A shard's worth, or what has waited for long enough."""
+        """Returns enough pieces for a shard, or those that have waited for long enough."""
         enough = min(_SHARD_BYTES, self._max_bytes // 4)
         with self._lock:
             while True:
@@ -169,7 +168,7 @@ class RecorderFolder:
             return pieces
 
     def _write(self, sequences: list[FeatureSequence]) -> int:
-        """One shard more, and room for it made first; returns the folder's bytes."""
+        """Makes room and writes one more shard; returns the folder's bytes."""
         expected = sum(self._bytes_of(sequence.num_tokens) for sequence in sequences)
         with _locked(self._folder):
             manifest = self._present()
@@ -182,7 +181,7 @@ class RecorderFolder:
             return self._with_room(manifest, 0).num_bytes
 
     def _with_room(self, manifest: FeatureManifest, wanted: int) -> FeatureManifest:
-        """The oldest shards go; first out of the manifest, then from the disk."""
+        """Removes the oldest shards, first from the manifest, then from the disk."""
         kept = list(manifest.shards)
         while kept and sum(shard.num_bytes for shard in kept) + wanted > self._max_bytes:
             kept.pop(0)
@@ -223,12 +222,12 @@ class RecorderFolder:
         (exit_layer,) = self._empty.exits
         return FeatureSequence(
             tokens_T=torch.from_numpy(piece.tokens_T).long(),
-            num_prompt=1,  # the first row was known; each row after it is of a token that left
+            num_prompt=1,  # the first row was known; each later one is of an emitted token
             workload=piece.workload,
             temperature=piece.temperature,
             hidden={exit_layer: piece.hidden_TD.to("cpu", torch.bfloat16)},
             top_ids_TK=torch.from_numpy(piece.top_ids_TK),
-            # Log-probabilities are logits whose log-sum-exp is 0.
+            # Log-probabilities are logits with a log-sum-exp of 0.
             top_logits_TK=torch.from_numpy(piece.top_logprobs_TK),
             lse_T=torch.zeros(len(piece.tokens_T)),
         )
@@ -237,12 +236,12 @@ class RecorderFolder:
         return self._bytes_of(len(piece.tokens_T))
 
     def _bytes_of(self, num_tokens: int) -> int:
-        """On disk: a token, its hidden state, its best tokens with their log-probabilities."""
+        """Bytes on disk: tokens, hidden states, best tokens with their log-probabilities."""
         return num_tokens * (8 + 2 * self._empty.verifier.hidden_size + 6 * self.top_k)
 
 
 def open_recorder(config: RecorderConfig, engine: EngineConfig) -> RecorderFolder:
-    """Raises ConfigError for a folder that cannot be used, or is another target's."""
+    """Raises ConfigError for a folder that cannot be used, or has rows of another target."""
     assert config.folder is not None, "without a folder nothing is kept"
     return RecorderFolder(
         config.folder,
@@ -254,14 +253,14 @@ def open_recorder(config: RecorderConfig, engine: EngineConfig) -> RecorderFolde
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time, across processes; the system lets go when a process dies."""
+    """One writer at a time, across processes; the lock is released when a process dies."""
     with (folder / _LOCK_FILE).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _sweep(folder: Path, manifest: FeatureManifest) -> None:
-    """Whatever a killed writer left: shards that no manifest names, files half written."""
+    """Removes what a killed writer left: shards that no manifest names, partly written files."""
     named = {shard.name for shard in manifest.shards}
     for file in folder.iterdir():
         is_shard = _SHARD.fullmatch(file.name) and file.name not in named

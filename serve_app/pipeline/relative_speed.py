@@ -1,10 +1,10 @@
-"""How fast a pipeline is, beside the others of its service.
+"""The speed of a pipeline relative to the others of its service.
 
-In plain rounds of one request a second, as its engine measured them before its first request. A
-number in the configuration could not tell pipelines apart, since all replicas of a deployment have
-the same one; tokens a second while it serves say how busy a pipeline is rather than how fast, and
-routing by them would give ever less to whoever has little to do. This one depends on the machines
-and the links alone, and changes when an epoch forms on others.
+In plain rounds of one request a second, as its engine measured them before its first request. It is
+not configured, since all replicas of a deployment have the same configuration. It is not tokens a
+second either: these say how busy a pipeline is rather than how fast, and load balancing by them
+would give an idle pipeline fewer and fewer requests. It depends on the machines and the links
+alone, and changes when an epoch starts on others.
 """
 
 import logging
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class SpeedOf:
-    """One pipeline's, asked for once in each epoch."""
+    """The speed of one pipeline, asked for once in each epoch."""
 
     def __init__(self, ask_drafter: Callable[[str], Awaitable[Any]]) -> None:
         self._ask_drafter = ask_drafter
         self._epoch: int | None = None
-        """The one it was measured in."""
+        """The epoch it was measured in."""
         self.value: float | None = None
-        """None before it is known, and where nothing was measured: without an exit head."""
+        """None before it is known, and without an exit head, when nothing is measured."""
 
     async def ask(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -34,13 +34,13 @@ class SpeedOf:
         try:
             control = await self._ask_drafter("control")
         except EesdError as error:
-            logger.debug("speed not known: error=%s", error)
+            logger.debug("speed unknown: error=%s", error)
             return
         self.value = speed_of(control.cost)
 
 
 def speed_of(cost: Mapping[str, object] | None) -> float | None:
-    """Plain rounds a second: one row verified, and what a round costs whatever its rows."""
+    """Returns plain rounds a second: the fixed cost of a round, and one row verified."""
     if cost is None:
         return None
     model = CostModel.from_json(cost)

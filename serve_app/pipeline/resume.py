@@ -1,7 +1,7 @@
-"""A stream that goes on where it was broken off.
+"""Continues a stream where it broke off.
 
-A request is its prompt, its parameters, its seed and its tokens so far: whoever holds these can
-submit it again, to the same engine or another, and receive the tokens that were still to come.
+A request is its prompt, its parameters, its seed and its tokens so far: with these it can be
+submitted again, to the same engine or another, and gives the tokens that were still to come.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Source = Callable[[Request], AsyncGenerator[StreamItem, None]]
 
 
 class Resubmit(EesdError):
-    """A source's word that it has let go of the stream for now: not lost, submit it again."""
+    """Raised by a source that has released the stream without losing it: submit it again."""
 
 
 async def resumed(
@@ -34,19 +34,19 @@ async def resumed(
     max_migrations: int = 0,
     breath_s: float = 0.25,
 ) -> AsyncGenerator[tuple[Emission, ...], None]:
-    """The request's emissions to the last, over as many submissions as it takes.
+    """Yields the request's emissions to the last, over as many submissions as it takes.
 
-    A lost peer is waited out by `until_ready`, which raises when it has taken too long. A request
-    that is interrupted again and again without a token in between is given up; None leaves that to
-    `source` and `until_ready`. Interruptions with progress between them are not bounded. Any other
-    error is the request's own and is raised, except that a stream which has begun waits for room
-    instead of being refused, `room_wait_s` at most.
+    After a lost peer `until_ready` waits, and raises when it has taken too long. A request that is
+    interrupted more than `max_interruptions` times in a row without a token is given up; None
+    leaves that to `source` and `until_ready`. Interruptions with progress between them are not
+    bounded. Any other error is raised, except that a stream which has begun waits for room instead
+    of being refused, for `room_wait_s` at most.
 
-    A stream that is migrated goes on at once, `source` knowing where. Without `max_migrations` the
-    error is passed on. After so many migrations in a row without a token the stream waits as if
-    lost, without counting as an interruption; only `room_wait_s` ends it.
+    A migrated stream continues at once; `source` knows where. Without `max_migrations` the error is
+    raised. After so many migrations in a row without a token the stream waits as if lost, without
+    counting as an interruption; only `room_wait_s` ends it.
 
-    Crashes are an engine's word about the request and are passed on; nothing here adds to them.
+    Crashes are counted by engines and passed on; nothing is added to them here.
     """
     num_migrations = 0
     num_losses = 0
@@ -90,7 +90,7 @@ async def resumed(
                 continue
             if time.monotonic() - migrating_since_s > room_wait_s:
                 raise EngineError(
-                    f"handed to and fro for {room_wait_s:g} s without a token: {error}"
+                    f"migrated to and fro for {room_wait_s:g} s without a token: {error}"
                 ) from error
             num_migrations = 0
             lost = error
@@ -101,7 +101,7 @@ async def resumed(
             refused_since_s = refused_since_s or time.monotonic()
             if time.monotonic() - refused_since_s > room_wait_s:
                 raise EngineError(
-                    f"no room within {room_wait_s:g} s to go on in: {error}"
+                    f"no room to continue within {room_wait_s:g} s: {error}"
                 ) from error
             await asyncio.sleep(breath_s)
             continue
@@ -116,7 +116,7 @@ async def resumed(
             raise EngineError(
                 f"given up after {num_losses} interruptions without a token: {lost}"
             ) from lost
-        await asyncio.sleep(breath_s)  # who lost a peer may know it before those who replace it
+        await asyncio.sleep(breath_s)  # the supervisor may not have noticed the loss yet
         await until_ready(lost)
 
 
@@ -131,7 +131,7 @@ async def _until_error(
 
 
 def _as_first_seen(emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
-    """To whoever is resumed, earlier tokens are prompt and arrival is now; not to the client."""
+    """Drops what a resumed submission counts differently: cached prompt tokens and queue time."""
     return tuple(replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions)
 
 

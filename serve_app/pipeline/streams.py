@@ -1,8 +1,8 @@
 """The live streams of one pipeline: the ledger, and the admission queue of its engine.
 
-A stream goes in when the pipeline is ready and `quarantine` lets it, comes out with its tokens, and
-goes in again, from its tokens so far, when the engine broke under it. The supervisor says when the
-pipeline broke and when it is ready again; how that is done is nothing to a stream.
+A stream is admitted when the pipeline is ready and `quarantine` allows it. When the engine breaks
+under it, it returns to the queue and is admitted again, with its tokens so far. The supervisor says
+when the pipeline broke and when it is ready again.
 """
 
 import asyncio
@@ -37,20 +37,20 @@ from serve_app.pipeline.workers import Worker
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0
-"""Longest that a stream may know of a broken engine before those who mend it."""
+"""Longest time between a stream's notice of a broken engine and the supervisor's."""
 _EMPTY_S = 2.0
-"""Longest wait for a word of the drafting actor, and for it to let go of its streams."""
+"""Timeout of calls to the drafting actor for its state, or to evict its streams."""
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Whoever waits for a live request's tokens."""
+    """The call that reads a live request's tokens."""
 
     attempt: int
-    """Its sender's how many-th."""
+    """Number of the sender's attempt."""
     sender: str
-    """Empty: unknown, and never taken for dead."""
+    """Empty if unknown; then it is never taken for dead."""
     task: asyncio.Task[Any] | None
 
 
@@ -59,7 +59,7 @@ async def _nowhere() -> None:
 
 
 class Streams:
-    """Built inside a running event loop; at first the pipeline is unavailable."""
+    """Owns the live streams; built inside a running event loop, with the pipeline unavailable."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Streams:
         find_peer_pipeline: Callable[[], Awaitable[object | None]] = _nowhere,
         round_timeout_s: float = 20.0,
     ) -> None:
-        """`drafter` raises PeerLost where there is none; `delivered` hears of every item;
-        `find_peer_pipeline` is another pipeline that takes streams. A round that takes longer than
-        `round_timeout_s` breaks the engine."""
+        """`drafter` raises PeerLost if there is none; `delivered` is called for every item;
+        `find_peer_pipeline` returns another pipeline that takes streams. A round that takes longer
+        than `round_timeout_s` breaks the engine."""
         self._pipeline = pipeline
         self._drafter = drafter
         self._recovery = recovery
@@ -85,21 +85,21 @@ class Streams:
             refuse_after=recovery.suspect_after + recovery.max_interruptions,
         )
         self._live: dict[RequestId, _Reader] = {}
-        """Live requests and who reads them."""
+        """Live requests and their readers."""
         self._submissions = count(1)
         self._silent: Set[str] = frozenset()
-        """Senders that were last said to be silent."""
+        """Senders that the router last reported as silent."""
         self._is_ready = False
         self._broken_s = time.monotonic()
-        """Since when it is unavailable, while it is not."""
+        """Since when it has been unavailable, if it is."""
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
         self._refused: dict[RequestId, PoisonRequest] = {}
         self._leaving = ""
-        """Why streams are to go on in another pipeline; empty: they are to wait."""
+        """Why streams have to continue in another pipeline; empty: they wait here."""
         self._given_up: EesdError | None = None
-        """What ends every stream, when nothing can be mended any more."""
+        """The error that ends every stream, when the pipeline is given up."""
         self._changed = asyncio.Event()
-        """Set once, whenever one of the above has changed, and then replaced."""
+        """Set at every change of the above, and then replaced."""
 
     @property
     def live(self) -> tuple[RequestId, ...]:
@@ -111,18 +111,18 @@ class Streams:
 
     @property
     def is_calm(self) -> bool:
-        """Nobody is tested, or waits for it."""
+        """Returns whether no request is a suspect."""
         return self._quarantine.is_calm
 
     @property
     def num_suspects(self) -> int:
-        """How many are tested alone before all go on together."""
+        """Suspects, which are tested alone before the others go on."""
         return self._quarantine.num_suspects
 
     # -- what happens to the pipeline -----------------------------------------------------------
 
     def paused(self, trouble: EesdError) -> None:
-        """It is unavailable: who is outside waits."""
+        """The pipeline is unavailable: streams outside the engine wait."""
         self._trouble = trouble
         if self._is_ready:
             self._broken_s = time.monotonic()
@@ -137,9 +137,9 @@ class Streams:
         keeps_streams: bool = True,
         is_attributable: bool = True,
     ) -> int:
-        """Its engine broke under those inside, whose number is returned. `drafter` has survived
-        and keeps them, if they may go on together and it is to go on itself. `is_attributable`: a
-        request can have done it."""
+        """Handles a crash of the engine; returns the number of streams in it. `drafter` has
+        survived and keeps its streams, unless they have to be tested alone or `keeps_streams` is
+        False. `is_attributable`: a request can have caused the crash."""
         interruption = self._quarantine.broke(
             keeps_streams=keeps_streams and drafter is not None, is_attributable=is_attributable
         )
@@ -157,7 +157,7 @@ class Streams:
         return len(interruption.running)
 
     async def leave(self, reason: str, *, drafter: Worker | None) -> None:
-        """While it is unavailable, streams go on in another pipeline; suspects wait here."""
+        """While the pipeline is unavailable, streams migrate to another one; suspects wait here."""
         if self._is_ready:
             return
         self._leaving = reason
@@ -167,23 +167,24 @@ class Streams:
         self._tell()
 
     async def evict_all(self, *, drafter: Worker | None) -> None:
-        """It is to get another engine in good order, and is paused: everyone waits outside, and
-        nothing is held against anyone."""
+        """Evicts all streams to the queue without counting a crash: the paused pipeline is about to
+        get another engine."""
         self._quarantine.release_all()
         if drafter is not None:
             await self._recall(drafter, Resubmit())
         self._tell()
 
     def resume(self) -> None:
-        """It is ready."""
+        """The pipeline is ready."""
         self._is_ready = True
         self._leaving = ""
         self._tell()
 
     def give_up(self, error: EesdError) -> None:
-        """It will not be ready again: every stream ends as lost, and may go on elsewhere."""
+        """The pipeline will not be ready again: every stream ends as lost, and may be resumed in
+        another one."""
         self._is_ready = False
-        self._given_up = EngineError(str(error))  # a lost peer would be waited for
+        self._given_up = EngineError(str(error))  # streams would wait after a PeerLost
         self._tell()
 
     # -- what a stream does ---------------------------------------------------------------------
@@ -191,11 +192,11 @@ class Streams:
     async def stream(
         self, request: Request, *, attempt: int = 0, sender: str = ""
     ) -> AsyncGenerator[tuple[Emission, ...], None]:
-        """The request's emissions to the last; raises what ended them.
+        """Yields the request's emissions to the last; raises what ended them.
 
-        A sender that lost sight of its stream sends it again with a higher `attempt`, and the
-        earlier one ends, though it has not noticed that nobody reads it any more. Serve sends a
-        call again by itself, with the same one.
+        A sender that has lost its stream sends it again with a higher `attempt`; then the earlier
+        one ends, though it has not noticed that its caller no longer reads it. Serve's own retries
+        have the same `attempt`.
         """
         request_id = request.request_id
         await self._displace(request_id, attempt=attempt, sender=sender)
@@ -222,7 +223,7 @@ class Streams:
         except asyncio.CancelledError:
             if reader.task is None or sender not in self._silent:
                 raise
-            reader.task.uncancel()  # if the sender lives after all, it goes on from its tokens
+            reader.task.uncancel()  # if the sender is alive after all, it goes on from its tokens
             raise self._lost(EngineError("its sender was taken for dead")) from None
         finally:
             self._live.pop(request_id, None)
@@ -231,8 +232,8 @@ class Streams:
             self._tell()
 
     async def _displace(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
-        """Until nobody else serves this id. Raises RequestError where it is not the sender's own,
-        CapacityError, to be sent again, where its earlier attempt takes long to go."""
+        """Waits until the id is not in use. Raises RequestError if another sender uses it, and
+        CapacityError, to be retried, if the sender's earlier attempt takes long to end."""
         deadline_s = time.monotonic() + _EMPTY_S
         while (reader := self._live.get(request_id)) is not None:
             is_repeat = reader.attempt == attempt and reader.sender == sender != ""
@@ -250,8 +251,8 @@ class Streams:
             await _set_within(self._changed, _POLL_S)
 
     def cancel_silent(self, silent: Set[str]) -> None:
-        """Ends the streams of senders that are said to be `silent` and were not before. Whatever
-        such a sender sends here later shows that it lives, and is served."""
+        """Ends the streams of senders that are newly reported as `silent`. Later requests of such a
+        sender show that it is alive, and are served."""
         fallen, self._silent = silent - self._silent, silent
         self._tell()
         unread = [r.task for r in self._live.values() if r.task and r.sender in fallen]
@@ -262,7 +263,7 @@ class Streams:
             logger.warning("unread streams ended: pipeline=%s streams=%d", self._pipeline, count)
 
     def cancel(self, request_id: RequestId, *, attempt: int, sender: str) -> None:
-        """Ends a stream whose sender has lost sight of it and reads on elsewhere."""
+        """Ends a stream that its sender can no longer read here and reads from another pipeline."""
         reader = self._live.get(request_id)
         if reader is None or reader.sender != sender or reader.attempt > attempt:
             return
@@ -271,18 +272,18 @@ class Streams:
             logger.info("unread stream ended: pipeline=%s request=%s", self._pipeline, request_id)
 
     async def heard_again(self, sender: str) -> None:
-        """Until the sender is not said to be silent, or not any more."""
+        """Waits while the sender is reported as silent."""
         while sender in self._silent:
             await self._changed.wait()
 
     async def probe(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """One submission beside all others, when nobody is on test; what is wrong ends it."""
+        """Yields one submission outside the queue, while no suspect is tested; an error ends it."""
         async with aclosing(self._submission(request)) as items:
             async for item in items:
                 yield item
 
     async def _submitted(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """One stay in the engine, and the wait at its door."""
+        """Waits for admission, then yields one stay in the engine."""
         request_id = request.request_id
         await self._admit(request_id)
         has_broken = False
@@ -306,7 +307,7 @@ class Streams:
             self._tell()
 
     async def _submission(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """What the drafting actor says to the request."""
+        """Yields what the drafting actor returns for the request."""
         try:
             drafter = await self._drafter()
         except PeerLost as error:
@@ -330,7 +331,7 @@ class Streams:
     # -- admission -------------------------------------------------------------------------------
 
     async def _admit(self, request_id: RequestId) -> None:
-        """Waits until the stream may go in; raises why it will not."""
+        """Waits until the stream is admitted; raises why it will not be."""
         since_s = time.monotonic()
         while not (self._is_ready and self._quarantine.may_admit(request_id)):
             self._raise_refusal(request_id)
@@ -351,7 +352,7 @@ class Streams:
         self._quarantine.admit(request_id)
 
     def _raise_refusal(self, request_id: RequestId) -> None:
-        if request_id in self._refused:  # not to go on elsewhere
+        if request_id in self._refused:  # a poison request does not migrate
             raise self._refused[request_id]
         if self._given_up is not None:
             raise self._given_up
@@ -368,7 +369,7 @@ class Streams:
         )
 
     def _patience_left_s(self, request_id: RequestId, since_s: float) -> float:
-        """How long the present state of things is borne with."""
+        """Returns how long the stream still waits in the present state."""
         now_s = time.monotonic()
         if not self._is_ready:
             return max(since_s, self._broken_s) + self._recovery.stream_pause_s - now_s
@@ -377,7 +378,7 @@ class Streams:
         return self._recovery.stream_pause_s  # others are tested, one after the other
 
     def _delivered(self, request_id: RequestId) -> bool:
-        """An item came; True: the stream is to make room for the next one on test."""
+        """Notes an item; returns whether the stream is evicted for the next suspect."""
         self._on_delivery()
         was_calm = self._quarantine.is_calm
         is_evicted = self._quarantine.delivered(request_id)
@@ -394,23 +395,23 @@ class Streams:
             )
 
     async def _until_empty(self) -> None:
-        """A round with who has come out may still be under way: the next one is to be alone."""
+        """Waits until the last round of an evicted stream is over: the next stream runs alone."""
         deadline_s = time.monotonic() + self._round_timeout_s
         while self._is_ready and time.monotonic() < deadline_s:
             try:
                 drafter = await self._drafter()
                 async with asyncio.timeout(_EMPTY_S):
                     stats = await drafter.handle.stats.remote()
-            except (TimeoutError, PeerLost, RayError):  # the submission will say so
+            except (TimeoutError, PeerLost, RayError):  # the next submission raises it
                 return
             if stats.num_running + stats.num_waiting == 0:
                 return
             await asyncio.sleep(_POLL_S)
 
     async def _no_wait(self, error: EesdError) -> None:
-        """Every wait is at the door itself."""
+        """Streams wait for admission instead."""
 
-    # -- telling --------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------
 
     def _refuse(self, request_id: RequestId, trouble: EesdError) -> None:
         error = PoisonRequest(
@@ -425,11 +426,11 @@ class Streams:
         return PeerLost(peer=self._pipeline, operation="rounds", reason=str(trouble))
 
     async def _recall(self, drafter: Worker, word: EesdError) -> None:
-        """The drafting actor lets go of all that it keeps; their streams come back to the door."""
+        """The drafting actor evicts all streams, which return to the admission queue."""
         try:
             async with asyncio.timeout(_EMPTY_S):
                 await drafter.handle.evict.remote(None, word)
-        except (TimeoutError, RayError) as error:  # dead: its streams come back by that
+        except (TimeoutError, RayError) as error:  # dead: its streams return by themselves
             logger.warning("streams not recalled: pipeline=%s error=%r", self._pipeline, error)
 
     def _tell(self) -> None:
@@ -438,7 +439,7 @@ class Streams:
 
 
 def lost(worker: Worker, error: RayError, *, operation: str) -> PeerLost:
-    """Ray's word about an actor in our terms."""
+    """Converts Ray's error about an actor."""
     has_died = isinstance(error, ray.exceptions.RayActorError)
     return PeerLost(
         peer=worker.label,

@@ -1,12 +1,12 @@
-"""Keeps one pipeline ready: forms it, hears what breaks it, mends it, and knows when to give up.
+"""Keeps one pipeline ready: spawns workers, starts and ends epochs, and gives up in the end.
 
-It brings a group together into epoch after epoch, and tells the streams when to wait, when
-to go on and, while a process has to be replaced and another pipeline is ready, when to go there.
-Who is to blame for an interruption is `quarantine`'s to find out.
+It brings the worker group into epoch after epoch, and tells the streams when to wait, when to go on
+and, while a process has to be replaced and another pipeline is ready, when to migrate there.
+`quarantine` finds the request that caused an interruption.
 
-Where fallbacks are kept, a pipeline that has lost its draft stage is ready again at once, degraded
-to plain decoding. It fails back to a full epoch when the draft stage is back, weights
-loaded: nothing was interrupted by that, and nothing is held against anyone.
+With fallbacks, a pipeline that has lost its draft stage is ready again at once, degraded to plain
+decoding. It fails back to a full epoch when the draft stage is back and its weights are loaded:
+that is no interruption, and no crash of a request.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ DEGRADED = "plain decoding on the verify ranks while the drafting actor is repla
 _RETRY_S = 0.25
 _MAX_RETRY_S = 4.0
 _ASK_EVERY_S = 1.0
-"""How often another pipeline is looked for; without a process to replace, it is back before."""
+"""Interval of looking for another pipeline; without a process to replace, it is back earlier."""
 _CALM_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
 class _Recovery:
-    """The time line of one interruption, by the clock of `time.monotonic`."""
+    """Times of one interruption, by the clock of `time.monotonic`."""
 
     trouble: EesdError
     noticed_s: float
@@ -55,7 +55,7 @@ class _Recovery:
 
 
 class Supervisor:
-    """One pipeline's; built inside a running event loop."""
+    """Supervises one pipeline; built inside a running event loop."""
 
     def __init__(
         self,
@@ -78,21 +78,20 @@ class Supervisor:
         self._ready = asyncio.Event()
         self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
         self._since_s = time.monotonic()
-        """Since when it is ready, or is not."""
+        """Since when it has been ready, or unavailable."""
         self._num_interruptions = 0
         recovery = config.recovery
         self._patience = Patience(max_failures=recovery.suspect_after + recovery.max_interruptions)
         self._recovery: _Recovery | None = None
-        """Under way, until the first token after it."""
+        """The present recovery, until the first token after it."""
         self._recovery_s: float | None = None
         self._degraded_since_s: float | None = None
-        """None while it is not."""
+        """None while it is not degraded."""
         self._degraded_s = 0.0
-        """Earlier times together."""
+        """Seconds of earlier degraded epochs."""
         self._is_failing_back = False
         self._promotion: Promotion | None = None
         self._background_tasks: set[asyncio.Future[None]] = set()
-        """Background tasks."""
         self._worker_group: asyncio.Future[WorkerGroup] = asyncio.get_running_loop().create_future()
         self.streams = Streams(
             pipeline=pipeline,
@@ -105,7 +104,7 @@ class Supervisor:
         self._supervising = asyncio.ensure_future(self._supervise())
 
     async def worker_group(self) -> WorkerGroup:
-        """Waits for the first; raises why there will be none."""
+        """Waits for the first worker group; raises why there will be none."""
         return await asyncio.shield(self._worker_group)
 
     @property
@@ -114,12 +113,12 @@ class Supervisor:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether it is ready, with fallbacks for the draft stage."""
+        """Whether it is ready with fallbacks for the draft stage."""
         return self.is_ready and self._degraded_since_s is not None
 
     @property
     def degraded_s(self) -> float:
-        """Seconds so far in which it was."""
+        """Seconds in degraded mode so far."""
         if self._degraded_since_s is None:
             return self._degraded_s
         return self._degraded_s + time.monotonic() - self._degraded_since_s
@@ -130,22 +129,22 @@ class Supervisor:
 
     @property
     def trouble(self) -> EesdError:
-        """What broke it last, or that it starts."""
+        """The last interruption; until the first, that the pipeline is starting."""
         return self._trouble
 
     @property
     def recovery_s(self) -> float | None:
-        """From the last interruption's notice to the next token, or to a ready pipeline when nobody
-        waited for one; None before the first."""
+        """Seconds from the last interruption to the next token, or to a ready pipeline if no stream
+        waited; None before the first."""
         return self._recovery_s
 
     @property
     def promotion(self) -> Promotion | None:
-        """The exit head it was told to take; None: that of the configuration."""
+        """The promoted exit head; None: that of the configuration."""
         return self._promotion
 
     def why_unavailable(self) -> str:
-        """Empty when it is."""
+        """Returns the reason, or an empty string if the pipeline is ready."""
         if self.is_ready:
             return ""
         waited_s = time.monotonic() - self._since_s
@@ -157,7 +156,7 @@ class Supervisor:
         return f"re-forming for {waited_s:.1f} s (epoch {number}): {self._trouble}"
 
     async def loading(self) -> str:
-        """Who still reads weights, and how far; empty when nobody does."""
+        """Returns which workers still load weights, and their progress; empty if none does."""
         if not self._worker_group.done() or self._worker_group.exception() is not None:
             return ""
         loads = await self._worker_group.result().workers.loads()
@@ -175,7 +174,8 @@ class Supervisor:
             raise self._trouble
 
     async def load_head(self, folder: str) -> HeadReport:
-        """Raises CheckpointError or ConfigError for one that does not fit; the old one goes on."""
+        """Loads another exit head. Raises CheckpointError or ConfigError if it does not fit; then
+        the old one stays."""
         group = await self.worker_group()
         recovery = self._config.recovery
         try:
@@ -198,7 +198,7 @@ class Supervisor:
     # -- epoch after epoch ------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Until forming fails for good; whatever ends it, nobody waits for it any longer."""
+        """Runs until an epoch cannot be started any more; then everything that waits is told."""
         try:
             self._worker_group.set_result(await self._make_group())
             await self._keep_ready(self._worker_group.result())
@@ -247,8 +247,8 @@ class Supervisor:
         return group
 
     async def _placed(self) -> tuple[Sequence[RankSlot], PlacementGroups]:
-        """Nodes may join while room is waited for: with other GPUs than were counted on, all is
-        asked for anew."""
+        """Nodes may join during the wait for room: if that changes the GPUs per rank, the groups
+        are placed again."""
         engine, placement = self._config.engine, self._config.placement
         gpus = _gpus_per_rank(engine)
         while True:
@@ -265,12 +265,12 @@ class Supervisor:
             if counted == gpus:
                 return slots, placement_groups
             logger.info(
-                "placed anew: pipeline=%s gpus_per_rank=%g, was %g", self._pipeline, gpus, counted
+                "placed again: pipeline=%s gpus_per_rank=%g, was %g", self._pipeline, gpus, counted
             )
             placement_groups.remove()
 
     async def _start_epoch(self, group: WorkerGroup) -> None:
-        """Tries until it succeeds, while it is not the configuration that is to blame."""
+        """Retries until it succeeds, unless the configuration is wrong."""
         deadline = time.monotonic() + self._config.recovery.load_timeout_s
         retry_s = _RETRY_S
         while True:
@@ -279,7 +279,7 @@ class Supervisor:
             except ConfigError as error:
                 if not group.has_other_head:
                     raise
-                # The promoted head's folder has gone or changed since; there was one before it.
+                # The promoted head's folder is gone or has changed.
                 logger.error(
                     "back to the configured head: pipeline=%s error=%s", self._pipeline, error
                 )
@@ -300,10 +300,10 @@ class Supervisor:
                 return
 
     async def _try_epoch(self, group: WorkerGroup, *, timeout_s: float) -> None:
-        """With fallbacks where they can help at once; where they fail, as if there were none."""
+        """Uses fallbacks if they help at once; if they fail, starts a full epoch."""
         if group.can_fall_back:
             if (leader := _drafter_of(group)) is not None:
-                # It kept its streams when a verify rank was lost; it will not lead them now.
+                # It kept its streams when a verify rank was lost, but a fallback leads now.
                 await self.streams.evict_all(drafter=leader)
             try:
                 return await group.start_degraded_epoch(timeout_s=timeout_s / 2)
@@ -313,7 +313,7 @@ class Supervisor:
         await group.start_epoch(timeout_s=timeout_s)
 
     async def _end_of_epoch(self, group: WorkerGroup) -> EesdError | None:
-        """What broke it; None: it is degraded and need not be any longer."""
+        """Waits for the end of the epoch; returns what broke it, or None to fail back."""
         trouble = asyncio.ensure_future(group.trouble())
         waiting: set[asyncio.Future[Any]] = {trouble}
         if group.is_degraded:
@@ -329,14 +329,14 @@ class Supervisor:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _replace_drafters(self, group: WorkerGroup) -> None:
-        """Returns when a full epoch can take over; tried as long as it takes."""
+        """Returns when a full epoch can be started; retries as long as necessary."""
         retry_s = _RETRY_S
         while group.can_fall_back or not self.streams.is_calm:
             try:
                 await group.replace_drafters(timeout_s=self._config.recovery.load_timeout_s)
             except EesdError as error:
                 if isinstance(error, ConfigError) and group.has_other_head:
-                    return  # forming a full epoch goes back to the configured one
+                    return  # the start of a full epoch resets the head
                 logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -344,14 +344,14 @@ class Supervisor:
                 await asyncio.sleep(_CALM_S)
 
     async def _fail_back(self, group: WorkerGroup) -> None:
-        """In good order, up to where the full epoch may be formed."""
+        """Ends the degraded epoch in good order, so that a full one can be started."""
         logger.info("failing back: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         self._is_failing_back = True
         self._mark_unavailable(EngineError("it is failing back to the draft stage that is back"))
         await self.streams.evict_all(drafter=_drafter_of(group))
         await group.halt()
         await group.end_epoch()
-        # Who was still on the way in when the others came out; from now on nobody gets in.
+        # Evicts streams that were just being admitted; from now on none is.
         await self.streams.evict_all(drafter=_drafter_of(group))
         self._run(self._migrate_streams(group))
 
@@ -375,7 +375,7 @@ class Supervisor:
         self.streams.resume()
 
     async def _interrupted(self, group: WorkerGroup, trouble: EesdError) -> None:
-        """Up to where a new epoch may be formed."""
+        """Ends a broken epoch, so that a new one can be started."""
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
         self._trouble = trouble
         self._mark_unavailable(trouble)
@@ -406,8 +406,8 @@ class Supervisor:
             logger.error("not done: pipeline=%s", self._pipeline, exc_info=task.exception())
 
     async def _migrate_streams(self, group: WorkerGroup) -> None:
-        """Streams need not wait for this pipeline where another is ready: not while a process is
-        replaced, which takes its time, nor where forming fails or hangs."""
+        """Migrates waiting streams to another pipeline that is ready: at once when a process has to
+        be replaced, and later when the start of an epoch fails or hangs."""
         since_s = self._since_s
 
         def is_over() -> bool:
@@ -429,7 +429,7 @@ class Supervisor:
                 f"times in a row without a token in between, the last time: {self._trouble}"
             )
 
-    # -- what it hears --------------------------------------------------------------------------
+    # -- callbacks of the streams ---------------------------------------------------------------
 
     async def _drafter(self) -> Worker:
         return (await self.worker_group()).drafter
@@ -440,7 +440,7 @@ class Supervisor:
             self._recovered()
 
     def _recovered(self) -> None:
-        """The time line, now that it is at its end."""
+        """Logs the recovery, which is over."""
         recovery, self._recovery = self._recovery, None
         assert recovery is not None
         start_s, now_s = recovery.noticed_s, time.monotonic()
@@ -461,8 +461,8 @@ class Supervisor:
 
 
 def _may_be_a_request(trouble: EesdError) -> bool:
-    """Whether what a request asks for can have done it: a death can, or a bug; a lost link or node,
-    or a worker that does not answer, says more of machines."""
+    """Returns whether a request can have caused it: it can cause a death or a bug. A lost link or
+    node, or a worker that does not answer, is rather due to machines."""
     return not isinstance(trouble, PeerLost) or trouble.reason == PROCESS_DIED
 
 
@@ -474,7 +474,7 @@ def _drafter_of(group: WorkerGroup) -> Worker | None:
 
 
 def _head_key(config: ServiceConfig) -> str:
-    """Names what a promoted head takes the place of: redeployed with another one, that one wins."""
+    """Returns what a promoted head replaces; a service with another configured head differs."""
     model = config.engine.model
     return f"{config.app_name}:{model.path}:{model.head or ''}"
 

@@ -1,10 +1,10 @@
 """The workers of one pipeline: brought together into epochs, watched, and killed.
 
-An epoch is full, with everyone at a slot, or degraded: fallbacks, which live in the verify
+An epoch is full, with a worker in every slot, or degraded: fallbacks, which live in the verify
 ranks' processes, take the draft stage's part while its own processes are replaced.
 
-A group knows workers and epochs. How a slot is filled is for `workers` to know; what the workers
-compute, and for which requests, is for neither.
+A group handles workers and epochs. `workers` fills slots; neither depends on what the workers
+compute, and for which requests.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from serve_app.pipeline.workers import LEAVE_TIMEOUT_S, Worker, Workers
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.3
-"""A killed rank's peers notice a moment before Ray says who has died."""
+"""A killed rank's peers notice a moment before Ray reports which process died."""
 _CALL_EVERY_S = 1.0
 _BUSY_S = 10.0
-"""Least patience with whoever comes: opening libraries may hold up all of a process for seconds."""
+"""Minimum timeout of a starting worker: opening libraries may block a process for seconds."""
 
 
 class WorkerGroup:
@@ -39,15 +39,15 @@ class WorkerGroup:
         self._draft_slots = tuple(slot for slot in workers.slots if slot.stage == "draft")
         self._verify_slots = tuple(slot for slot in workers.slots if slot.stage == "verify")
         self._broken: set[str] = set()
-        """Slots whose worker cannot stay: its loop ended by a bug, and what else that has spoilt
-        nobody knows, or it does not answer."""
+        """Slots with a worker that cannot stay: its loop ended with a bug, with unknown damage, or
+        it does not answer."""
         self._fallbacks: tuple[Worker, ...] = ()
-        """Who drafts in a degraded epoch, rank 0 first; nobody in a full one."""
+        """Fallbacks of a degraded epoch, rank 0 first; empty in a full one."""
         self._unprepared: set[str] = set()
-        """Draft slots filled since the last full epoch, weights still to be loaded."""
+        """Draft slots filled since the last full epoch, with weights still to be loaded."""
         self._has_been_full = False
         self._preparing: set[asyncio.Task[None]] = set()
-        """Fallbacks that load, and what is learnt for the day of need."""
+        """Tasks that load fallbacks, and learn what a later recovery needs."""
         self._cost: tuple[str, Mapping[str, object]] | None = None
         """Node of the last drafting actor, and what its engine measured there."""
         self._epoch = 0
@@ -64,7 +64,7 @@ class WorkerGroup:
 
     @property
     def drafter(self) -> Worker:
-        """Who leads the present epoch, or led the last one; raises PeerLost when gone."""
+        """Leader of the present epoch, or the last one. Raises PeerLost if it is gone."""
         if not self._fallbacks:
             return self.workers.at(self.workers.slots[0])
         leader = self._fallbacks[0]
@@ -79,7 +79,7 @@ class WorkerGroup:
 
     @property
     def can_fall_back(self) -> bool:
-        """Whether the draft stage is away, or not ready, and all verify ranks are there."""
+        """Whether the draft stage is missing, or not ready, and all verify ranks are there."""
         is_empty = self.workers.is_empty
         return (
             self._parallel.fallback
@@ -90,21 +90,21 @@ class WorkerGroup:
 
     @property
     def has_other_head(self) -> bool:
-        """Whether new workers get another exit head than the configuration names."""
+        """Whether new workers get another exit head than the configured one."""
         return self.workers.spec is not self._as_configured
 
     def set_head(self, folder: str) -> None:
-        """From now on new workers draft with this exit head."""
+        """Sets the exit head of workers that are spawned from now on."""
         self.workers.spec = self._as_configured.with_head(folder)
 
     async def reset_head(self) -> None:
-        """Everyone who was spawned with another head is sent away."""
+        """Ends all workers and goes back to the configured head."""
         await self.workers.release_all()
         self._unprepared.clear()
         self.workers.spec = self._as_configured
 
     async def load_head(self, folder: str) -> HeadReport:
-        """The draft stage takes another exit head, and so will every later one in its place.
+        """Loads another exit head into the draft stage, and into every worker spawned later.
 
         Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
         """
@@ -123,7 +123,7 @@ class WorkerGroup:
         return replace(report, pipeline=self._pipeline)
 
     async def start_epoch(self, *, timeout_s: float) -> None:
-        """Fills empty slots and brings everyone into a new epoch."""
+        """Fills empty slots and brings all workers into a new epoch."""
         self._epoch += 1
         self._fallbacks = ()
         operation = f"start of epoch {self._epoch}"
@@ -137,7 +137,7 @@ class WorkerGroup:
                 operation=operation,
                 reason=". ".join(
                     [
-                        f"not everyone was there after {timeout_s:g} s",
+                        f"not all workers were there after {timeout_s:g} s",
                         *self.workers.placement_groups.missing,
                     ]
                 ),
@@ -151,7 +151,7 @@ class WorkerGroup:
     async def start_degraded_epoch(self, *, timeout_s: float) -> None:
         """Brings the verify ranks and their fallbacks into a new epoch; `can_fall_back` holds.
 
-        Raises what a fallback raises that cannot load.
+        Raises the error of a fallback that cannot load.
         """
         self._epoch += 1
         operation = f"start of epoch {self._epoch} with fallbacks"
@@ -167,14 +167,14 @@ class WorkerGroup:
             raise PeerLost(
                 peer=f"pipeline {self._pipeline}",
                 operation=operation,
-                reason=f"not everyone was there after {timeout_s:g} s",
+                reason=f"not all workers were there after {timeout_s:g} s",
             ) from error
 
     async def replace_drafters(self, *, timeout_s: float) -> None:
-        """Beside a degraded epoch: fills the draft stage's empty slots, and has weights
-        loaded. Ended early, it goes on where it was.
+        """Fills the draft stage's empty slots during a degraded epoch, and loads weights. When
+        cancelled, it continues from there the next time.
 
-        Raises PeerLost when either takes too long; who does not load is killed.
+        Raises PeerLost when either takes too long; a worker that does not load is killed.
         """
         operation = "return of the draft stage"
         keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
@@ -195,7 +195,7 @@ class WorkerGroup:
         await self._meet(drafter, ranks, operation)
 
     async def _fill(self, slot: RankSlot, operation: str) -> None:
-        """A draft rank loads at once; a verify rank when the epoch begins."""
+        """Fills a slot; a draft rank loads at once, a verify rank when the epoch begins."""
         await self.workers.fill(slot, operation)
         self._spawned_s = time.monotonic()
         if slot.stage == "draft":
@@ -224,8 +224,8 @@ class WorkerGroup:
         await self._take_part(drafter, "join", operation, epoch)
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
-        """Who fails by itself would fail the next epoch too: its place is for another one. A
-        fallback has none, and its host may be in good health."""
+        """Marks a worker that fails by itself as broken, since it would fail in the next epoch too;
+        not a fallback, which has no slot and a host that may be in good health."""
         try:
             await worker.ask(method, operation, epoch)
         except (PeerLost, ConfigError):
@@ -236,7 +236,7 @@ class WorkerGroup:
             raise
 
     async def trouble(self) -> EesdError:
-        """Waits until this epoch is broken, and says by whom."""
+        """Waits until this epoch is broken; returns the cause."""
         ends = {
             worker: asyncio.ensure_future(worker.ask("ended", f"epoch {self._epoch}"))
             for worker in self._engaged
@@ -254,7 +254,7 @@ class WorkerGroup:
                 await asyncio.wait(deaths, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pending in (*ends.values(), *silences.values()):
-                pending.cancel()  # nothing to those that are done
+                pending.cancel()  # no effect on those that are done
         errors = {m: _result(end) for m, end in ends.items() if end.done()}
         self._broken = {
             m.slot.name
@@ -268,8 +268,8 @@ class WorkerGroup:
         return self._culprit(errors)
 
     async def _while_all_answer(self, work: Coroutine[Any, Any, None]) -> None:
-        """The work, ended by PeerLost as soon as someone who takes part in it is frozen: loading is
-        done in threads, and whoever loads answers calls."""
+        """Runs the work; raises PeerLost as soon as a worker that takes part is frozen. Loading is
+        done in threads, so a worker that loads answers calls."""
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._first_silence())
         try:
@@ -283,7 +283,7 @@ class WorkerGroup:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def _first_silence(self) -> EesdError:
-        """Of those at a slot, and those who come to one meanwhile."""
+        """Watches all workers, those that are spawned during the wait too."""
         calls: dict[Worker, asyncio.Task[EesdError]] = {}
         try:
             while True:
@@ -303,8 +303,8 @@ class WorkerGroup:
         return await self._silence_of(worker, timeout_s=timeout_s)
 
     async def _silence_of(self, worker: Worker, *, timeout_s: float) -> EesdError:
-        """Returns when it has not answered a call by the deadline: frozen, or cut off. Its peers
-        cannot always tell: they wait for rounds as long as the link lives."""
+        """Returns when it has not answered a call in time: it is frozen, or cut off. Its peers
+        cannot always tell: they wait for rounds as long as the link is up."""
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -316,13 +316,13 @@ class WorkerGroup:
                     reason=f"no answer within {timeout_s:g} s",
                     epoch=self._epoch,
                 )
-            except EngineError as error:  # its death is told elsewhere too
+            except EngineError as error:  # `death` reports its death too
                 return error
             await asyncio.sleep(_CALL_EVERY_S)
 
     async def halt(self) -> None:
-        """Lets the last round end, once its streams have come out: whoever is told to leave in the
-        middle of one may be waiting for a rank that has left."""
+        """Lets the last round end, after its streams were evicted: a rank that leaves in the middle
+        of a round may wait for one that has left."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self.drafter.ask("halt", "halt")
@@ -330,7 +330,7 @@ class WorkerGroup:
             logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
 
     async def end_epoch(self) -> None:
-        """Ends the epoch: survivors leave it, and who cannot is taken for dead."""
+        """Ends the epoch: survivors leave it, and workers that cannot are killed."""
         await asyncio.gather(*[self._leave_or_go(worker) for worker in self._engaged])
         self._broken.clear()
 
@@ -339,7 +339,7 @@ class WorkerGroup:
             return
         host = worker.host or worker
         if host not in self.workers:
-            return  # sent away with its fallback, or the other way round
+            return  # killed together with its fallback or host
         self._kill(host)
         self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
 
@@ -349,7 +349,7 @@ class WorkerGroup:
 
     @property
     def _engaged(self) -> tuple[Worker, ...]:
-        """Who is in the present epoch."""
+        """Workers of the present epoch."""
         if not self._fallbacks:
             return tuple(self.workers)
         return (*self._fallbacks, *(m for m in self.workers if m.slot.stage == "verify"))
@@ -395,14 +395,14 @@ class WorkerGroup:
         self._unprepared.discard(slot.name)
 
     def _cost_known_to(self, worker: Worker) -> list[Mapping[str, object]]:
-        """What the drafting actor before it has measured on its node; at most one."""
+        """Returns what an earlier drafting actor has measured on the worker's node, if anything."""
         if worker.slot.rank is not None or self._cost is None:
             return []
         node_id, cost = self._cost
         return [cost] if node_id == worker.process_info.node_id else []
 
     def _prepare_for_deaths(self) -> None:
-        """Beside the first rounds: what would otherwise be done while streams wait."""
+        """Prepares, during the first rounds, what streams would otherwise wait for."""
         preparations = [self._learn_cost(self.drafter)]
         if self._parallel.fallback:
             verify = [m for m in self.workers if m.slot.stage == "verify"]
@@ -420,7 +420,7 @@ class WorkerGroup:
             logger.warning("not prepared: %s error=%s", fallback.label, error)
 
     async def _learn_cost(self, drafter: Worker) -> None:
-        """For the next one on its node: measuring again would make streams wait."""
+        """Keeps the costs for the next drafting actor on the node: measuring delays streams."""
         try:
             control: ControlReport = await drafter.ask("control", "preparation")
         except EesdError as error:
@@ -430,7 +430,7 @@ class WorkerGroup:
             self._cost = None if cost is None else (drafter.process_info.node_id, cost)
 
     def _culprit(self, ends: dict[Worker, EesdError | None]) -> EesdError:
-        """The most telling of what is known: a death, then a bug, then a rank's complaint."""
+        """Returns the most specific known cause: a death, then a bug, then an error of a rank."""
         operation = f"epoch {self._epoch}"
         for worker in self._engaged:
             if worker.is_dead:
@@ -449,7 +449,7 @@ class WorkerGroup:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """At the same time; the first that fails ends the others, and its error is raised."""
+    """Runs calls concurrently; the first that fails ends the others, and its error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for call in calls:

@@ -1,6 +1,6 @@
 """The workers of a pipeline: actors, each started in the bundle of its slot, called and killed.
 
-What they do together, and who is to blame when it ends, is the business of their group.
+Their worker group starts epochs and finds out why they end.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ from serve_app.pipeline.placement_groups import PlacementGroups
 logger = logging.getLogger(__name__)
 
 _NODE_DIED = "its node has died"
-"""Reason of a death that is its node's, and Ray's own words for it."""
+"""Why an actor died, if its node did; Ray's words for it."""
 
 LEAVE_TIMEOUT_S = 8.0
-"""A little longer than an actor waits for its own loop to end."""
+"""A little longer than an actor waits until its loop ends."""
 _PING_S = 2.0
-"""An actor's event loop answers at once, whatever its loop of rounds is doing: one that does not is
-frozen, or cut off, and is not waited for."""
+"""An actor's event loop answers at once, whatever its loop of rounds does: an actor that does not
+is frozen or cut off, and is not waited for."""
 _LOAD_ANSWER_S = 1.0
 _SPAWN_S = 15.0
-"""First wait for a new process. It may have been sent to a node that is cut off, which Ray has yet
-to find out: it is tried again, and waited for twice as long each time."""
+"""First timeout of a new process, doubled for each retry. It may have been sent to a node that is
+cut off, which Ray has not noticed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +77,12 @@ class Worker:
     handle: Any
     process_info: ProcessInfo
     death: asyncio.Future[str]
-    """Done when the process behind the actor is gone; why."""
+    """Done when the process behind the actor is gone; says why."""
 
     load: LoadReport | None = None
-    """How far it was with its weights when it was asked last."""
+    """Progress of its weights at the last call."""
     host: "Worker | None" = None
-    """Of a fallback: whose process it lives in."""
+    """Of a fallback: the verify rank in the same process."""
 
     @property
     def label(self) -> str:
@@ -93,7 +93,7 @@ class Worker:
         return self.death.done()
 
     def fallback(self) -> "Worker":
-        """The one in a verify rank's process; it dies with it."""
+        """Returns the fallback in a verify rank's process; it dies with it."""
         name = f"fallback in {self.slot.name}"
         return Worker(
             slot=replace(self.slot, name=name, stage="draft", rank=self.slot.rank or None),
@@ -104,24 +104,24 @@ class Worker:
         )
 
     async def ask(self, method: str, operation: str, *args: object) -> Any:
-        """Calls the actor; whatever goes wrong comes back as an error of ours that names it."""
+        """Calls the actor; raises any failure as an EesdError that names it."""
         try:
             return await getattr(self.handle, method).remote(*args)
         except Exception as error:
             raise _ours(error, peer=self.label, operation=operation) from error
 
     async def ask_load(self) -> None:
-        """Sets `load`, where it may have changed and is told in time."""
+        """Updates `load`, unless loading is over or no answer comes in time."""
         if self.is_dead or (self.load is not None and self.load.is_over):
             return
         try:
             async with asyncio.timeout(_LOAD_ANSWER_S):
                 self.load = await self.ask("loading", "loading")
         except (EngineError, TimeoutError) as error:
-            logger.info("does not say how far it is: %s error=%r", self.label, error)
+            logger.info("loading progress unknown: %s error=%r", self.label, error)
 
     async def leaves(self) -> bool:
-        """Asks it to leave its epoch; whether it did."""
+        """Asks it to leave its epoch; returns whether it did."""
         if self.is_dead:
             return False
         try:
@@ -135,7 +135,7 @@ class Worker:
 
 
 class Workers:
-    """Who is at each slot, and who is on the way to one."""
+    """The worker in each slot, and the workers that are being spawned."""
 
     def __init__(
         self, placement_groups: PlacementGroups, slots: Sequence[RankSlot], *, spec: WorkerSpec
@@ -143,18 +143,18 @@ class Workers:
         self.placement_groups = placement_groups
         self.slots = tuple(slots)
         self.spec = spec
-        """How those are made who come from now on."""
+        """How later workers are made."""
         self._in_slot: dict[str, Worker] = {}
         self._coming: dict[str, asyncio.Task[Worker]] = {}
-        """New workers on their way, by slot: they start while the survivors still leave."""
+        """Tasks that spawn workers, by slot: they start while the survivors still leave."""
 
     def __iter__(self) -> Iterator[Worker]:
-        """Who is there now, in the order of the slots."""
+        """Iterates over the present workers, in the order of the slots."""
         return iter([self._in_slot[p.name] for p in self.slots if p.name in self._in_slot])
 
     @property
     def are_complete(self) -> bool:
-        """Whether everyone is at a slot: then a new epoch needs no new process."""
+        """Whether every slot has a worker: then a new epoch needs no new process."""
         return not any(self.is_empty(slot) for slot in self.slots)
 
     def is_empty(self, slot: RankSlot) -> bool:
@@ -162,31 +162,31 @@ class Workers:
         return worker is None or worker.is_dead
 
     def at(self, slot: RankSlot) -> Worker:
-        """Raises PeerLost when nobody is."""
+        """Returns the worker of a slot. Raises PeerLost if there is none."""
         worker = self._in_slot.get(slot.name)
         if worker is None or worker.is_dead:
             raise PeerLost(peer=slot.name, operation="call", reason="its process is gone")
         return worker
 
     async def loads(self) -> dict[str, LoadReport]:
-        """How far each is with its weights, by its slot; the silent said it before."""
+        """Returns the loading progress by slot; the last known where no answer comes."""
         await asyncio.gather(*[worker.ask_load() for worker in self])
         return {m.slot.name: m.load for m in self if m.load is not None}
 
     async def fill(self, slot: RankSlot, operation: str) -> None:
-        """Waits for someone at an empty slot; raises what their start raised."""
+        """Waits for a worker in an empty slot; raises what its start raised."""
         coming = self._coming.pop(slot.name, None)
         if coming is None:
             coming = asyncio.ensure_future(self._spawned(slot, operation))
         try:
             worker = await coming
-        except asyncio.CancelledError:  # and it may have come in the same moment
+        except asyncio.CancelledError:  # the worker may have started at the same moment
             _kill_spawned(coming)
             raise
         self._arrived(worker)
 
     async def fill_meanwhile(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
-        """As `fill`, and a new worker that is still coming when this is ended goes on coming."""
+        """As `fill`, but cancelling or a timeout does not stop a worker that is being spawned."""
         coming = self._coming.get(slot.name) or self.start_spawn(slot, operation)
         await asyncio.wait({coming}, timeout=timeout_s)
         if not coming.done():
@@ -194,14 +194,14 @@ class Workers:
                 peer=slot.name,
                 operation=operation,
                 reason=". ".join(
-                    [f"nobody there after {timeout_s:g} s", *self.placement_groups.missing]
+                    [f"no worker after {timeout_s:g} s", *self.placement_groups.missing]
                 ),
             )
         self._coming.pop(slot.name, None)
         self._arrived(coming.result())
 
     def start_spawn(self, slot: RankSlot, operation: str) -> asyncio.Task[Worker]:
-        """From now on someone is on the way to the slot."""
+        """Starts to spawn a worker for the slot."""
         coming = asyncio.ensure_future(self._spawned(slot, operation))
         self._coming[slot.name] = coming
         return coming
@@ -213,7 +213,7 @@ class Workers:
             worker.death.cancel()
 
     async def release_all(self) -> None:
-        """And those who are still coming."""
+        """Ends all workers, those that are being spawned too."""
         await asyncio.gather(*[worker.leaves() for worker in self])
         for worker in self:
             self.kill(worker)
@@ -228,7 +228,7 @@ class Workers:
         logger.info("spawned: %s", worker.label)
 
     async def _spawned(self, slot: RankSlot, operation: str) -> Worker:
-        """A new process at the slot, as often as it takes; raises what its start raised."""
+        """Spawns a worker in the slot, with retries; raises what its start raised."""
         timeout_s = _SPAWN_S
         while True:
             try:
@@ -243,7 +243,7 @@ class Workers:
         try:
             process_info = await handle.process_info.remote()
         except BaseException as error:
-            ray.kill(handle)  # else it keeps the bundle that the next attempt needs
+            ray.kill(handle)  # or it keeps the bundle that the next attempt needs
             if isinstance(error, Exception):
                 raise _ours(error, peer=slot.name, operation=operation) from error
             raise
@@ -261,7 +261,7 @@ class Workers:
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
-            # Replaced by the pipeline: Ray would take a second longer to say that one has died.
+            # Restarted by the pipeline: Ray would report a death a second later.
             "max_restarts": 0,
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
@@ -277,7 +277,7 @@ class Workers:
 
 
 def _kill_spawned(coming: asyncio.Task[Worker]) -> None:
-    """Who comes to nobody's slot: alive, they would keep the bundle that the next one needs."""
+    """Ends a worker that is no longer needed: it would keep the bundle that the next one needs."""
     if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
         worker = coming.result()
         ray.kill(worker.handle)
@@ -293,7 +293,7 @@ async def _death_of(handle: Any) -> str:
 
 
 def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
-    """Ray's exceptions in our terms."""
+    """Converts Ray's exceptions."""
     cause = getattr(error, "cause", None)
     for candidate in (error, cause):
         if isinstance(candidate, EesdError) and not isinstance(candidate, CapacityError):
@@ -306,12 +306,12 @@ def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
 
 
 def _why_gone(error: ray.exceptions.RayError) -> str:
-    """A process that could not be built says so in its last line; one that was killed cannot."""
+    """A process that could not be built reports why in its last line; a killed one cannot."""
     if _NODE_DIED in str(error):
         return _NODE_DIED
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"{PROCESS_DIED}: ended by Ray, since its node ran out of memory"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):  # all that Ray can say of a cut
+    if isinstance(error, ray.exceptions.ActorUnavailableError):  # Ray cannot tell which
         return f"{PROCESS_DIED}, or the link to it"
     if not getattr(error, "actor_init_failed", False):
         return PROCESS_DIED
@@ -319,6 +319,6 @@ def _why_gone(error: ray.exceptions.RayError) -> str:
 
 
 def _plain(error: EesdError) -> EesdError:
-    """Without the class that Ray derives on the fly from ours and its own."""
+    """Removes the class that Ray derives from the error's class and its own."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, EesdError) else error

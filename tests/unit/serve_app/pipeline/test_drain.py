@@ -105,7 +105,7 @@ async def a_while() -> None:
     await asyncio.sleep(0.05)
 
 
-def test_a_stream_in_mid_wait_is_told_to_go_when_somebody_else_answers_for_the_replica() -> None:
+def test_a_stream_in_mid_wait_is_told_to_go_when_another_replica_answers() -> None:
     async def story(world: World) -> None:
         stream = Stream()
         watched = world.draining.watched(stream(), R)
@@ -229,7 +229,7 @@ async def _answered(name: str) -> str:
 
 
 @pytest.mark.parametrize(("num_pages", "to"), [(0, None), (3, "two")])
-def test_a_stream_is_sent_after_its_pages_and_otherwise_to_whoever_has_room(
+def test_a_stream_is_sent_after_its_pages_and_otherwise_to_any_pipeline_with_room(
     num_pages: int, to: str | None
 ) -> None:
     async def story(world: World) -> None:
@@ -300,7 +300,7 @@ def test_speed_is_plain_rounds_a_second() -> None:
     assert speed_of(None) is None
 
 
-def test_a_stream_whose_sender_found_nobody_else_is_kept_for_a_while() -> None:
+def test_a_stream_that_no_other_pipeline_took_is_kept_for_a_while() -> None:
     async def story(world: World) -> None:
         await world.draining.drain()  # the other one is known, and dead
         kept = world.draining.watched(Stream()(), R, must_take=True)

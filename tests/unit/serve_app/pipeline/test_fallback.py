@@ -45,7 +45,7 @@ class _Call:
         answer = self._method(*arguments)
         if hasattr(answer, "__aiter__"):
             return self._references(answer)
-        begun = asyncio.ensure_future(answer)  # whatever becomes of who waits for it
+        begun = asyncio.ensure_future(answer)  # even if the caller stops waiting
         return asyncio.ensure_future(self._handle.while_alive(begun))
 
     async def _references(self, items: AsyncIterator[object]) -> AsyncIterator[Any]:
@@ -260,7 +260,7 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_who_freezes_while_an_epoch_forms_is_named_and_replaced(
+def test_a_worker_that_freezes_while_an_epoch_forms_is_named_and_replaced(
     fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (

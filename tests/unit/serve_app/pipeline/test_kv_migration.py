@@ -126,11 +126,11 @@ def test_a_call_that_fails_leaves_no_page_owned(at: str) -> None:
     source.broken[at] = target.broken[at] = fail
     assert _migrated(source, target).how == "recomputed"
     assert (source.leases, source.num_evictions) == (set(), 1)
-    # Whoever fails to answer a reservation has leased the room that nobody knows of.
+    # A target that fails to answer has reserved pages that the source does not know of.
     assert target.reservations == ({"n1"} if at == "reserve_pages" else set())
 
 
-def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_somebody_may_write() -> None:
+def test_room_is_left_to_its_lease_when_a_link_fails_behind_which_a_rank_may_write() -> None:
     def cut() -> None:
         raise ActorUnavailableError("RpcError", None)
 

@@ -86,7 +86,7 @@ def test_the_strategy_of_a_stage_of_one_rank_splits_nothing() -> None:
     assert _groups(draft={"strategy": "STRICT_PACK"}) == [("draft and verify", "PACK", 3)]
 
 
-def test_the_short_form_beside_the_long_one_is_refused() -> None:
+def test_the_short_form_with_the_long_one_is_refused() -> None:
     for other in ({"stages": "PACK"}, {"verify": {"strategy": "SPREAD"}}):
         with pytest.raises(ConfigError, match=r"strategy is PACK.*drop strategy"):
             service_config(

@@ -1,4 +1,4 @@
-"""Who is let into the engine after it broke; checked against a toy engine that poison breaks."""
+"""Which requests are admitted after the engine broke, with a toy engine that poison breaks."""
 
 from random import Random
 
@@ -60,7 +60,7 @@ def test_a_token_clears_a_stream_and_interruptions_with_progress_are_not_bounded
         assert quarantine.crashes(a) == 0
 
 
-def test_suspects_enter_one_at_a_time_and_everybody_else_waits() -> None:
+def test_suspects_are_admitted_one_at_a_time_and_all_others_wait() -> None:
     quarantine, (a, b) = _crowd("a", "b")
     quarantine.broke(keeps_streams=False)
     quarantine.admit(a)
@@ -80,7 +80,7 @@ def test_suspects_enter_one_at_a_time_and_everybody_else_waits() -> None:
     assert [quarantine.may_admit(i) for i in (a, new)] == [True, True]
 
 
-def test_who_breaks_the_engine_alone_is_refused_and_the_next_one_is_tested() -> None:
+def test_a_request_that_breaks_the_engine_alone_is_refused_and_the_next_one_is_tested() -> None:
     quarantine, (a, b) = _crowd("a", "b")
     quarantine.broke(keeps_streams=False)
     quarantine.admit(a)
@@ -98,7 +98,7 @@ def test_one_that_is_alone_from_the_first_is_refused_after_two_engines() -> None
     assert quarantine.broke(keeps_streams=True).refused == a
 
 
-def test_a_stream_brings_its_crashes_from_elsewhere() -> None:
+def test_a_stream_brings_its_crashes_from_another_pipeline() -> None:
     quarantine = Quarantine()
     (a,) = _ids("a")
     quarantine.add(a, crashes=1, attributable=1)
@@ -106,7 +106,7 @@ def test_a_stream_brings_its_crashes_from_elsewhere() -> None:
     assert quarantine.broke(keeps_streams=False).refused == a
 
 
-def test_a_link_that_was_lost_elsewhere_is_not_held_against_a_stream() -> None:
+def test_a_link_lost_in_another_pipeline_is_not_held_against_a_stream() -> None:
     quarantine = Quarantine()
     (a,) = _ids("a")
     quarantine.add(a, crashes=1, attributable=0)
@@ -161,10 +161,10 @@ def test_patience_ends_with_failures_in_a_row() -> None:
     keeps_streams=st.booleans(),
     order=st.randoms(use_true_random=False),
 )
-def test_poison_is_refused_and_nobody_else_whatever_the_order(
+def test_poison_is_refused_and_no_other_request_whatever_the_order(
     num_good: int, num_poison: int, keeps_streams: bool, order: Random
 ) -> None:
-    """A toy engine: it breaks whenever poison is in a round; else everyone gets a token."""
+    """A toy engine: it breaks whenever poison is in a round; else every request gets a token."""
     good = _ids(*[f"good {i}" for i in range(num_good)])
     poison = _ids(*[f"poison {i}" for i in range(num_poison)])
     quarantine = Quarantine()
@@ -201,7 +201,7 @@ def test_poison_is_refused_and_nobody_else_whatever_the_order(
     assert quarantine.is_calm
 
 
-def test_lost_links_refuse_nobody_until_they_are_too_many_to_be_chance() -> None:
+def test_lost_links_refuse_no_request_until_they_are_too_many_to_be_chance() -> None:
     quarantine = Quarantine(suspect_after=2, refuse_after=6)
     quarantine.add(RequestId("lone"))
     for _ in range(5):

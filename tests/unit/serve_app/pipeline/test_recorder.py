@@ -1,4 +1,4 @@
-"""The recorder's folder: bounded, whole whatever happens, and never in anybody's way."""
+"""The recorder's folder is bounded, intact after any failure, and never delays a round."""
 
 import errno
 import json
@@ -91,7 +91,7 @@ def test_what_is_put_is_what_a_feature_store_reads(
     assert counts.num_bytes == sum(file.stat().st_size for file in shards(tmp_path))
 
 
-def test_nobody_else_can_read_a_recording(tmp_path: Path, empty: FeatureManifest) -> None:
+def test_no_other_user_can_read_a_recording(tmp_path: Path, empty: FeatureManifest) -> None:
     before = os.umask(0o022)
     try:
         recorder = opened(tmp_path / "recorder", empty)

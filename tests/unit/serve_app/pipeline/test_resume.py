@@ -151,7 +151,7 @@ def test_a_stream_that_has_begun_waits_for_room_by_the_clock_and_not_by_the_coun
     source = Source([4] * 20, error=full)
     assert tuple(token for e in _run(source, max_interruptions=1) for token in e.tokens) == TEXT
     assert len(source.calls) == 21
-    with pytest.raises(EngineError, match=r"no room within 0\.05 s to go on in: 1 requests are"):
+    with pytest.raises(EngineError, match=r"no room to continue within 0\.05 s: 1 requests are"):
         _run(Source([4] * 1_000_000, error=full), room_wait_s=0.05)
 
 
@@ -220,7 +220,7 @@ def test_a_stream_that_is_migrated_goes_on_at_once_and_has_suffered_nothing(
     assert source.calls == [0, *breaks]
 
 
-def test_whoever_cannot_follow_a_stream_passes_the_word_on() -> None:
+def test_a_caller_that_cannot_follow_a_migrated_stream_gets_the_error() -> None:
     with pytest.raises(Migrated, match="migrated its stream to two"):
         _run(Source([4], error=MIGRATED))
 

@@ -1,4 +1,4 @@
-"""Streams over a drafting actor in this process, whose engine certain requests break."""
+"""Streams over a drafting actor in this process, with an engine that certain requests break."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -166,7 +166,7 @@ def _good(count: int) -> Iterator[Request]:
 
 
 @pytest.mark.parametrize("num_poison", [1, 2])
-def test_poison_in_a_crowd_is_refused_and_everyone_else_gets_every_token(
+def test_poison_in_a_crowd_is_refused_and_all_others_get_every_token(
     num_poison: int, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -228,7 +228,7 @@ def _lost_rank() -> Any:
     return LoopEnd(error=PeerLost(peer="verify rank 0", operation="round 1", reason="killed"))
 
 
-def test_streams_go_elsewhere_while_a_process_is_replaced_and_suspects_stay(
+def test_streams_migrate_while_a_process_is_replaced_and_suspects_stay(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
@@ -264,7 +264,7 @@ def test_a_stream_waits_so_long_for_a_ready_pipeline_and_no_longer(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_stream_that_has_waited_long_enough_goes_elsewhere_where_it_can(tmp_path: Path) -> None:
+def test_a_stream_that_has_waited_long_enough_migrates_where_it_can(tmp_path: Path) -> None:
     async def run() -> None:
         pipeline = Pipeline(tmp_path, find_peer_pipeline="q", stream_pause_s=0.1)
         pipeline.streams.paused(EngineError("no such device"))
@@ -274,7 +274,7 @@ def test_a_stream_that_has_waited_long_enough_goes_elsewhere_where_it_can(tmp_pa
     asyncio.run(run())
 
 
-def test_a_suspect_is_not_let_in_beside_a_long_round_of_the_one_before(tmp_path: Path) -> None:
+def test_a_suspect_is_not_admitted_during_a_long_round_of_the_one_before(tmp_path: Path) -> None:
     async def run(round_timeout_s: float) -> float:
         pipeline = Pipeline(tmp_path, round_timeout_s=round_timeout_s)
         pipeline.streams.resume()
@@ -299,7 +299,7 @@ def test_a_pipeline_that_is_given_up_ends_every_stream(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         pipeline.streams.give_up(EngineError("it broke 7 times in a row"))
         for answer in answers:
-            with pytest.raises(PeerLost, match="7 times in a row"):  # its sender goes elsewhere
+            with pytest.raises(PeerLost, match="7 times in a row"):  # its sender tries another one
                 await asyncio.wait_for(answer, 5.0)
 
     asyncio.run(run())
@@ -379,7 +379,7 @@ def test_streams_of_a_sender_that_fell_silent_end_in_the_queue_too(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_call_that_serve_repeats_takes_the_place_of_the_first_and_nobody_elses_does(
+def test_a_call_that_serve_repeats_takes_the_place_of_the_first_and_no_other_call_does(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
@@ -389,7 +389,7 @@ def test_a_call_that_serve_repeats_takes_the_place_of_the_first_and_nobody_elses
                 first = asyncio.ensure_future(pipeline.tokens(request, sender="me"))
                 await _num_running(pipeline, 1)
                 with pytest.raises(RequestError, match="already being served"):
-                    await pipeline.tokens(request, sender="somebody else")
+                    await pipeline.tokens(request, sender="another sender")
                 again = asyncio.ensure_future(pipeline.tokens(request, sender="me"))
                 await asyncio.wait({first}, timeout=5.0)
                 assert first.cancelled()
@@ -398,7 +398,7 @@ def test_a_call_that_serve_repeats_takes_the_place_of_the_first_and_nobody_elses
     asyncio.run(run())
 
 
-def test_a_stream_that_is_read_elsewhere_is_let_go_and_a_later_attempt_is_not(
+def test_a_stream_that_is_read_in_another_pipeline_is_cancelled_and_a_later_attempt_is_not(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
@@ -409,7 +409,7 @@ def test_a_stream_that_is_read_elsewhere_is_let_go_and_a_later_attempt_is_not(
                 reading = asyncio.ensure_future(pipeline.tokens(request, sender="me", attempt=2))
                 await _num_running(pipeline, 1)
                 cancel(request.request_id, attempt=1, sender="me")
-                cancel(request.request_id, attempt=2, sender="somebody else")
+                cancel(request.request_id, attempt=2, sender="another sender")
                 cancel(RequestId("unknown"), attempt=2, sender="me")
                 await asyncio.sleep(0.05)
                 assert not reading.done()
@@ -475,7 +475,7 @@ def test_a_sender_that_was_taken_for_dead_goes_on_from_its_tokens_and_is_left_al
     asyncio.run(run())
 
 
-def test_readers_that_leave_do_not_hold_up_those_who_are_tested_after_them(tmp_path: Path) -> None:
+def test_readers_that_leave_do_not_hold_up_those_that_are_tested_after_them(tmp_path: Path) -> None:
     async def run() -> None:
         async with _pipeline(tmp_path) as pipeline:
             good = list(_good(4))

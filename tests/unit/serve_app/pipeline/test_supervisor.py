@@ -1,4 +1,4 @@
-"""A supervisor whose group is in this process, and what it does when the group cannot be mended."""
+"""A supervisor with a group in this process, and what it does when the group cannot be repaired."""
 
 import asyncio
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def _fails(slot: RankSlot) -> Any:
     raise EngineError(f"no device for {slot.name}")
 
 
-def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails(
+def test_streams_migrate_when_another_pipeline_comes_up_while_forming_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_ASK_EVERY_S", 0.1)
@@ -102,7 +102,7 @@ def test_streams_go_elsewhere_when_another_pipeline_comes_up_while_forming_fails
     asyncio.run(run())
 
 
-def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
+def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_in_another_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_RETRY_S", 0.01)
@@ -126,19 +126,17 @@ def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_elsewhere(
 
 
 @pytest.mark.parametrize("when", ["making", "forming"])
-def test_a_bug_in_keeping_a_pipeline_leaves_nobody_waiting(
+def test_a_bug_in_keeping_a_pipeline_leaves_no_caller_waiting(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
 
         async def breaks(*, timeout_s: float) -> None:
-            raise KeyError("nobody thought of this")
+            raise KeyError("unexpected")
 
         monkeypatch.setattr(group, "start_epoch", breaks)
-        supervisor = _Supervisor(
-            KeyError("nobody thought of this") if when == "making" else group, tmp_path
-        )
+        supervisor = _Supervisor(KeyError("unexpected") if when == "making" else group, tmp_path)
         with pytest.raises(EngineError, match="given up by a bug: KeyError"):
             await asyncio.wait_for(supervisor.check(), 5.0)
         if when == "making":
@@ -189,7 +187,7 @@ def test_deaths_and_bugs_may_be_a_requests_doing_and_lost_machines_not(
     assert _may_be_a_request(error) is expected
 
 
-def test_an_engine_that_breaks_under_everybody_is_given_up_and_its_streams_are_lost(
+def test_an_engine_that_breaks_under_every_request_is_given_up_and_its_streams_are_lost(
     tmp_path: Path,
 ) -> None:
     async def run() -> list[object]:

@@ -1,4 +1,4 @@
-"""A group that cannot be brought together leaves nobody at a slot."""
+"""A group that cannot start an epoch leaves no worker in a slot."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -49,7 +49,7 @@ class _Spawns(Workers):
         return SimpleNamespace(name=slot.name, process_info=process_info)
 
 
-def test_when_one_new_worker_fails_those_who_are_still_coming_are_sent_away(
+def test_when_one_new_worker_fails_those_that_are_still_starting_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[str] = []

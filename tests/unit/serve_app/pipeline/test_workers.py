@@ -45,7 +45,7 @@ async def _raises(error: Exception) -> None:
     raise error
 
 
-def test_a_new_worker_that_nobody_waits_for_any_more_is_sent_back(
+def test_a_new_worker_that_is_no_longer_needed_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[Any] = []
