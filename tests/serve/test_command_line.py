@@ -84,7 +84,7 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_ser
 
 
 def _operate(port: int, head: Path) -> None:
-    """What the same user may do from another process, and nobody over HTTP."""
+    """What the same user may do from another process, but no client over HTTP."""
     at = ("--port", str(port))
     pinned = _run("controllers", "pin", *at)
     assert pinned.returncode == 0, pinned.stderr

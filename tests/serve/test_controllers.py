@@ -38,7 +38,7 @@ PROMPT = (TokenId(5), TokenId(9), TokenId(2))
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target whose own head is never right, and heads to take its place."""
+    """A target with a head that is never right, and heads to replace it."""
     folder = tmp_path_factory.mktemp("target")
     write_byte_level(folder)
     save_target(folder, vocab_size=320, num_positions=4096)
@@ -355,7 +355,7 @@ def test_a_promoted_head_survives_the_death_of(
     def reborn() -> bool:
         try:
             return is_another()
-        except ray.exceptions.RayError:  # asked while nobody is there
+        except ray.exceptions.RayError:  # asked while it is being restarted
             return False
 
     until(reborn, timeout_s=120)

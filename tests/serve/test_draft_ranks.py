@@ -1,4 +1,4 @@
-"""A service whose draft stage stands on two ranks: one of them dies, and nobody's text changes."""
+"""A service with two draft ranks: one of them dies, and no text changes."""
 
 import signal
 from collections.abc import Iterator

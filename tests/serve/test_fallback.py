@@ -111,7 +111,7 @@ def test_tokens_come_while_the_drafting_actor_is_replaced(relieved: Running) -> 
 
 
 def _drafted(relieved: Running) -> int:
-    """Tokens drafted by whoever leads now."""
+    """Tokens drafted by the present leader."""
     rounds = relieved.pipelines.rounds.remote().result(timeout_s=20)
     return sum(stats.num_drafted for stats in rounds)
 

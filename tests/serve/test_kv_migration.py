@@ -96,7 +96,7 @@ class Sending:
         )
 
     async def gone_on(self, num_requests: int) -> None:
-        """Until so many streams were sent elsewhere; some tokens more are enough for all then."""
+        """Waits until so many streams were migrated; then some tokens more are enough for all."""
         await _until(lambda: self._num_moves() >= num_requests)
         self._enough = min(MAX_TOKENS, max(self.num_tokens.values()) + 200)
 
@@ -110,7 +110,7 @@ class Sending:
 
 async def _until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(120.0):
-        while not holds():  # noqa: ASYNC110  # what is waited for is elsewhere
+        while not holds():  # noqa: ASYNC110  # a state of other processes
             await asyncio.sleep(0.05)
 
 

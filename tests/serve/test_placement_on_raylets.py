@@ -55,7 +55,7 @@ def test_one_node_for_all_is_one_node(told: dict[str, Any]) -> None:
     assert len(set(told["one_node"])) == 1
 
 
-def test_a_stage_that_wishes_to_stand_beside_the_other_does_where_it_can(
+def test_a_stage_that_prefers_the_nodes_of_the_other_gets_them_where_it_can(
     told: dict[str, Any],
 ) -> None:
     drafting, *ranks = told["beside"]
@@ -74,7 +74,7 @@ def test_what_cannot_be_placed_is_refused_in_time_and_leaves_nothing_behind(
     assert "holds the other stage" in told["second_refused"]["said"]
 
 
-def test_bundles_of_a_dead_node_are_placed_elsewhere_and_actors_start_there(
+def test_bundles_of_a_dead_node_are_placed_on_another_and_actors_start_there(
     told: dict[str, Any],
 ) -> None:
     death = told["death"]

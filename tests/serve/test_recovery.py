@@ -300,7 +300,7 @@ def _health(running: Running) -> Health:
     return health
 
 
-def test_an_engine_that_breaks_under_everybody_is_given_up_with_a_clear_error(
+def test_an_engine_that_breaks_under_every_request_is_given_up_with_a_clear_error(
     ray_port: int, tmp_path: Path
 ) -> None:
     hopeless = _toy_pipeline(

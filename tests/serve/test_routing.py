@@ -81,7 +81,7 @@ def _expected(request: Request) -> list[int]:
 
 
 class Watched(LoadBalancer):
-    """Remembers who took each request."""
+    """Remembers which pipeline took each request."""
 
     def __init__(self, config: ServiceConfig) -> None:
         super().__init__(config)
@@ -124,23 +124,23 @@ class Sending:
 
     async def until(self, holds: Callable[[tuple[PipelineState, ...]], bool]) -> None:
         async with asyncio.timeout(60.0):
-            while not holds(await self.states()):  # noqa: ASYNC110  # they are elsewhere
+            while not holds(await self.states()):  # noqa: ASYNC110  # in other processes
                 await asyncio.sleep(0.1)
 
     async def num_running(self) -> int:
-        """In the engines, whoever reads them."""
+        """Requests in the engines, read by a client or not."""
         return sum(s.num_running for s in await self._client._of_all("stats", timeout_s=20.0))
 
     async def all_idle(self) -> None:
         """Until nothing of the test before is left in what pipelines have said of themselves."""
         async with asyncio.timeout(60.0):
-            while self.load_balancer.num_idle != 2:  # noqa: ASYNC110  # the directory is elsewhere
+            while self.load_balancer.num_idle != 2:  # noqa: ASYNC110  # in the router
                 await asyncio.sleep(0.05)
 
     async def known(self, count: int) -> None:
         """Until the lookout knows so many pipelines that take requests."""
         async with asyncio.timeout(60.0):
-            while self.load_balancer.num_usable != count:  # noqa: ASYNC110  # the directory is elsewhere
+            while self.load_balancer.num_usable != count:  # noqa: ASYNC110  # in the router
                 await asyncio.sleep(0.05)
 
     def counted(self, name: str) -> float:
@@ -204,7 +204,7 @@ def test_a_crowd_is_spread_over_the_pipelines_before_they_have_said_a_word(
             ]
             texts = await asyncio.gather(*[sending.tokens(request) for request in crowd])
             assert texts == [_expected(request) for request in crowd]
-            # What was just over may still stand in what a pipeline has said.
+            # The latest status of a pipeline may still count requests that are over.
             counts = Counter(sending.load_balancer.takers)
             assert min(counts.values()) >= 5
             assert counts.total() == 12
@@ -232,7 +232,7 @@ def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_t
                 late = _request("late", max_tokens=8)
                 assert await sending.tokens(late) == _expected(late)
                 assert sending.load_balancer.takers[-1] == two.pipeline
-                # Even sent straight to it, a request is served elsewhere.
+                # A request that is sent straight to it is migrated too.
                 astray = sending.handle.options(stream=True).stream.remote(late, target=one.address)
                 assert [type(item) for item in [i async for i in astray]] == [Admitted, Migrated]
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
@@ -333,7 +333,7 @@ def test_the_command_lists_pipelines_and_drains_them(
     names = [each["pipeline"] for each in listed()]
     assert len(names) == 2
     assert main(["pipelines", "drain", names[0], *where]) == 0
-    assert f"{names[0]} takes no more requests; 0 streams go on elsewhere" in (
+    assert f"{names[0]} takes no more requests; 0 streams continue in other pipelines" in (
         capsys.readouterr().out
     )
     assert {e["pipeline"]: e["draining"] for e in listed()} == {

@@ -111,7 +111,7 @@ def test_eight_choices_are_eight_texts_and_the_first_is_the_one_of_n_1(
     assert eight[0] == texts(1)[0]
 
 
-def test_logprobs_stand_beside_every_token(client: openai.OpenAI) -> None:
+def test_every_token_has_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "the dog"}],
