@@ -22,7 +22,7 @@ def list_pipelines(service: RunningService) -> None:
 
 
 def drain(name: Name, service: RunningService) -> None:
-    """Moves the streams of a pipeline to others; it gets no more requests."""
+    """Moves a pipeline's streams to others; it gets no requests."""
     with service.connected() as connected:
         drained = connected.drain(name)
     echo(
