@@ -1,1 +1,1 @@
-"""Decides whether machines are fit for the service, and what it would gain on them."""
+"""Checks whether machines are suitable for the service, and predicts the speed-up on them."""

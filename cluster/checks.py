@@ -1,8 +1,8 @@
-"""Whether a node has what the service asks of it.
+"""Checks whether a node meets the requirements of the service.
 
-Pure: facts and requirements in, findings out. A finding says what was found, what was expected
-and what to do. An error means the service would not come up or would hang; a warning means it
-would be slow or hard to debug.
+Pure: facts and requirements in, findings out. A finding states what was found, what was expected
+and what to do. An error means that the service would not start or would hang; a warning means that
+it would be slow or hard to debug.
 """
 
 import ipaddress
@@ -23,7 +23,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One unmet requirement."""
 
     check: str
     severity: Severity
@@ -32,24 +32,24 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What is asked of one node."""
+    """Requirements of one node."""
 
     num_cpus: int = 1
     num_gpus: int = 0
     memory_bytes: int = 0
     shm_bytes: int = 2 * 2**30
-    """Ray's object store and NCCL's shared-memory transport both live in /dev/shm."""
+    """Ray's object store and NCCL's shared-memory transport both use /dev/shm."""
     open_files: int = 65_536
     auth_mode: AuthMode | None = None
     """None accepts any explicit choice."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Exact versions every node must share."""
+    """Exact versions that every node must have."""
     spans_nodes: bool = False
     """Whether ranks on other machines must reach this one."""
 
 
 def check_node(facts: NodeFacts, wanted: Requirements) -> list[Finding]:
-    """Everything that is wrong, errors first."""
+    """Returns all findings, errors first."""
     checks = (_software, _processors, _memory, _limits, _authentication, _network)
     findings = [finding for check in checks for finding in check(facts, wanted)]
     return sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR)
@@ -75,13 +75,13 @@ def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
     if facts.num_cpus < wanted.num_cpus:
         yield _error(
             "cpu",
-            f"{facts.num_cpus} CPUs usable, {wanted.num_cpus} asked for: the placement group "
-            "would wait for ever; lower the ranks per node or take a larger machine",
+            f"{facts.num_cpus} CPUs usable, {wanted.num_cpus} requested: the placement group "
+            "would wait for ever; lower the ranks per node or use a larger machine",
         )
     if len(facts.gpus) < wanted.num_gpus:
         yield _error(
             "gpu",
-            f"{len(facts.gpus)} GPUs seen by nvidia-smi, {wanted.num_gpus} asked for: check the "
+            f"{len(facts.gpus)} GPUs seen by nvidia-smi, {wanted.num_gpus} requested: check the "
             "driver, or lower the tensor-parallel size",
         )
 
@@ -90,12 +90,12 @@ def _memory(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
     if facts.memory_bytes < wanted.memory_bytes:
         yield _error(
             "memory",
-            f"{_gib(facts.memory_bytes)} of memory, {_gib(wanted.memory_bytes)} asked for",
+            f"{_gib(facts.memory_bytes)} of memory, {_gib(wanted.memory_bytes)} requested",
         )
     if facts.shm_bytes < wanted.shm_bytes:
         yield _warning(
             "shm",
-            f"/dev/shm holds {_gib(facts.shm_bytes)}, {_gib(wanted.shm_bytes)} wanted: in a "
+            f"/dev/shm holds {_gib(facts.shm_bytes)}, {_gib(wanted.shm_bytes)} required: in a "
             "container pass --shm-size, or Ray falls back to /tmp and NCCL may fail",
         )
 
@@ -105,7 +105,7 @@ def _limits(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
     if 0 <= facts.open_files < wanted.open_files:
         yield _warning(
             "open_files",
-            f"{facts.open_files} open files allowed, {wanted.open_files} wanted: "
+            f"{facts.open_files} open files allowed, {wanted.open_files} required: run "
             f"`ulimit -n {wanted.open_files}` before `ray start`",
         )
 
@@ -115,8 +115,8 @@ def _authentication(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]
     if mode is None:
         yield _error(
             "auth",
-            "RAY_AUTH_MODE is not set: Ray's commands would choose differently and refuse each "
-            f"other; export RAY_AUTH_MODE={wanted.auth_mode or 'token'} on every node",
+            "RAY_AUTH_MODE is not set: Ray's commands would choose different defaults and reject "
+            f"each other; export RAY_AUTH_MODE={wanted.auth_mode or 'token'} on every node",
         )
         return
     if wanted.auth_mode is not None and mode != wanted.auth_mode:
@@ -126,8 +126,8 @@ def _authentication(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]
     if mode == "token" and not facts.has_ray_token:
         yield _error(
             "auth",
-            "RAY_AUTH_MODE is token and no token is here: copy ~/.ray/auth_token from the head, "
-            "or make one there with `ray get-auth-token --generate`",
+            "RAY_AUTH_MODE is token and this node has no token: copy ~/.ray/auth_token from the "
+            "head, or create one there with `ray get-auth-token --generate`",
         )
 
 
@@ -138,7 +138,7 @@ def _network(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         yield _error(
             "name",
             f"{facts.hostname} does not resolve: add it to /etc/hosts on every node, or each "
-            "rendezvous waits seconds for a name server",
+            "rendezvous waits several seconds for a name server",
         )
     elif ipaddress.ip_address(facts.address).is_loopback:
         yield _warning(
@@ -156,7 +156,7 @@ def _interfaces(facts: NodeFacts, environment: Mapping[str, str]) -> Iterator[Fi
         if name and name not in facts.interfaces:
             yield _error("interface", _no_interface("GLOO_SOCKET_IFNAME", name, facts))
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
-    # NCCL takes prefixes: `=` asks for exact names and `^` excludes, which cannot miss.
+    # NCCL takes prefixes: `=` selects exact names; `^` excludes, so no name can be missing.
     if nccl and not nccl.startswith("^"):
         for name in nccl.removeprefix("=").split(","):
             exact = nccl.startswith("=")

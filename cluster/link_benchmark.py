@@ -1,11 +1,11 @@
-"""How fast ranks reach each other, where nccl-tests cannot run.
+"""Measures the links between ranks, where nccl-tests cannot run.
 
     python -m cluster.link_benchmark --ranks 2                          # processes of this machine
     torchrun --nnodes 2 --nproc-per-node 1 ... -m cluster.link_benchmark # one process a node
 
-send/recv is a ping-pong and half its round trip is given; all_reduce is timed as the model layers
-use it, one call waited for at a time. Rows have the columns of nccl-tests, so that one parser
-reads both. It decides nothing: `cluster.planner` takes the figures from here.
+send/recv is a ping-pong, of which half the round trip is reported; all_reduce is timed as in the
+model layers, one call at a time. Rows have the columns of nccl-tests, so that one parser reads
+both. The figures are inputs of `cluster.planner`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SPAWN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRow:
-    """One operation at one size, as rank 0 timed it."""
+    """One operation at one size, timed on rank 0."""
 
     operation: Operation
     size_bytes: int
@@ -42,7 +42,7 @@ class LinkRow:
     median_us: float
     p99_us: float
     num_wrong: int
-    """Elements that did not arrive as they should have."""
+    """Elements with a wrong value."""
 
     @property
     def algbw_gbps(self) -> float:
@@ -50,7 +50,7 @@ class LinkRow:
 
     @property
     def busbw_gbps(self) -> float:
-        """nccl-tests' convention: an all-reduce moves each byte 2(n-1)/n times."""
+        """By the convention of nccl-tests: an all-reduce moves each byte 2(n-1)/n times."""
         factor = 2 * (self.num_ranks - 1) / self.num_ranks if self.operation == "all_reduce" else 1
         return self.algbw_gbps * factor
 
@@ -60,7 +60,7 @@ def measure_links(
 ) -> list[LinkRow]:
     """Times every operation within the default process group; call it on every rank.
 
-    Only rank 0's rows are of interest: the others wait for it.
+    Use only the rows of rank 0: the other ranks wait for it.
     """
     return [
         _measure(operation, size_bytes=size, num_iterations=num_iterations)
@@ -76,7 +76,7 @@ def run_local(
     num_iterations: int = 50,
     timeout_s: float = SPAWN_TIMEOUT_S,
 ) -> list[LinkRow]:
-    """The same between `num_ranks` processes of this machine, over Gloo."""
+    """Measures between `num_ranks` processes of this machine, over Gloo."""
     context = multiprocessing.get_context("spawn")
     answers: multiprocessing.Queue[list[LinkRow]] = context.Queue()
     port = _free_port()
@@ -101,7 +101,7 @@ def run_local(
 
 
 def render(rows: Sequence[LinkRow]) -> str:
-    """A table in nccl-tests' columns, one block for each operation."""
+    """Returns a table with the columns of nccl-tests, one block for each operation."""
     blocks = [
         _block([row for row in rows if row.operation == operation]) for operation in OPERATIONS
     ]
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _torchrun_rank(options: argparse.Namespace) -> list[LinkRow]:
-    """Under torchrun the environment says who and where we are."""
+    """Runs as a rank of torchrun, which sets rank and address in the environment."""
     if options.backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(options.backend, timeout=timedelta(seconds=SPAWN_TIMEOUT_S))
@@ -201,14 +201,14 @@ def _settle(x: Tensor) -> None:
 
 
 def _all_reduce(x: Tensor) -> float:
-    """Every rank brings its number plus one; returns the share of the time that counts."""
+    """Sums rank + 1 over all ranks; returns the share of the time that counts."""
     x.fill_(dist.get_rank() + 1)
     dist.all_reduce(x)
     return 1.0
 
 
 def _ping_pong(x: Tensor) -> float:
-    """Rank 0 sends ones to the last rank, which returns them doubled; the rest look on."""
+    """Sends ones from rank 0 to the last rank, which returns them doubled."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     if rank == 0:
         x.fill_(1.0)

@@ -1,4 +1,4 @@
-"""What one rank of each stage has to hold, serving and while it loads."""
+"""Memory of one rank of each stage, while serving and while loading."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from eesd_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank of a stage has to hold."""
+    """Memory of one rank of a stage."""
 
     stage: str
     num_ranks: int
@@ -17,14 +17,14 @@ class RankMemory:
     kv_bytes: int
     """Of all requests at their full context."""
     loading_bytes: int
-    """Most at any time while loading, in the host's memory on a CPU: the weights, the piece at
-    hand, the next one, the pages it is read from, and the largest matrix in float32."""
+    """Peak while loading, in host memory on a CPU: the weights, the current piece, the next one,
+    the pages it is read from, and the largest matrix in float32."""
 
 
 def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, RankMemory]:
-    """A draft rank's and a verify rank's memory; activations and libraries are not counted.
+    """Returns the memory of a draft rank and a verify rank, without activations and libraries.
 
-    Matrices are shared out among a stage's ranks, the embedding is whole on each draft rank.
+    Matrices are sharded over the ranks of a stage; the embedding is replicated on each draft rank.
     """
     head = shape.hidden_size * shape.vocab_size
     draft_head = shape.hidden_size * (split.draft_vocab_size or shape.vocab_size)
@@ -53,15 +53,15 @@ def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemor
 def with_fallbacks(
     memories: tuple[RankMemory, RankMemory], shape: ModelShape, *, split: Split, load: Load
 ) -> tuple[RankMemory, ...]:
-    """The same when verify ranks also hold what draft ranks have of the target itself.
+    """Returns the memory when verify ranks also hold the target weights of draft ranks.
 
-    As many verify ranks as there are draft ranks. A fallback loads when its verify rank has.
+    There are as many of these verify ranks as draft ranks. A fallback loads after its verify rank.
     """
     draft, verify = memories
     if draft.num_ranks > verify.num_ranks:
         raise ConfigError(
             f"{draft.num_ranks} draft ranks and {verify.num_ranks} verify ranks: a fallback for "
-            "each draft rank wants as many verify ranks; raise --verify-tp or lower --draft-tp"
+            "each draft rank needs as many verify ranks; raise --verify-tp or lower --draft-tp"
         )
     fallback = _rank_memory(
         shape,
@@ -93,7 +93,7 @@ def _rank_memory(
     shared: int,
     whole: int,
 ) -> RankMemory:
-    """`shared` and `whole`: weights beside the layers that the ranks share, and that each has."""
+    """`shared`, `whole`: weights outside the layers that are sharded, and that each rank has."""
     wide = shape.bytes_per_weight
     weights_bytes = ((num_layers * shape.layer_weights + shared) // ranks + whole) * wide
     num_tokens = load.num_requests * load.context_tokens
@@ -109,7 +109,7 @@ def _rank_memory(
 
 
 def render_memory(memories: Sequence[RankMemory]) -> str:
-    """One line for each stage."""
+    """Returns one line for each stage."""
     width = max(len("verify"), *(len(row.stage) for row in memories))
     header = "memory of one rank".ljust(width + len(",   8 ranks"))
     lines = [f"{header}   weights GB      KV GB  peak while loading GB"]

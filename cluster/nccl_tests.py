@@ -1,12 +1,11 @@
-"""Running NVIDIA's nccl-tests and reading what they print.
+"""Runs NVIDIA's nccl-tests and parses their output.
 
-Text of versions 2.0 to 2.19 and the JSON of 2.17.3 and later become one `BandwidthReport`; what
-the output says is kept apart from what we conclude. It never looks for the binaries: their folder
-is a setting, since no package index carries them. The JSON dumps the whole environment of the
-run, secrets included: nothing of it but the results is kept.
+Text of versions 2.0 to 2.19 and the JSON of 2.17.3 and later become one `BandwidthReport`, which
+separates the content of the output from conclusions. The folder of the binaries is a setting, since
+no package index contains them. The JSON contains the environment of the run with its secrets: only
+the results are kept.
 
-The text parser was written from the format; the traps it steps around are named beside the lines
-that do.
+The text parser was written from the format; comments name the special cases.
 """
 
 import json
@@ -25,7 +24,7 @@ Collective = Literal[
 ]
 
 WRONG_RESULTS_EXIT = 7
-"""nccl-tests' code for wrong results, and for a bandwidth below NCCL_TESTS_MIN_BW."""
+"""Exit status of nccl-tests for wrong results, and for a bandwidth below NCCL_TESTS_MIN_BW."""
 
 EXIT_MEANINGS = {
     1: "internal error",
@@ -40,7 +39,7 @@ EXIT_MEANINGS = {
 
 
 class NcclTestsError(EngineError):
-    """nccl-tests failed, or printed what nobody can read."""
+    """nccl-tests failed, or printed output that cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +50,9 @@ class Timing:
     algbw_gbps: float
     """Gigabytes (not bits) per second: size over time."""
     busbw_gbps: float
-    """The same, corrected for how often a collective moves each byte."""
+    """The same, corrected for the number of times that a collective moves each byte."""
     num_wrong: int | None
-    """None when the run did not check, or the operation cannot be."""
+    """None when the run did not check, or the operation cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +63,9 @@ class BandwidthRow:
     count: int
     dtype: str
     redop: str | None
-    """None where the operation reduces nothing."""
+    """None if the operation reduces nothing."""
     root: int | None
-    """None where every rank is alike, and in old versions that do not say."""
+    """None if the operation has no root, and in old versions that do not print it."""
     out_of_place: Timing
     in_place: Timing | None
 
@@ -90,12 +89,12 @@ class BandwidthReport:
     devices: tuple[Device, ...]
     rows: tuple[BandwidthRow, ...]
     num_out_of_bounds: int | None
-    """None when the run did not get so far as to say."""
+    """None when the run ended before it was printed."""
     average_busbw_gbps: float | None
     failures: tuple[str, ...]
-    """Lines in which a rank says that it failed."""
+    """Lines in which a rank reports a failure."""
     separate_runs: bool
-    """The launcher started N lonely ranks instead of one group of N (a build without MPI)."""
+    """The launcher started N separate runs instead of one group of N (a build without MPI)."""
 
     @property
     def passed(self) -> bool:
@@ -108,11 +107,11 @@ class BandwidthReport:
         )
 
     def best_busbw_gbps(self) -> float:
-        """The largest bus bandwidth at any size."""
+        """Returns the largest bus bandwidth at any size."""
         return max((t.busbw_gbps for row in self.rows for t in _timings(row)), default=0.0)
 
     def latency_us(self, *, size_bytes: int) -> float:
-        """Out-of-place time at the smallest measured size that holds `size_bytes`."""
+        """Returns the out-of-place time at the smallest measured size of at least `size_bytes`."""
         fitting = [row for row in self.rows if row.size_bytes >= size_bytes]
         if not fitting:
             raise ConfigError(f"no row of {size_bytes} bytes or more: raise the largest size (-e)")
@@ -121,19 +120,19 @@ class BandwidthReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclTestsCommand:
-    """One process driving this node's GPUs; needs no MPI and no ssh."""
+    """One process for all GPUs of this node; needs no MPI and no ssh."""
 
     binaries: Path
-    """Folder of `all_reduce_perf` and its sisters."""
+    """Folder of `all_reduce_perf` and the other programs."""
     collective: Collective = "all_reduce"
     num_gpus: int = 1
     min_bytes: int = 8
     max_bytes: int = 256 * 2**20
     num_iterations: int = 20
     timeout_s: int = 120
-    """Given to nccl-tests itself; the caller's own deadline is twice that."""
+    """Passed to nccl-tests; the deadline of the caller is twice that."""
     json_path: Path | None = None
-    """Needs 2.17.3 or later. nccl-tests never overwrites: an old file makes it append `.0`."""
+    """Needs 2.17.3 or later. nccl-tests never overwrites a file: it appends `.0` instead."""
 
     def argv(self) -> list[str]:
         binary = self.binaries / f"{self.collective}_perf"
@@ -143,7 +142,7 @@ class NcclTestsCommand:
         return [str(binary), "-g", str(self.num_gpus), *sizes, *limits, *output]
 
     def over_nodes(self, *, hosts: Sequence[str]) -> list[str]:
-        """The same over several nodes through mpirun, one process a GPU; needs a build with MPI."""
+        """Returns the command for several nodes, by mpirun with a process per GPU; needs MPI."""
         ranks = self.num_gpus * len(hosts)
         slots = ",".join(f"{host}:{self.num_gpus}" for host in hosts)
         launcher = ["mpirun", "-np", str(ranks), "--host", slots, "--bind-to", "none"]
@@ -154,18 +153,18 @@ class NcclTestsCommand:
 
 
 def run_nccl_tests(command: NcclTestsCommand) -> BandwidthReport:
-    """Runs on this node and reads the result; wrong results are in the report, not raised."""
+    """Runs on this node and parses the output; wrong results are in the report, not raised."""
     argv = command.argv()
     if not Path(argv[0]).is_file():
         raise ConfigError(
-            f"{argv[0]} is not there: nccl-tests come with NVIDIA's PyTorch images or are built "
+            f"{argv[0]} does not exist: nccl-tests are in NVIDIA's PyTorch images or are built "
             "from source; name their folder, or use `python -m cluster.link_benchmark`"
         )
     deadline_s = 2 * command.timeout_s
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NcclTestsError(f"{argv[0]} did not come back within {deadline_s} s") from error
+        raise NcclTestsError(f"{argv[0]} did not end within {deadline_s} s") from error
     if done.returncode not in (0, WRONG_RESULTS_EXIT):
         meaning = EXIT_MEANINGS.get(done.returncode, "unknown code")
         last = (done.stderr or done.stdout).strip().splitlines()[-3:]
@@ -190,7 +189,7 @@ _HEADER = re.compile(r"#\s*nThread\s")
 
 
 def parse_text(output: str) -> BandwidthReport:
-    """Reads what a run printed, NCCL's own log lines and launcher prefixes in between or not."""
+    """Parses the output of a run, with or without NCCL's log lines and launcher prefixes."""
     lines = [_LAUNCHER.sub("", _ANSI.sub("", line)).rstrip() for line in output.splitlines()]
     devices = tuple(
         _device(match.groupdict()) for line in lines if (match := _DEVICE.match(line)) is not None
@@ -221,10 +220,10 @@ def _device(fields: dict[str, str]) -> Device:
 
 
 def _row(line: str) -> BandwidthRow | None:
-    """`size count type [redop] [root] time algbw busbw wrong [time algbw busbw wrong]`, or None.
+    """Parses `size count type [redop] [root] time algbw busbw wrong [time algbw busbw wrong]`.
 
-    Before 2.13 all_reduce had no root column and broadcast no redop; per-iteration statistics
-    (-I 1) put four more columns behind each block of four.
+    Returns None for any other line. Before 2.13 all_reduce had no root column and broadcast no
+    redop; per-iteration statistics (-I 1) add four columns after each block of four.
     """
     words = _TIMESTAMP.sub("", line).split()
     if len(words) < 7 or not (words[0].isdigit() and words[1].isdigit() and words[2][0].isalpha()):
@@ -233,7 +232,7 @@ def _row(line: str) -> BandwidthRow | None:
     redop = rest.pop(0) if rest[0][0].isalpha() and rest[0] != "N/A" else None
     if not all(word == "N/A" or _NUMBER.fullmatch(word) for word in rest):
         return None  # a log line that happens to begin with two numbers and a word
-    # Blocks are of four columns, so one column too many is the root.
+    # Blocks have four columns, so an extra column is the root.
     root = int(rest.pop(0)) if len(rest) % 4 == 1 else None
     if len(rest) not in (4, 8, 16):
         return None
@@ -262,7 +261,7 @@ def _timing(words: Sequence[str]) -> Timing:
 
 
 def parse_json(text: str) -> BandwidthReport:
-    """Reads the file that `-J` writes, versions 1 to 3 of its format."""
+    """Parses the file that `-J` writes, versions 1 to 3 of its format."""
     try:
         content = json.loads(text)
         return _report_of(content)
@@ -270,7 +269,7 @@ def parse_json(text: str) -> BandwidthReport:
         raise NcclTestsError(f"not the JSON of nccl-tests: {error!r}") from error
 
 
-# The values come straight from json.loads; every one is converted before it is kept.
+# The values come from json.loads; each is converted before it is kept.
 def _report_of(content: dict[str, Any]) -> BandwidthReport:
     ranks = [int(device["rank"]) for device in content["devices"]]
     bounds = content.get("out_of_bounds")
@@ -325,5 +324,5 @@ def _timings(row: BandwidthRow) -> Iterable[Timing]:
 
 
 def _passed_on(environment: Iterable[str]) -> list[str]:
-    """Variables that must be the same on every rank."""
+    """Returns the variables that must be the same on every rank."""
     return sorted(name for name in environment if name.startswith(("NCCL_", "LD_LIBRARY_PATH")))

@@ -16,9 +16,9 @@ _MACHINE, _LOAD = Machine(), Load()
 class PlanOptions:
     """Predicts whether speculation would pay on given machines.
 
-    A layer takes as long as reading its weights and KV, or as multiplying its rows, whichever is
-    longer. Nothing is measured; the acceptance is given, and the one at which speculation breaks
-    even is printed.
+    A layer takes the time to read its weights and KV, or the time to multiply its rows, whichever
+    is longer. Nothing is measured: the acceptance is an option, and the acceptance at which
+    speculation breaks even is printed.
     """
 
     config: Annotated[Path, "config.json of the target"]
@@ -58,12 +58,12 @@ class PlanOptions:
 class PreflightOptions:
     """Checks what this node lacks, before it joins a cluster.
 
-    Exit status 1 when the service would not come up, 0 with warnings or nothing to say.
+    The exit status is 1 if the service would not start, else 0, also with warnings.
     """
 
     cluster_file: Annotated[Path | None, "the `ray up` file of the node's cluster"] = None
-    cpus: Annotated[int, "CPUs asked for"] = 1
-    gpus: Annotated[int, "GPUs asked for"] = 0
+    cpus: Annotated[int, "CPUs required"] = 1
+    gpus: Annotated[int, "GPUs required"] = 0
     shm_gib: Annotated[float, "size of /dev/shm, GiB"] = 2.0
     open_files: Annotated[int, "limit of open files"] = 65_536
     spans_nodes: Annotated[bool, "ranks run on other nodes too"] = False

@@ -1,10 +1,10 @@
-"""Whether speculation would pay on machines one does not have yet: `eesd plan`.
+"""Predicts whether speculation would pay on given machines: `eesd plan`.
 
-Predicts a round from the model's dimensions and a few figures of the machine: a layer takes as
-long as reading its weights and KV, or as multiplying its rows, whichever is longer. It measures
-nothing and knows no acceptance: that is given, and the acceptance at which speculation breaks even
-is told. Real kernels reach a part of the peak (`efficiency`); a start-up profile of the real
-machine overrules all of this.
+Predicts a round from the dimensions of the model and a few figures of the machine: a layer takes
+the time to read its weights and KV, or the time to multiply its rows, whichever is longer. It
+measures nothing. The acceptance is an input; the acceptance at which speculation breaks even is
+reported. Real kernels reach a part of the peak (`efficiency`); a start-up profile of the real
+machine is more accurate.
 """
 
 import sys
@@ -26,7 +26,7 @@ _BISECTIONS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthForecast:
-    """What one fixed draft length would give."""
+    """The forecast for one fixed draft length."""
 
     num_draft_tokens: int
     draft_s: float
@@ -47,14 +47,14 @@ class Plan:
     verify_pass_s: float
     """Layers [N, L) and the LM head over one row of each request."""
     plain_step_s: float
-    """Plain decoding with all layers on the verify ranks: the baseline one gives up."""
+    """Plain decoding with all layers on the verify ranks: the baseline without a draft stage."""
     plain_tokens_per_s: float
     cost: CostModel
-    """The same as controllers take it, for one request."""
+    """The same in the form that controllers use, for one request."""
     lengths: tuple[LengthForecast, ...]
     """Draft lengths 0, 1, 2 ...; 0 is plain decoding over the two stages."""
     break_even_acceptance: float | None
-    """Above it the best length beats every plain decoding; None: not even 1.0 is enough."""
+    """Above it the best length is faster than both plain decodings; None: 1.0 is not enough."""
 
     @property
     def best(self) -> LengthForecast:
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """Best length over the faster of the two plain decodings."""
+        """Speed of the best length over the faster of the two plain decodings."""
         return self.best.tokens_per_s / self._best_plain
 
     @property
@@ -75,7 +75,7 @@ class Plan:
 
 
 def plan(shape: ModelShape, *, machine: Machine, split: Split, load: Load) -> Plan:
-    """Predicts every draft length up to the ceiling, and what acceptance it takes to win."""
+    """Predicts every draft length up to the maximum, and the break-even acceptance."""
     _require_fit(shape, split=split, load=load)
     forecast = _Forecast(shape=shape, machine=machine, split=split, load=load)
     plain_step_s = forecast.plain_step_s()
@@ -93,7 +93,7 @@ def plan(shape: ModelShape, *, machine: Machine, split: Split, load: Load) -> Pl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forecast:
-    """What each part of a round takes; docs/decisions/0004 has the reasoning."""
+    """The time of each part of a round; docs/decisions/0004 has the reasoning."""
 
     shape: ModelShape
     machine: Machine
@@ -101,10 +101,10 @@ class _Forecast:
     load: Load
 
     def draft_step_s(self, rows: int) -> float:
-        """N layers, the exit head's own layer and its LM head."""
+        """Returns the seconds of N layers, the layer of the exit head and its LM head."""
         vocabulary = self.split.draft_vocab_size or self.shape.vocab_size
         ranks = self.split.draft_tensor_parallel_size
-        # Three commands to the other ranks and one gathering of logits: a sum's latency each.
+        # Three commands to the other ranks and one gather of logits, each as long as a sum.
         waits_s = 4 * self.machine.draft_all_reduce_s if ranks > 1 else 0.0
         layers_s = self._draft_layers_s(self.split.exit_layer + 1, rows)
         head_weights = self.shape.hidden_size * vocabulary
@@ -115,22 +115,22 @@ class _Forecast:
         return self._target_s(num_layers, rows)
 
     def transfer_s(self, rows: int) -> float:
-        """Hidden states there; the reply is a few integers."""
+        """Returns the seconds of sending hidden states; the reply is a few integers."""
         size_bytes = rows * self.shape.hidden_size * self.shape.bytes_per_weight
         return 2 * self.machine.link_latency_s + size_bytes / self.machine.link_bytes_per_s
 
     def plain_step_s(self) -> float:
-        """All requests in one batch through all layers, on the verify ranks alone."""
+        """Returns the seconds of one batch of all requests, with all layers on the verify ranks."""
         return self._target_s(self.shape.num_layers, self.load.num_requests)
 
     def lengths(self, acceptance: float) -> tuple[LengthForecast, ...]:
         survival = accumulate([acceptance] * self.load.max_draft_tokens, mul)
-        # The verifier's own token, and each drafted one as often as it survives.
+        # The verifier's token, and each drafted token times its survival.
         expected = accumulate(survival, initial=1.0)
         return tuple(self._length(k, tokens) for k, tokens in enumerate(expected))
 
     def cost_model(self) -> CostModel:
-        """For one request, in the terms controllers reckon with."""
+        """Returns the costs of one request in the form that controllers use."""
         alone = replace(self, load=replace(self.load, num_requests=1))
         return CostModel(
             draft_step_s=alone.draft_step_s(1),
@@ -147,7 +147,7 @@ class _Forecast:
         transfer_s = self.transfer_s(microbatch * (k + 1))
         verify_s = self.verify_s(microbatch * (k + 1))
         whole_s = draft_s + transfer_s + verify_s
-        # Microbatches that take turns: a round ends as often as the busier stage allows.
+        # With alternating microbatches, the busier stage limits the rate of rounds.
         interval_s = max(draft_s, verify_s, whole_s / self.load.num_microbatches)
         per_microbatch = self.load.num_requests / self.load.num_microbatches
         return LengthForecast(
@@ -165,7 +165,7 @@ class _Forecast:
         return num_layers * (self._layer_s(rows, ranks) + 2 * wait_s)
 
     def _target_s(self, num_layers: int, rows: int) -> float:
-        """That many of the target's last layers and its LM head, on the verify ranks."""
+        """Returns the seconds of the last layers of the target and its LM head, on verify ranks."""
         ranks = self.split.verify_tensor_parallel_size
         wait_s = self.machine.verify_all_reduce_s if ranks > 1 else 0.0
         layers_s = num_layers * (self._layer_s(rows, ranks) + 2 * wait_s)
@@ -173,7 +173,7 @@ class _Forecast:
         return layers_s + self._matrix_s(head_weights, rows=rows, ranks=ranks) + wait_s
 
     def _layer_s(self, rows: int, ranks: int) -> float:
-        # A request's rows share its KV; requests do not.
+        # The rows of a request share its KV; different requests do not.
         requests = min(rows, self.load.num_requests)
         kv_bytes = requests * self.load.context_tokens * self.shape.kv_bytes_per_token
         return self._matrix_s(self.shape.layer_weights, rows=rows, ranks=ranks, more_bytes=kv_bytes)
@@ -207,13 +207,13 @@ def _require_fit(shape: ModelShape, *, split: Split, load: Load) -> None:
             f"choose 1 to {shape.num_layers - 1}"
         )
     if not 0.0 <= load.acceptance <= 1.0:
-        raise ConfigError(f"acceptance {load.acceptance} is no probability: give 0 to 1")
+        raise ConfigError(f"acceptance {load.acceptance} is not a probability: expected 0 to 1")
     if load.num_requests < 1:
-        raise ConfigError(f"{load.num_requests} requests: give at least 1")
+        raise ConfigError(f"{load.num_requests} requests: expected at least 1")
 
 
 def render(forecast: Plan) -> str:
-    """The forecast for people: three figures, a table, and a plain verdict."""
+    """Returns the forecast as text: three figures, a table, and a conclusion."""
     lines = [
         f"draft step   {_ms(forecast.draft_step_s)}   one drafted token",
         f"verify pass  {_ms(forecast.verify_pass_s)}   one row of each request",
@@ -248,7 +248,7 @@ def _ms(seconds: float) -> str:
 
 
 def main(options: PlanOptions) -> None:
-    """Prints the forecast of one model on one kind of machine."""
+    """Prints the forecast for one model on one kind of machine."""
     split = Split(
         exit_layer=options.exit_layer,
         draft_tensor_parallel_size=options.draft_tp,

@@ -1,4 +1,4 @@
-"""Run on a node before it joins: what is missing there, in plain lines. `eesd preflight`."""
+"""Checks a node before it joins a cluster: `eesd preflight`."""
 
 import sys
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from eesd_dist.command_line import run_command
 
 
 def report(facts: NodeFacts, findings: Sequence[Finding]) -> str:
-    """One line about the node, one for each finding."""
+    """Returns one line about the node, and one for each finding."""
     head = (
         f"{facts.hostname}: {facts.num_cpus} CPUs, {len(facts.gpus)} GPUs, "
         f"{facts.memory_bytes / 2**30:.1f} GiB of memory"
     )
     lines = [f"{found.severity.value:<8}{found.check:<12}{found.message}" for found in findings]
-    return "\n".join([head, *(lines or ["nothing to complain of"])])
+    return "\n".join([head, *(lines or ["no problems found"])])
 
 
 def main(options: PreflightOptions) -> int:
-    """Prints the findings; 1 when the service would not come up on this node."""
+    """Prints the findings; returns 1 if the service would not start on this node."""
     wanted = Requirements(
         num_cpus=options.cpus,
         num_gpus=options.gpus,

@@ -1,7 +1,7 @@
-"""What this machine is: processors, memory, limits, versions, environment.
+"""Facts about this machine: processors, memory, limits, versions, environment.
 
-It reads and does not judge; `cluster.checks` judges without reading. Everything that could be
-missing on a healthy machine is empty or zero rather than an error.
+This module only reads; `cluster.checks` evaluates. A fact that may be missing on a healthy machine
+is empty or zero rather than an error.
 """
 
 import os
@@ -21,16 +21,16 @@ TOKEN_FILE = Path("~/.ray/auth_token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One node, as found."""
+    """Facts about one node."""
 
     hostname: str
     address: str | None
-    """What the node's own name resolves to; None when it does not."""
+    """The address of the node's host name; None if the name does not resolve."""
     num_cpus: int
     gpus: tuple[str, ...]
     memory_bytes: int
     shm_bytes: int
-    """Size of /dev/shm; 0 where there is none."""
+    """Size of /dev/shm; 0 if there is none."""
     open_files: int
     """Soft limit of open files."""
     python: tuple[int, int]
@@ -80,7 +80,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _has_ray_token() -> bool:
-    """Where Ray looks, in its order; the token itself is not read."""
+    """Looks in the places where Ray looks, in the same order; does not read the token."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return True
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE)

@@ -1,8 +1,8 @@
-"""Every call into Ray that Ray does not promise to keep, in one place.
+"""All uses of private Ray interfaces, in one place.
 
-Written for Ray 2.60. Each function says what it relies on, and has a test in
-`tests/serve/test_ray_compat.py` or `tests/unit/cluster/test_ray_compat.py` that fails when Ray
-changes it. Ray reads the environment when it is imported; so the imports stand in the functions.
+Written for Ray 2.60. Each function has a test in `tests/serve/test_ray_compat.py` or
+`tests/unit/cluster/test_ray_compat.py` that fails when Ray changes the interface. Ray reads the
+environment when it is imported, so the imports are inside the functions.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:
-    """Returns what each living node has free, by node id.
+    """Returns the free resources of each live node, by node id.
 
-    `ray.available_resources()` sums over nodes; the state API asks the dashboard, which a local Ray
-    here does not start.
+    `ray.available_resources()` sums over nodes. The state API needs the dashboard, which the local
+    Ray of this project does not start.
     """
     from ray._private.state import available_resources_per_node
 
@@ -34,7 +34,7 @@ class ServeStatus:
 
 
 def serve_status() -> ServeStatus | None:
-    """Returns None when no Serve runs. `serve.status()` starts one, and tells no addresses."""
+    """Returns None if Serve is not running. `serve.status()` starts it, and gives no addresses."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -51,7 +51,7 @@ def serve_status() -> ServeStatus | None:
 
 
 def prepared_cluster_config(content: Mapping[str, object]) -> dict[str, Any]:
-    """Returns a cluster file as `ray up` fills it in; raises what Ray raises for a bad one."""
+    """Returns a cluster file with the defaults of `ray up`; raises Ray's errors for a bad one."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     prepared: dict[str, Any] = prepare_config(content)

@@ -1,4 +1,4 @@
-"""What is planned for: a model's dimensions, where it is cut, and the load it is to carry."""
+"""Inputs of the planner: dimensions of a model, its split, the load and the machine."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from eesd_dist.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a Llama-family decoder that decide how many bytes a token costs."""
+    """The dimensions of a Llama-family decoder that determine the bytes per token."""
 
     num_layers: int
     hidden_size: int
@@ -35,28 +35,28 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Where the model is cut, and how many ranks hold each part."""
+    """The exit layer, and the number of ranks of each stage."""
 
     exit_layer: int
     draft_tensor_parallel_size: int = 1
     verify_tensor_parallel_size: int = 1
     draft_vocab_size: int | None = None
-    """Rows of a truncated exit head's LM head; None: the whole vocabulary."""
+    """Rows in the LM head of a truncated exit head; None: the full vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is served."""
+    """The requests that are served at once."""
 
     num_requests: int = 1
     context_tokens: int = 1024
     acceptance: float = 0.8
-    """Chance that a drafted token survives, given that those before it did."""
+    """Probability that a drafted token survives, given that those before it did."""
     max_draft_tokens: int = 8
 
     @property
     def num_microbatches(self) -> int:
-        """Two take turns as soon as there are two requests."""
+        """Two as soon as there are two requests."""
         return min(2, self.num_requests)
 
     @property
@@ -66,23 +66,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One GPU, and how it reaches the others."""
+    """One GPU and its links."""
 
     memory_bytes_per_s: float = 3.35e12
     flops_per_s: float = 9.9e14
     efficiency: float = 1.0
-    """Part of both peaks that kernels reach."""
+    """Share of both peaks that kernels reach."""
     link_latency_s: float = 20e-6
     """One way, draft stage to verify stage."""
     link_bytes_per_s: float = 25e9
     draft_all_reduce_s: float = 0.0
     """One all-reduce of a few rows among the draft ranks; there are two in a layer."""
     verify_all_reduce_s: float = 0.0
-    """The same among the verify ranks: slow when they stand on several nodes."""
+    """The same among the verify ranks; slow when they are on several nodes."""
 
 
 def read_shape(config: Path) -> ModelShape:
-    """From a checkpoint's config.json."""
+    """Reads the config.json of a checkpoint; raises CheckpointError if a field is missing."""
     try:
         fields: dict[str, Any] = json.loads(config.read_text())
         num_heads = int(fields["num_attention_heads"])
@@ -108,6 +108,6 @@ def read_shape(config: Path) -> ModelShape:
 
 
 def _bytes_per_weight(fields: dict[str, Any]) -> int:
-    """As `model.dtype: auto` loads the checkpoint, where config.json says of which type it is."""
+    """Follows `model.dtype: auto`, if config.json names the type of the checkpoint."""
     said = str(fields.get("dtype") or fields.get("torch_dtype"))
     return 4 if said.removeprefix("torch.") == "float32" else 2

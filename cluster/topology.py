@@ -1,8 +1,7 @@
-"""What a `ray up` file says: which nodes, started how, with which environment.
+"""Reads `ray up` files: nodes, start commands and their environment.
 
-It holds every file against Ray's own schema, filled with Ray's own defaults, and then against the
-few rules that Ray does not check and that cost hours when broken. It starts nothing and knows
-nothing of the machine it runs on.
+Checks each file against Ray's schema, with Ray's defaults filled in, and then against a few rules
+that Ray does not check. Starts nothing, and does not depend on the machine it runs on.
 """
 
 import re
@@ -26,7 +25,7 @@ HEALTH_FLAGS = (
     "RAY_health_check_timeout_ms",
     "RAY_health_check_failure_threshold",
 )
-"""Of the head. With Ray's defaults a cut link takes 65 s to be noticed."""
+"""Set on the head. With Ray's defaults a cut link is detected after 65 s."""
 
 _SEPARATORS = re.compile(r"\s*(?:;|&&|\|\||\n)\s*")
 
@@ -42,7 +41,7 @@ class _NodeEntry(TypedDict):
 
 
 class _Prepared(TypedDict):
-    """What of a file we read once Ray's schema has passed it."""
+    """The part of a file that is read after it has passed Ray's schema."""
 
     cluster_name: str
     provider: _Provider
@@ -55,18 +54,18 @@ class _Prepared(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """One kind of node, as the autoscaler counts it."""
+    """One node type of the autoscaler."""
 
     name: str
     min_workers: int
     max_workers: int
     resources: tuple[tuple[str, int], ...]
-    """Declared ones; empty where Ray finds them out by itself (always so on premises)."""
+    """Declared ones; empty if Ray detects them (always on premises)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
-    """A `ray up` file that has passed."""
+    """A `ray up` file that has passed all checks."""
 
     path: Path
     name: str
@@ -76,12 +75,12 @@ class ClusterFile:
     max_workers: int
     auth_mode: AuthMode
     head_environment: tuple[tuple[str, str], ...]
-    """What the head's start commands export."""
+    """Variables that the start commands of the head export."""
     worker_environment: tuple[tuple[str, str], ...]
 
 
 def load_cluster_file(path: Path) -> ClusterFile:
-    """Reads and checks one file; every fault is a ConfigError that names the file."""
+    """Reads and checks one file; raises ConfigError, which names the file."""
     prepared = _prepare(path, _read_mapping(path))
     head = exported(prepared["head_start_ray_commands"])
     worker = exported(prepared["worker_start_ray_commands"])
@@ -100,7 +99,7 @@ def load_cluster_file(path: Path) -> ClusterFile:
 
 
 def exported(commands: Iterable[str]) -> dict[str, str]:
-    """What `export A=b C=d` in a list of shell commands sets, later ones winning."""
+    """Returns the variables that `export A=b C=d` sets in shell commands; the last value counts."""
     found: dict[str, str] = {}
     for command in commands:
         for part in _SEPARATORS.split(command):
@@ -149,7 +148,7 @@ def _node_types(prepared: _Prepared) -> tuple[NodeType, ...]:
 
 
 def _auth_mode(path: Path, *, head: Mapping[str, str], worker: Mapping[str, str]) -> AuthMode:
-    """Left open, `ray start` and `ray.init` decide differently and refuse each other."""
+    """Must be set: otherwise `ray start` and `ray.init` choose different modes and fail."""
     modes = {"head": head.get("RAY_AUTH_MODE"), "worker": worker.get("RAY_AUTH_MODE")}
     mode = modes["head"]
     if mode != modes["worker"] or mode not in ("token", "disabled"):
@@ -165,5 +164,5 @@ def _require_health_flags(path: Path, head: Mapping[str, str]) -> None:
     if missing:
         raise ConfigError(
             f"{path}: head_start_ray_commands does not export {', '.join(missing)}: with Ray's "
-            "defaults a cut link is noticed after 65 s"
+            "defaults a cut link is detected after 65 s"
         )

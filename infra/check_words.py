@@ -2,9 +2,9 @@
 
     python infra/check_words.py [PATH ...]
 
-Code and documents use the words of docs/glossary.md, which are the field's. A word in the list
-below says the same in words of our own, or speaks of a process as of a person. Prints every place
-with what to write instead, and exits with 1 where there is one.
+Code and documents use the words of docs/glossary.md. The list below contains words that have a
+better one there, and words for persons that are used for processes. Prints each occurrence with the
+replacement; the exit status is 1 if there is one.
 """
 
 import ast
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("eesd_dist", "serve_app", "cluster", "infra", "tests")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs")
 NOT_PROSE = ("docs/log.md", "docs/benchmarks", "docs/glossary.md", "infra/check_words.py")
-"""A diary, records, and the places that have to name the words."""
+"""A log, records, and the files that have to name the words."""
 
 WORDS = {
     r"who(?:ever|m|se)?": "name the request, worker, process or operator",
@@ -46,7 +46,7 @@ WORDS = {
     r"wish(?:es|ed)?": "request, setting, option",
 }
 ALLOWED = re.compile(r"`[^`]*`|HTTP POST|\bposts? (?:a|the|its) request")
-"""Code in backquotes, and words in their plain sense."""
+"""Code in backquotes, and words in their ordinary sense."""
 _LIST = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), better) for word, better in WORDS.items()]
 
 
@@ -74,7 +74,7 @@ def _files(roots: list[Path]) -> Iterator[Path]:
 
 
 def _prose(file: Path) -> Iterator[tuple[int, str]]:
-    """Line number and text of everything that people read in the file."""
+    """Yields line number and text of the prose in the file."""
     text = file.read_text()
     if file.suffix == ".md":
         yield from _document(text)

@@ -1,9 +1,9 @@
-"""Prompts and text for distilling the demo model's exit head: arithmetic as chat, code raw.
+"""Writes prompts and text for distilling the exit head of the demo model.
 
     python infra/demo_model/make_prompts.py --gsm8k gsm8k_train.jsonl --out build/prompts
 
-Writes `prompts.jsonl` (the target answers these itself) and `text.jsonl` (read as it stands). The
-problems held out from pre-training stay out of both.
+Arithmetic is chat, code is raw text. `prompts.jsonl` is answered by the target; `text.jsonl` is used
+without generation. The problems held out from pre-training are in neither.
 """
 
 import argparse

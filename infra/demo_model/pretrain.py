@@ -4,7 +4,7 @@
 
 The budget is time, not steps: the learning rate follows the share of the budget that is spent, so a
 run can be stopped and started again (same command) at any point and still ends on its schedule.
-It knows nothing of speculation: the exit head is trained afterwards, on the frozen result.
+The exit head is trained afterwards, on the frozen model.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 HELD_OUT = 200
-"""The last problems of GSM8K's training split are never trained on: prompts for benchmarks."""
+"""The last problems of GSM8K's training split are not trained on: prompts for benchmarks."""
 
 
 def gsm8k_documents(path: Path) -> list[str]:
@@ -42,7 +42,7 @@ def gsm8k_documents(path: Path) -> list[str]:
 
 
 def stdlib_documents() -> list[str]:
-    """Modules of the running Python's standard library (PSF licence), tests left out."""
+    """Returns modules of the standard library of this Python (PSF licence), without tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
     files = sorted(f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
@@ -94,7 +94,7 @@ def model_config(vocab_size: int) -> LlamaConfig:
 
 
 def initialise(model: LlamaForCausalLM) -> None:
-    """Output projections start near zero, so that 32 layers begin as almost the identity."""
+    """Scales output projections down, so that 32 layers start close to the identity."""
     scale = 1.0 / math.sqrt(2 * model.config.num_hidden_layers)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -105,7 +105,7 @@ def initialise(model: LlamaForCausalLM) -> None:
 def batches(
     chat: Tensor, code: Tensor, *, rows: int, length: int, chat_share: float, seed: int, start: int
 ) -> Iterator[Tensor]:
-    """Random crops [rows, length + 1]; step i draws the same crops whenever it is run."""
+    """Yields random crops [rows, length + 1]; step i always draws the same crops."""
     step = start
     while True:
         rng = random.Random(f"{seed}/{step}")
@@ -119,7 +119,7 @@ def batches(
 
 
 def orthogonalised(update: Tensor, *, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrix of each of a stack (Newton-Schulz; Muon, K. Jordan 2024)."""
+    """Returns the nearest semi-orthogonal matrices (Newton-Schulz; Muon, K. Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = update.transpose(-1, -2) if update.size(-2) > update.size(-1) else update
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

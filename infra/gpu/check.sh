@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU: what only a GPU can prove, as a table and as JSON.
+# Runs the checks that need a GPU; prints a table and writes JSON.
 #
 #   infra/gpu/check.sh [--device cuda|cpu] [--minutes M] [--section NAME]... [--out FILE]
 #
-# Works from a plain copy of this repository, with no network, no Ray and no installation: a Python
-# with torch, transformers and safetensors is enough ($PYTHON, else python3). What else is wanted of
-# it and missing comes from infra/gpu/wheels, which infra/gpu/wheels.sh fills where there is a network.
+# Works from a copy of this repository, with no network, no Ray and no installation: it needs a Python
+# with torch, transformers and safetensors ($PYTHON, else python3). Other missing packages are taken
+# from infra/gpu/wheels, which infra/gpu/wheels.sh fills on a machine with network access.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -19,8 +19,8 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
 
 if ! "$python" -c 'import msgspec, pydantic' 2>/dev/null; then
     if ! compgen -G "$here/wheels/*.whl" >/dev/null; then
-        echo "$python lacks msgspec or pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh where" \
-            "there is a network, and copy that folder along" >&2
+        echo "$python lacks msgspec or pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh on a" \
+            "machine with network access, and copy that folder to this machine" >&2
         exit 2
     fi
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \

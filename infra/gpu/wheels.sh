@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Downloads what a bare GPU machine (Python 3.12 with torch and transformers) lacks: 3 MB in
-# infra/gpu/wheels, to be copied along with the repository. Nothing of it is ever committed.
+# Downloads the packages that a bare GPU machine (Python 3.12 with torch and transformers) lacks: 3 MB
+# in infra/gpu/wheels, to be copied with the repository. The folder is never committed.
 #
-#   infra/gpu/wheels.sh [PYTHON_VERSION]     3.12 if not said otherwise
+#   infra/gpu/wheels.sh [PYTHON_VERSION]     default 3.12
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -225,7 +225,7 @@ def test_a_failed_run_says_what_its_code_means(tmp_path: Path) -> None:
 
 
 def test_missing_binaries_are_the_operators_to_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="all_reduce_perf is not there"):
+    with pytest.raises(ConfigError, match="all_reduce_perf does not exist"):
         run_nccl_tests(NcclTestsCommand(binaries=tmp_path))
 
 

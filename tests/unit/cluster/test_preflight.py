@@ -106,7 +106,7 @@ def test_the_command_exits_with_one_when_something_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["preflight", "--cpus", "100000"]) == 1
-    assert "100000 asked for" in capsys.readouterr().out
+    assert "100000 requested" in capsys.readouterr().out
 
 
 def test_the_command_takes_the_auth_mode_from_the_cluster_file(
