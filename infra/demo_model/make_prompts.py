@@ -2,7 +2,7 @@
 
     python infra/demo_model/make_prompts.py --gsm8k gsm8k_train.jsonl --out build/prompts
 
-Arithmetic is chat, code is raw text. `prompts.jsonl` is answered by the target; `text.jsonl` is used
+Arithmetic is chat, code is raw text. The target answers `prompts.jsonl`; `text.jsonl` is used
 without generation. The problems held out from pre-training are in neither.
 """
 
