@@ -1,27 +1,28 @@
-"""What every test may rely on: one thread a process, no trace export, no Ray found by chance."""
+"""Settings of all tests: one thread per process, no trace export, no running Ray, no network."""
 
 import os
 import tempfile
 
 from hypothesis import settings
 
-# Before torch or Ray is imported anywhere, and inherited by every process a test starts. Two
-# threads on two busy cores wait for each other longer than they compute.
+# Set before torch or Ray is imported, and inherited by every process that a test starts. With two
+# threads per process on two busy cores, threads wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray would otherwise write a token to the home directory and disagree with itself about using it.
+# Otherwise Ray would write a token to the home directory, and its commands would choose different
+# modes.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# What is killed here Ray would report on stdout, amid what a test reads there.
+# Otherwise Ray would report killed processes on stdout, which tests read.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
-# Self-checks are asked again in every run, and once in it.
+# Every test run repeats the self-checks, once.
 _cache = tempfile.TemporaryDirectory(prefix="self-checks-")
 os.environ.setdefault("EESD_CACHE_DIR", _cache.name)
-# A collector or cluster of the person running the tests is none of the tests' business.
+# Tests must not use a collector or cluster of the caller.
 for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "RAY_ADDRESS"):
     os.environ.pop(name, None)
-# Nothing a test needs lies on a hub.
+# No test needs files from a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# On a busy machine an example takes as long as it takes.
+# No deadline per example: on a busy machine examples are slow.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -1,4 +1,4 @@
-"""The ranks of one pipeline as processes without Ray's actors: light to import for a peer."""
+"""The ranks of one pipeline as processes without Ray actors; cheap to import in a peer."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ def leader_of(config: EngineConfig) -> EngineLeader:
 
 
 def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
-    """A rank's life: one epoch after the other, with the same weights."""
+    """Runs a rank: one epoch after the other, with the same weights."""
     stages = EngineStages()
     if stage == "draft":
         worker: RankWorker = stages.draft_follower(config, Tracing(), rank=rank)
@@ -38,7 +38,7 @@ def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
 
 @contextmanager
 def ranks(config: EngineConfig) -> Iterator[Epoch]:
-    """Every rank but the drafting actor; yields the first epoch they join."""
+    """Starts all ranks except the drafting actor; yields their first epoch."""
     parallel = config.parallel
     host = StoreHost(address="127.0.0.1", timeout_s=TIMEOUT_S)
     first = Epoch(
@@ -67,7 +67,7 @@ def _numbered(first: Epoch, number: int) -> Epoch:
 
 
 class Drafter:
-    """The drafting actor's leader, brought from one epoch to the next."""
+    """The leader of the drafting actor, moved from one epoch to the next."""
 
     def __init__(self, config: EngineConfig, before: Epoch) -> None:
         self.leader = leader_of(config)

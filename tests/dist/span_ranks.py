@@ -1,4 +1,4 @@
-"""What each rank of a tensor-parallel span does in these tests; light to import for a peer."""
+"""The work of each rank of a tensor-parallel span in these tests; cheap to import in a peer."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ def tokens() -> Tensor:
 
 
 def compute_as_rank(port: int, rank: int, folder: Path, dtype: DType) -> list[Tensor]:
-    """Whole-vocabulary logits of a prefill and of plain decoding, put together by all ranks."""
+    """Returns the full-vocabulary logits of a prefill and of plain decoding, gathered from all
+    ranks."""
     torch.set_num_threads(1)
     group = join_verify_stage(port, rank, timeout_s=TIMEOUT_S)
     stages = Stages.load(folder, group=group, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Two processes share the draft stage: no token differs from plain decoding on the same stages."""
+"""Two processes share the draft stage; every token is that of plain decoding on the same stages."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -47,7 +47,7 @@ PLAIN = SpeculationParams(mode="off")
 
 
 class Pipeline:
-    """The ranks of one topology, and a drafter of the newest epoch."""
+    """The ranks of one topology, and a drafter of the latest epoch."""
 
     def __init__(self, folder: Path, *, verify_ranks: int) -> None:
         torch.set_num_threads(1)
@@ -55,7 +55,7 @@ class Pipeline:
         target = save_target(folder / "target", later=0.3)
         for name in ("always", "sometimes", "never"):
             save_head(target, folder / name, name)
-        # 47 tokens: the two ranks' parts of the LM head differ by a row.
+        # 47 tokens: the LM head shards of the two ranks differ by one row.
         save_head(target, folder / "truncated", "sometimes", draft_vocab=list(range(2, 96, 2)))
         self.config = EngineConfig(
             model=ModelConfig(
@@ -78,7 +78,7 @@ class Pipeline:
         self.cost: CostModel | None = None
 
     def restart(self, *, overlap: bool, draft_ahead: bool, head: str = "sometimes") -> None:
-        """A new drafting actor, among the ranks that are there."""
+        """Starts a new drafting actor with the existing ranks."""
         config = self.config
         cost_file = self.folder / "cost.json" if self.cost is not None else None
         changed = config.model_copy(
@@ -130,9 +130,9 @@ class Pipeline:
     def texts(
         self, batch: list[Request], *, break_after: int | None = None
     ) -> tuple[list[list[TokenId]], int, int]:
-        """Tokens of each request; how many were drafted, and how many of those accepted.
+        """Returns the tokens of each request, and the numbers of drafted and accepted tokens.
 
-        `break_after`: so many turns, and everybody finds together in a new epoch.
+        `break_after`: after this many steps, all ranks move to a new epoch.
         """
         for request in batch:
             self.drafter.part.add(request)
@@ -215,7 +215,7 @@ def test_another_head_is_taken_by_every_draft_rank(pipeline: Pipeline) -> None:
 def single_rank(
     pipeline: Pipeline, head: str, speculation: SpeculationParams
 ) -> tuple[list[list[TokenId]], int, int]:
-    """What one process drafts with a head, and how much of it is accepted."""
+    """Returns what one process drafts with a head, and how many of those tokens are accepted."""
     config = pipeline.config
     model = config.model.model_copy(update={"head": pipeline.folder / head})
     llm = LocalEngine(config.model_copy(update={"model": model, "parallel": ParallelConfig()}))

@@ -1,4 +1,4 @@
-"""Two ranks hand pages over; a rank that has gone on to another epoch writes none."""
+"""Two ranks migrate pages; a rank in a new epoch writes none."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from eesd_dist.workers.page_moves import PageMoves, PageSharing
 pytestmark = pytest.mark.dist
 
 NUM_PAGES = 3
-PAGE_BYTES = MAX_CHUNK_BYTES  # a chunk each
+PAGE_BYTES = MAX_CHUNK_BYTES  # one chunk each
 
 
 class Store:
@@ -43,7 +43,7 @@ class Store:
 
 
 class Engine:
-    """Makes room, and that is all."""
+    """Reserves pages, and does nothing else."""
 
     def reserve(self, leased: object) -> PageReservation:
         del leased
@@ -100,7 +100,7 @@ def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception
     def run(at: int, work: Callable[[], PageTraffic]) -> None:
         try:
             results[at] = work()
-        except Exception as error:  # for the test to look at
+        except Exception as error:  # checked by the test
             results[at] = error
 
     threads = [
@@ -131,7 +131,7 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
     def leave(num_written: int) -> None:
         if num_written == 1:
             threading.Thread(target=right.enter, args=(6,)).start()
-            # It has to wait for this write, and no other one gets in before it.
+            # The new epoch must wait for this write, and no other write may happen before it.
             late.wait(0.3)
 
     late = threading.Event()
@@ -144,7 +144,7 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
     assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 
 
-def test_nobody_joins_a_reservation_that_is_closed() -> None:
+def test_a_closed_reservation_cannot_be_joined() -> None:
     sharing = _sharing()
     reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
     sharing.close(reservation.pages.number)

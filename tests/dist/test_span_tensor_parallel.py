@@ -1,4 +1,4 @@
-"""Two processes that share a model's heads compute what one process computes."""
+"""Two processes that share the heads of a model compute the same as one process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Three hosts with Ray and one service on them, for all tests of this folder."""
+"""Three hosts with Ray and one service on them, shared by all tests of this folder."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +11,7 @@ from tests.support.ray_hosts import HostsService, RayHosts
 from tests.support.tiny_service import write_tiny_service
 
 DEADLINE_S = 3.0
-"""Of every wait between ranks in the service under test."""
+"""The deadline of every wait between ranks in the service under test."""
 
 
 @cache
@@ -42,8 +42,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[RayHosts]:
-    """Host 0 has the head, the front of the service and the drafting actor; the others verify, and
-    each of them has room for both verify ranks."""
+    """Host 0 runs the Ray head, the ingress and the drafting actor; each other host has room for
+    both verify ranks."""
     hosts = Hosts(3, prefix="eesdt", subnet="10.77.11")
     verify = {"verify": 2.0}
     with hosts, RayHosts(hosts, resources={1: verify, 2: verify}) as cluster:
@@ -65,7 +65,7 @@ def service(cluster: RayHosts, tiny_model: Path) -> Iterator[HostsService]:
             "verify": {"resources": {"verify": 1}},
             "front": {"host0": 0.001},
         },
-        # A busy machine takes its time to start a process.
+        # Starting a process takes long on a busy machine.
         "recovery": {"stream_pause_s": 120.0, "max_interruptions": 20},
     }
     with cluster.service(tree) as service:

@@ -1,4 +1,4 @@
-"""One pipeline over three hosts: the same tokens as in one process, whatever becomes of a host."""
+"""One pipeline over three hosts gives the tokens of a single process, also after host failures."""
 
 import os
 import re
@@ -27,9 +27,9 @@ _SHORT = 48
 _PROMPT = PROMPTS[0]
 _LONG = 300
 _EARLY = 20
-"""Tokens of a long stream that have come before anything happens to it."""
+"""Tokens of a long stream that arrive before a failure is injected."""
 _SLACK_S = 30.0
-"""What noticing may take beyond the deadline on a busy machine."""
+"""Allowed detection time beyond the deadline on a busy machine."""
 
 
 def _body(prompt: str, *, temperature: float, max_tokens: int, mode: str) -> dict[str, object]:
@@ -44,7 +44,7 @@ def _body(prompt: str, *, temperature: float, max_tokens: int, mode: str) -> dic
 
 
 def _streams(service: HostsService, *, mode: str, max_tokens: int = _SHORT) -> list[list[int]]:
-    """All prompts at both temperatures, at the same time."""
+    """Streams all prompts at both temperatures at the same time."""
     streams = [
         HttpStream(service.url, _body(p, temperature=t, max_tokens=max_tokens, mode=mode))
         for p in PROMPTS
@@ -59,7 +59,7 @@ def in_one_process(tiny_model: Path) -> "_OneProcess":
 
 
 class _OneProcess:
-    """What the same model says without a network."""
+    """The texts of the same model in one process, without a network."""
 
     def __init__(self, model: Path) -> None:
         config = ModelConfig(path=model, dtype="float32", device="cpu")
@@ -82,11 +82,11 @@ class _OneProcess:
 
 
 class _Watch:
-    """Asks `/health` all the time, and the pipeline what has happened to it."""
+    """Polls `/health`, and the log of the pipeline."""
 
     def __init__(self, service: HostsService) -> None:
         self.reasons: list[str] = []
-        """What every 503 has said."""
+        """The reasons of all 503 responses."""
         self._url = service.url
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -108,14 +108,14 @@ class _Watch:
 
 @pytest.fixture
 def ready(service: HostsService, cluster: RayHosts) -> Iterator[dict[str, Any]]:
-    """The pipeline's state before; whatever hosts a test harms are repaired after it."""
+    """Yields the state of the pipeline before the test; repairs the hosts after it."""
     yield until(lambda: state if (state := service.pipeline())["is_ready"] else None, timeout_s=60)
     cluster.repair()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(in_one_process: _OneProcess) -> list[int]:
-    """What `_long_stream` has to say in the end."""
+    """The tokens that `_long_stream` must return."""
     return in_one_process.tokens([_PROMPT], [SAMPLED], max_tokens=_LONG)[0]
 
 
@@ -136,8 +136,8 @@ def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_on
     assert len({worker["host"] for worker in _workers(ready).values()}) == 3
     on = _streams(service, mode="auto")
     assert on == _streams(service, mode="off")
-    # A sum over two ranks is rounded otherwise than in one process; on this model, whose logits lie
-    # far apart, that changes no choice.
+    # A sum over two ranks is rounded differently than in one process. The logits of this model are
+    # so far apart that no choice changes.
     assert on == in_one_process.tokens(PROMPTS, (GREEDY, SAMPLED), max_tokens=_SHORT)
 
 
@@ -155,8 +155,8 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
 
     after = until(lambda: _reformed_since(ready, service), timeout_s=60)
     assert service.host_of("verify rank 1") != victim
-    # The old rank still lives and still believes in its epoch: when the link is back, nobody
-    # listens to it.
+    # The old rank is still alive and in its old epoch: when the link is back, its messages are
+    # ignored.
     assert fenced["pid"] in cluster.hosts.pids(victim)
     cluster.hosts.mend(victim)
     assert _long_stream(service).result() == undisturbed
@@ -164,7 +164,7 @@ def test_a_stream_goes_on_when_the_host_of_a_verify_rank_is_cut_off(
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_when_a_link_is_mended_before_anybody_gave_the_host_up(
+def test_a_stream_goes_on_when_a_link_is_mended_before_the_host_is_given_up(
     service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
 ) -> None:
     stream = _long_stream(service)

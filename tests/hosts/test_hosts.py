@@ -1,4 +1,4 @@
-"""The hosts themselves: apart, reachable, cut off, and gone without a trace."""
+"""The hosts are separate, reachable, cut off and removed completely."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_a_host_that_is_cut_off_is_silent_until_the_link_is_mended(pair: Hosts) 
     pair.cut(1)
     with pytest.raises(OSError, match=r"timed out|unreachable|No route"):
         _ask_from_here(pair.address(1))
-    assert server.poll() is None  # its processes know nothing of it
+    assert server.poll() is None  # its processes do not notice
     pair.mend(1)
     assert _answer_in_the_end(pair.address(1)) == "10.77.12.1"
 
@@ -90,7 +90,7 @@ def test_a_process_has_one_pid_and_one_host(pair: Hosts) -> None:
         pair.host_of(os.getpid())
 
 
-def test_killing_a_host_ends_all_that_runs_there_and_nothing_elsewhere(pair: Hosts) -> None:
+def test_killing_a_host_ends_its_processes_and_no_others(pair: Hosts) -> None:
     here = pair.run(0, ["sleep", "100"])
     there = pair.run(1, ["sh", "-c", "sleep 100 & sleep 100"])
     while len(pair.pids(1)) < 3:

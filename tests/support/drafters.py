@@ -1,8 +1,8 @@
 """Targets with drafters that always, sometimes or never agree: real checkpoints, tiny and random.
 
-In the agreeing target the layers after the exit add nothing (their output projections are zero),
-and so does the head's own layer: the head says what the target says. Noise on its LM head makes it
-agree sometimes; the LM head with its rows moved by one makes it agree never.
+In the agreeing target, the layers after the exit add nothing (their output projections are zero),
+and neither does the layer of the head: the head chooses like the target. Noise on its LM head makes
+it agree sometimes; an LM head with shifted rows makes it agree never.
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ def save_target(
     num_positions: int = 256,
     later: float = 0.0,
 ) -> Path:
-    """A Llama whose layers from EXIT_LAYER on add `later` of what they would: nothing, and what
-    their pages hold is of no account either."""
+    """Writes a Llama in which the layers from EXIT_LAYER on are scaled by `later`. With 0 they add
+    nothing, and the content of their pages does not matter."""
     model = tiny_model(
         "llama",
         num_hidden_layers=num_layers,

@@ -1,8 +1,9 @@
 """Tensors on cuda:0 without a GPU: shapes, types and devices are computed, values are not.
 
-torch's FakeTensorMode does it; what its Python bindings refuse in a build for the CPU (indexing and
-`copy_`) goes to the operators behind them. `HostCopies` names every operator that took a tensor
-from the GPU to the CPU; what asks for a value (`item`, `bool`) raises by itself.
+Uses torch's FakeTensorMode. Operations that its Python bindings refuse in a build for the CPU
+(indexing and `copy_`) call the underlying operators. `HostCopies` records every operator that
+copies a tensor from the GPU to the CPU; operations that need a value (`item`, `bool`) raise an
+error.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ GPU = torch.device("cuda", 0)
 
 
 class HostCopies(OperatorWatch):
-    """What ran since it was entered."""
+    """Records the operators that run inside its block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class HostCopies(OperatorWatch):
 
 
 class _Bindings(TorchFunctionMode):
-    """Indexing and `copy_` of tensors on the GPU, by operators."""
+    """Runs indexing and `copy_` of tensors on the GPU through their operators."""
 
     def __torch_function__(
         self,

@@ -1,17 +1,17 @@
-"""Hosts on one machine: network namespaces with addresses of their own, made and removed here.
+"""Hosts on one machine: network namespaces with separate addresses, created and removed here.
 
     python -m tests.support.hosts up [--hosts 3] [--prefix eesd] [--subnet 10.77.1]
     python -m tests.support.hosts down [--prefix eesd]
-    python -m tests.support.hosts exact [--hosts 3] [whatever `eesd bench exact` takes]
-    python -m tests.support.hosts chaos [--hosts 3] [whatever `eesd bench chaos` takes]
+    python -m tests.support.hosts exact [--hosts 3] [options of `eesd bench exact`]
+    python -m tests.support.hosts chaos [--hosts 3] [options of `eesd bench chaos`]
     python -m tests.support.hosts cut|mend [--prefix eesd] ADDRESS
 
-A hub namespace holds a bridge. Each host is a namespace with one port on it, and this machine's own
-namespace has a leg there too, so that plain clients reach the hosts; nothing else of the machine's
-network is touched. Processes keep the machine's pids and files: only their network is a host's own.
-What runs on the hosts is none of its business (`tests.support.ray_hosts` puts Ray there).
+A hub namespace holds a bridge. Each host is a namespace with one port on the bridge. The namespace
+of this machine is connected to it too, so that ordinary clients reach the hosts; the rest of the
+network is not changed. Processes on a host share pids and files with the machine; only their
+network is separate. `tests.support.ray_hosts` runs Ray on the hosts.
 
-Linux, root and iproute2 are needed; `can_make_hosts` says what is lacking.
+Requires Linux, root and iproute2; `can_make_hosts` returns what is missing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO, Self
 
 _NAMES = Path("/etc/netns")
-"""`ip netns exec` lays the files it finds here, by namespace, over those of /etc."""
+"""`ip netns exec` mounts the files in the folder of the namespace over those of /etc."""
 _FIRST_ADDRESS = 10
 _LONGEST_PREFIX = 8
 _GONE_WITHIN_S = 10.0
@@ -36,11 +36,11 @@ _POLL_S = 0.05
 
 
 class HostsError(Exception):
-    """Hosts cannot be made or changed; says which command failed and how."""
+    """Hosts cannot be created or changed; the message contains the failed command and its error."""
 
 
 def can_make_hosts() -> str | None:
-    """None, or why not, in one sentence."""
+    """Returns None if hosts can be made, else the reason."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's, and this is {sys.platform}"
     if shutil.which("ip") is None:
@@ -61,9 +61,9 @@ def can_make_hosts() -> str | None:
 
 
 class Hosts:
-    """So many hosts, for as long as the block runs.
+    """Creates hosts on entry and removes them on exit.
 
-    What an earlier run has left under the same prefix is removed first, its processes included.
+    First removes what an earlier run has left under the same prefix, including processes.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Hosts:
 
     @property
     def folder(self) -> Path:
-        """For files of what runs on the hosts; removed with them. Short, for sockets in it."""
+        """Returns the folder for files of programs on the hosts; the path is short, for sockets."""
         return _folder(self.prefix)
 
     def name(self, host: int) -> str:
-        """The namespace."""
+        """Returns the name of the namespace."""
         return f"{self.prefix}{host}"
 
     def address(self, host: int) -> str:
@@ -133,7 +133,7 @@ class Hosts:
         *,
         output: IO[str] | int | None = None,
     ) -> "subprocess.Popen[str]":
-        """Starts a program on a host; the process is the program's own. It ends with the hosts."""
+        """Starts a program on a host; the process is the program itself. It ends with the hosts."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.name(host), *argv],
             env=None if env is None else dict(env),
@@ -147,7 +147,7 @@ class Hosts:
         return process
 
     def cut(self, host: int) -> None:
-        """Nothing gets to this host or from it, and nobody is told."""
+        """Drops all packets from and to this host, without an error on either side."""
         _ip("-n", _hub(self.prefix), "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
@@ -157,23 +157,23 @@ class Hosts:
         return _pids(self.name(host))
 
     def host_of(self, pid: int) -> int:
-        """The host that a process runs on."""
+        """Returns the host on which a process runs."""
         for host in range(self.num_hosts):
             if pid in self.pids(host):
                 return host
         raise HostsError(f"process {pid} runs on none of the {self.num_hosts} hosts")
 
     def kill_host(self, host: int) -> None:
-        """Ends every process there. Their peers' connections are reset: to have a host vanish
-        without a word, cut it first."""
+        """Kills every process on the host. Connections of their peers are reset; call `cut` first
+        to make the host disappear silently."""
         _kill_all(self.name(host))
 
     def _add(self, host: int) -> None:
         name, hub = self.name(host), _hub(self.prefix)
         files = _NAMES / name
         files.mkdir(parents=True)
-        # Names are looked up here and nowhere else: without this, each look-up of a peer's address
-        # waits for a name server that cannot be reached.
+        # Names are resolved by this file only: otherwise each look-up of a peer's address waits for
+        # an unreachable name server.
         lines = [f"{self.address(each)} {self.name(each)}" for each in range(self.num_hosts)]
         (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (files / "resolv.conf").write_text("")
@@ -186,7 +186,7 @@ class Hosts:
         self._plug(port)
         _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
-        # Leads nowhere; programs that ask which of their addresses is the outward one need it.
+        # A route to nowhere, for programs that look for their outward address.
         _ip("-n", name, "route", "add", "default", "via", f"{self._subnet}.254")
 
     def _plug(self, port: str) -> None:
@@ -196,7 +196,7 @@ class Hosts:
 
 
 def down(prefix: str) -> None:
-    """Removes all that `up` has made under this prefix, and ends what runs there; twice is fine."""
+    """Removes everything that `up` has created under this prefix; can be repeated."""
     for name in _namespaces(prefix):
         _kill_all(name)
         _ip("netns", "del", name)
@@ -215,7 +215,7 @@ def _drop_leg(prefix: str) -> None:
     try:
         _ip("link", "del", _leg(prefix))
     except HostsError:
-        # The kernel takes it away with the hub, in its own time.
+        # The kernel removes it with the hub, after some time.
         if Path("/sys/class/net", _leg(prefix)).exists():
             raise
 
@@ -226,7 +226,7 @@ def _kill_all(namespace: str) -> None:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it was quicker
+            except ProcessLookupError:  # it has ended already
                 continue
         if time.monotonic() > deadline:
             raise HostsError(f"{namespace}: processes {sorted(pids)} do not end")
@@ -267,7 +267,7 @@ def _ip(*words: str) -> str:
     return done.stdout
 
 
-# -- the program --------------------------------------------------------------------------------
+# -- command line -------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:

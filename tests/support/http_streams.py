@@ -1,4 +1,4 @@
-"""Completions read from a running service, each in a thread: a test can do harm meanwhile."""
+"""Reads completions from a running service, each in a thread, so that a test can inject faults."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ _SILENCE_S = 150.0
 
 
 class HttpStream:
-    """One streamed completion: its token ids as they come, until the last or an error."""
+    """One streamed completion: collects its token ids, until the last one or an error."""
 
     def __init__(self, url: str, body: Mapping[str, object]) -> None:
         self.tokens: list[int] = []
@@ -34,7 +34,7 @@ class HttpStream:
         return not self._thread.is_alive()
 
     def result(self, *, timeout_s: float = _SILENCE_S) -> list[int]:
-        """All its tokens; raises what ended it early."""
+        """Returns all tokens; raises the error that ended the stream early."""
         self._thread.join(timeout_s)
         self._raise()
         assert self.is_over, f"no end within {timeout_s:g} s, {len(self.tokens)} tokens so far"
@@ -52,7 +52,7 @@ class HttpStream:
                 if answer.status_code != 200:
                     raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
                 self._take(answer)
-        except BaseException as error:  # raised again in the test's own thread
+        except BaseException as error:  # raised again in the thread of the test
             self._error = error
 
     def _take(self, answer: httpx.Response) -> None:

@@ -1,4 +1,4 @@
-"""Heads whose worth is known, and prompts to calibrate and judge them with."""
+"""Heads of known quality, and prompts for calibration and evaluation."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real HTTP server on a free port, in a thread of the test's process."""
+"""A real HTTP server on a free port, in a thread of the test process."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 @contextmanager
 def serving(app: ASGIApp) -> Iterator[str]:
-    """Gives the server's address."""
+    """Yields the address of the server."""
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,9 +1,9 @@
-"""Loads one rank's share of a checkpoint and writes what memory that took: run as a program.
+"""Loads one rank's shard of a checkpoint and prints the memory that this took: run as a program.
 
     python -m tests.support.load_rank FOLDER RANK SIZE
 
-A process of its own, so that nothing else's memory is counted. The first load of a tiny checkpoint
-pays for what is loaded once: libraries, self-checks, compiled kernels.
+Runs in a separate process, so that no other memory is counted. A tiny checkpoint is loaded first,
+to exclude what is loaded once: libraries, self-checks, compiled kernels.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(folder: Path, rank: int, size: int) -> int:
             Path(tiny), num_layers=1, hidden_size=256, intermediate_size=512, vocab_size=64
         )
         _load(Path(tiny), rank=0, size=1)
-    # Sets the high-water mark back to what is resident now (proc(5)).
+    # Resets the high-water mark to the resident size (proc(5)).
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     span, seen = _load(folder, rank=rank, size=size)
@@ -51,7 +51,7 @@ def _load(folder: Path, *, rank: int, size: int) -> tuple[LlamaSpan, list[LoadPr
         spec,
         0,
         spec.num_layers,
-        # Loading exchanges nothing: the others need not be there.
+        # Loading exchanges no messages, so the other ranks are not needed.
         group=UnconnectedGroup(rank=rank, size=size),
         dtype="bfloat16",
         numerics="fast",

@@ -1,4 +1,4 @@
-"""Every operator that torch runs, and the tensors it took and made."""
+"""Watches every operator that torch runs, with its input and output tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Runs operators as they are; a subclass notes what it looks for."""
+    """Runs operators unchanged; subclasses record what they look for."""
 
     def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A section of the GPU check that ends as the model's name says."""
+"""A section of the GPU check that ends in the way that the name of the model says."""
 
 import os
 import signal

@@ -1,9 +1,8 @@
-"""A Ray cluster over `tests.support.hosts`: a head on host 0, a node on each other one.
+"""A Ray cluster over `tests.support.hosts`: a head on host 0, a node on each other host.
 
-Every node offers the resources `cpu` and `host<n>`, so that a test can say where an actor is to
-stand. A host that is cut off is given up by the head after six seconds. The service is started as
-a person would start it, with `eesd serve --address` on host 0. What is served is none of its
-business.
+Every node has the resources `cpu` and `host<n>`, so that a test can place an actor. The head
+declares a node dead six seconds after it is cut off. The service is started on host 0 as operators
+start it, with `eesd serve --address`.
 """
 
 import json
@@ -37,7 +36,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 class RayHosts:
-    """Ray on all hosts, for as long as the block runs; the hosts themselves are made before."""
+    """Runs Ray on all hosts while the block runs; the hosts must exist."""
 
     def __init__(
         self,
@@ -46,13 +45,13 @@ class RayHosts:
         resources: Mapping[int, Resources] | None = None,
         cpus_per_host: int = 4,
     ) -> None:
-        """`resources`: more than the common ones, by host."""
+        """`resources`: additional resources, by host."""
         self.hosts = hosts
         self._more = resources or {}
         self._cpus_per_host = cpus_per_host
         self._nodes: dict[int, subprocess.Popen[str]] = {}
         self._harmed: set[int] = set()
-        """Cut off or killed, and not repaired since."""
+        """Hosts that were cut off or killed and not repaired since."""
         self._environment = _environment()
 
     @property
@@ -82,7 +81,7 @@ class RayHosts:
     def run(
         self, host: int, argv: Sequence[str], *, log: Path | None = None
     ) -> "subprocess.Popen[str]":
-        """A program of this checkout's Python on a host, allowed into the cluster."""
+        """Runs a program with this Python on a host, with access to the cluster."""
         words = [sys.executable, *argv]
         if log is None:
             return self.hosts.run(host, words, self._environment)
@@ -95,15 +94,15 @@ class RayHosts:
         self.hosts.cut(host)
 
     def power_off(self, host: int) -> None:
-        """The host is gone at once: nothing of it says goodbye."""
+        """Stops a host abruptly: its processes close no connection."""
         self.cut(host)
         self.hosts.kill_host(host)
 
     def repair(self) -> None:
-        """All hosts are reachable and have a Ray node that belongs to the cluster.
+        """Makes all hosts reachable, each with a Ray node of the cluster.
 
-        A node that was cut off for longer than the head waits is dead to the cluster: what is left
-        of it goes, and a new one takes its place.
+        A node that was cut off for longer than the health checks allow is dead to the cluster: its
+        processes are killed, and a new node is started.
         """
         for host in tuple(self._harmed):
             self.hosts.mend(host)
@@ -115,7 +114,7 @@ class RayHosts:
 
     @contextmanager
     def service(self, tree: Mapping[str, object]) -> Iterator["HostsService"]:
-        """`eesd serve` on host 0, answering; stopped with a signal in the end."""
+        """Runs `eesd serve` on host 0; yields when it answers, and stops it with a signal."""
         config = self.hosts.folder / "service.yaml"
         config.write_text(yaml.safe_dump(dict(tree)))
         log = self.hosts.folder / "service.log"
@@ -163,7 +162,7 @@ class RayHosts:
 
 
 class HostsService:
-    """The service, as it is seen from this machine: over HTTP, and by its processes."""
+    """The service, accessed from this machine: over HTTP, and by its processes."""
 
     def __init__(self, *, url: str, log: Path, hosts: Hosts) -> None:
         self.url = url
@@ -174,13 +173,13 @@ class HostsService:
         return httpx.get(f"{self.url}/health", timeout=30)
 
     def pipeline(self) -> dict[str, Any]:
-        """The state of its one pipeline, as an operator sees it."""
+        """Returns the state of its only pipeline, as in `/debug/pipelines`."""
         answer = httpx.get(f"{self.url}/debug/pipelines", timeout=30).raise_for_status()
         (state,) = answer.json()["pipelines"]
         return dict(state)
 
     def pid_of(self, worker: str) -> int:
-        """Of the process behind a worker, e.g. `verify rank 1`."""
+        """Returns the pid of the process of a worker, e.g. `verify rank 1`."""
         return {m["name"]: int(m["pid"]) for m in self.pipeline()["workers"]}[worker]
 
     def host_of(self, worker: str) -> int:
@@ -188,21 +187,22 @@ class HostsService:
 
 
 def bench_exact(hosts: Hosts, words: Sequence[str]) -> int:
-    """`eesd bench exact` across hosts that are made for it; its exit status."""
+    """Runs `eesd bench exact` across hosts that are made for it; returns its exit status."""
     with hosts, RayHosts(hosts) as cluster:
         argv = ["-m", "serve_app.cli.main", "bench", "exact", "--address", cluster.address, *words]
         return cluster.run(0, argv).wait()
 
 
 def bench_chaos(hosts: Hosts, words: Sequence[str]) -> int:
-    """`eesd bench chaos` across hosts: the stages apart, and links that go down and come back.
+    """Runs `eesd bench chaos` across hosts: separate stages, and links that are cut and restored.
 
     Five seconds are long enough for the connections over a link to be given up, and short enough
     for Ray to keep the node.
     """
     script = f"{sys.executable} -m tests.support.hosts {{}} --prefix {hosts.prefix} {{{{host}}}}"
     links = ["--link-down", script.format("cut"), "--link-up", script.format("mend")]
-    # A connection to an HTTP replica breaks with its host: those stand where nothing is cut.
+    # A connection to an HTTP replica breaks with its host, so replicas run on a host that is never
+    # cut.
     front = ["--set", "placement.front={host0: 0.001}"]
     spread = ["--set", "placement.strategy=SPREAD", *front, "--cut-s", "5"]
     with hosts, RayHosts(hosts) as cluster:
@@ -221,7 +221,7 @@ def _wait_for(log: Path, word: str, process: "subprocess.Popen[str]") -> None:
 
 
 def _environment() -> dict[str, str]:
-    """What Ray reads when it starts, nothing of the caller's own Ray among it."""
+    """Returns the environment of a Ray start, without the caller's Ray settings."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return inherited | {
         "PYTHONPATH": str(_REPOSITORY),
@@ -234,7 +234,7 @@ def _environment() -> dict[str, str]:
         "RAY_enable_metrics_collection": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_worker_niceness": "0",
-        # A host that does not answer is given up after six seconds instead of a minute.
+        # A host that does not answer is declared dead after six seconds instead of a minute.
         "RAY_health_check_initial_delay_ms": "3000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "1000",

@@ -1,9 +1,9 @@
-"""Several raylets on this machine, for what only many nodes can show: run as a program of its own.
+"""Several raylets on this machine, for tests that need many nodes: run as a separate program.
 
     python -m tests.support.raylets
 
-It places pipelines' slots by every relation, takes a node away, and writes what came of it as one
-JSON object. A process of its own, since a process has one Ray and a test session has another.
+Places the slots of pipelines by every relation, removes a node, and writes the results as one JSON
+object. It is a separate process, since a process has one Ray and a test session has another.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ from serve_app.pipeline.placement_groups import PlacementGroups, placement_group
 _STORE = 80 * 2**20
 
 
-class Anybody:
-    """Fills a place, and says where it is."""
+class NodeReporter:
+    """Occupies a bundle, and returns its node."""
 
     def where(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
@@ -52,7 +52,7 @@ class Anybody:
 
 @contextmanager
 def raylets() -> Iterator[tuple[Cluster, dict[str, Any]]]:
-    """A head without CPUs, one drafting node, two verifying ones."""
+    """Starts a head without CPUs, one drafting node and two verifying nodes."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE},
@@ -76,7 +76,7 @@ def raylets() -> Iterator[tuple[Cluster, dict[str, Any]]]:
 
 
 class Placer:
-    """Asks for places, and names the nodes by letters."""
+    """Requests placements, and maps nodes to letters."""
 
     def __init__(self, nodes: dict[str, Any]) -> None:
         self._letters = {node.node_id: name for name, node in nodes.items()}
@@ -87,7 +87,7 @@ class Placer:
         return asyncio.run(placement_groups_for(slots, placement=config, name="p")), slots
 
     def where(self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]) -> list[str]:
-        """The node of each slot, as Ray's table has it."""
+        """Returns the node of each slot, from the table of Ray."""
         found = []
         for slot in slots:
             strategy = placement_groups.strategy_for(slot)
@@ -98,9 +98,9 @@ class Placer:
     def where_actors_are(
         self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]
     ) -> list[str]:
-        """The same, found out by actors that stand there."""
+        """Returns the same, from actors that run in the slots."""
         actors = [
-            ray.remote(Anybody)
+            ray.remote(NodeReporter)
             .options(num_cpus=0.01, scheduling_strategy=placement_groups.strategy_for(slot))
             .remote()
             for slot in slots
@@ -142,7 +142,7 @@ def _refusal(placer: Placer, **placement: object) -> dict[str, object]:
 
 
 def _after_a_death(cluster: Cluster, nodes: dict[str, Any], placer: Placer) -> dict[str, object]:
-    """The draft stage stands beside the verify stage; that node dies."""
+    """Removes the node that the draft stage and the verify stage share."""
     placement_groups, slots = placer.place(
         stages="PACK",
         verify={"strategy": "STRICT_PACK", "labels": {"eesd.io/stage": "verify"}},
@@ -180,7 +180,7 @@ def main() -> int:
                 stages="STRICT_SPREAD", draft=draft, verify={**verify, "strategy": "STRICT_SPREAD"}
             ),
             "stages_apart": placer.once(stages="STRICT_SPREAD"),
-            # The verify stage, placed first, would take any node: also the only drafting one.
+            # The verify stage, placed first, could take any node, including the only drafting node.
             "swapped": [
                 placer.once(stages="STRICT_SPREAD", draft=draft, verify={"num_cpus": 2})
                 for _ in range(3)

@@ -1,4 +1,4 @@
-"""A service under test: where it answers, and how its processes are found and killed."""
+"""A service under test: its address, and how to find and kill its processes."""
 
 import os
 import random
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A service that answers."""
+    """A running service."""
 
     url: str
     config: ServiceConfig
@@ -30,12 +30,12 @@ class Running:
         return state
 
     def num_running(self) -> int:
-        """Requests inside the engine."""
+        """Returns the number of requests in the engine."""
         num_running: int = self.pipelines.stats.remote().result(timeout_s=30).num_running
         return num_running
 
     def ready_after(self, before: PipelineState) -> PipelineState:
-        """Its state once it was formed again, which a stream need not have waited for."""
+        """Returns the state after the next epoch has started; a stream may continue before that."""
 
         def mended() -> PipelineState | None:
             state = self.state()
@@ -46,19 +46,19 @@ class Running:
         return state
 
     def signal(self, worker: str, number: signal.Signals) -> None:
-        """To the process behind a worker, e.g. `verify rank 1`."""
+        """Sends a signal to the process of a worker, e.g. `verify rank 1`."""
         pids = {m.name: m.pid for m in self.state().workers}
         os.kill(pids[worker], number)
 
     def items(self, request: Request) -> Any:
-        """The pipeline's stream of the request, its first word taken off."""
+        """Returns the stream of the request from the pipeline, without its first item."""
         stream = iter(self.pipelines.options(stream=True).stream.remote(request))
         next(stream)
         return stream
 
 
 def tokens_of(items: Any) -> list[int]:
-    """All tokens of a stream; raises the error that ended it."""
+    """Returns all tokens of a stream; raises the error that ended it."""
     tokens: list[int] = []
     for item in items:
         if isinstance(item, Exception):
@@ -68,7 +68,7 @@ def tokens_of(items: Any) -> list[int]:
 
 
 def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
-    """Asks again and again; fails with the last answer when the time is up."""
+    """Polls until the result is true; fails with the last result after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (answer := holds()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {answer!r}"
@@ -77,7 +77,7 @@ def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
 
 
 def free_port() -> int:
-    """Below those that the system gives to whoever asks for any, since it is bound only later."""
+    """Returns a port below the ephemeral range, since it is bound only later."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""Spans read back from the files of a trace folder."""
+"""Reads spans from the files of a trace folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class WrittenSpan:
 
 
 def read_spans(folder: Path) -> list[WrittenSpan]:
-    """By time. A line that is still being written is left out."""
+    """Returns the spans by time. A line that is still being written is left out."""
     lines = (
         line
         for file in sorted(folder.glob("*.jsonl"))

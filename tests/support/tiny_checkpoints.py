@@ -113,7 +113,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 
 
 def tiny_model(family: str, **sizes: object) -> PreTrainedModel:
-    """A random float32 model in which no bias is zero and no norm is one."""
+    """Returns a random float32 model in which no bias is zero and no norm is one."""
     fields = {**SIZES, **FAMILIES[family], **sizes}
     config = CONFIG_MAPPING[str(fields.pop("model_type"))](**fields)
     torch.manual_seed(11)

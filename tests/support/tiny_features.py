@@ -1,4 +1,4 @@
-"""A tiny target and what it thinks of some random texts: a real store, made without an engine."""
+"""A tiny target and its features of some random texts: a real store, made without an engine."""
 
 import random
 from pathlib import Path
@@ -34,7 +34,7 @@ def write_tiny_features(
     num_shards: int = 3,
     top_k: int = 16,
 ) -> FeatureStore:
-    """Texts of 12 to 24 tokens, in shards of equally many."""
+    """Collects texts of 12 to 24 tokens, in shards of equal numbers."""
     rng = random.Random(7)
     texts = [
         [rng.randrange(3, 96) for _ in range(rng.randrange(12, 25))] for _ in range(num_sequences)

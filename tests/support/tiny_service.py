@@ -1,5 +1,5 @@
-"""A model small enough to be served in a test: random weights, a real tokenizer, a drafter that is
-right about half of the time."""
+"""A model small enough to be served in a test: random weights, a real tokenizer, and a drafter that
+is right about half of the time."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ VOCAB_SIZE = 320
 
 
 def write_tiny_service(folder: Path) -> Path:
-    """Long enough positions for a stream that is still running when somebody is killed."""
+    """Enough positions for a stream that is still running when a process is killed."""
     write_byte_level(folder)
     model = tiny_model(
         "llama", num_hidden_layers=4, vocab_size=VOCAB_SIZE, max_position_embeddings=4096

@@ -1,4 +1,4 @@
-"""A sweep over a tiny target that takes seconds: a few steps, a few prompts, short texts."""
+"""A sweep over a tiny target that takes seconds: few steps, few prompts, short texts."""
 
 import random
 from pathlib import Path

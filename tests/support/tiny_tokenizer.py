@@ -1,4 +1,5 @@
-"""Real tokenizers small enough to be made in a test: byte-level BPE, and BPE with byte fallback."""
+"""Real tokenizers that are small enough to be built in a test: byte-level BPE, and BPE with byte
+fallback."""
 
 import json
 from pathlib import Path
@@ -28,7 +29,7 @@ TEXT = [
 
 
 def write_byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """As Llama 3 has it; any text goes through it unchanged."""
+    """Returns a tokenizer like that of Llama 3; every text is preserved."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +44,8 @@ def write_byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE)
 
 
 def write_byte_fallback(folder: Path) -> Path:
-    """As Llama 2 has it: a mark for the space, raw bytes for what the vocabulary lacks."""
+    """Returns a tokenizer like that of Llama 2: a mark for the space, raw bytes for unknown
+    characters."""
     entries = ["<unk>", *SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     entries += list("abcdefghijklmnopqrstuvwxyz.,")
     vocabulary = {entry: i for i, entry in enumerate(entries)}

@@ -1,4 +1,4 @@
-"""A batch in a process of its own, so that a test can kill it: toy engine, toy tokenizer.
+"""A batch in a separate process, so that a test can kill it: toy engine, toy tokenizer.
 
 python -m tests.support.toy_batch IN.jsonl OUT.jsonl DELAY_S
 """

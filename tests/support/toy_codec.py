@@ -1,4 +1,4 @@
-"""The toy tokenizer: a token is a byte, and 256 ends the text. Needs no library at all."""
+"""The toy tokenizer: a token is a byte, and 256 ends the text. Needs no library."""
 
 from collections.abc import Mapping, Sequence
 

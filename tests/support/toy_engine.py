@@ -1,7 +1,7 @@
-"""The toy at the other end of `EngineClient`: tokens from a script or a hash, no model.
+"""A toy behind `EngineClient`: tokens from a script or a hash, no model.
 
-Deterministic in (prompt, seed, position), as the real engine is, and just as asynchronous. It
-remembers which requests ran, which were aborted and how many are live, so that tests can ask.
+Deterministic in (prompt, seed, position) and asynchronous, like the real engine. Records which
+requests ran, which were aborted and how many are live.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class ToyEngine:
         self.refusal: Exception | None = None
         """Raised before the first token."""
         self.breaks_after: int | None = None
-        """So many tokens leave; then `breakage` is raised."""
+        """After this many tokens, `breakage` is raised."""
         self.breakage: Exception = RuntimeError("toy broke")
         self.requests: list[Request] = []
         self.aborted: list[RequestId] = []

@@ -1,7 +1,7 @@
-"""Toys that a certain request breaks: by death or by a bug, in the drafting actor or a verify rank.
+"""Toys that a poison request crashes, by death or exception, in a drafting actor or verify rank.
 
-A poison prompt begins with POISON and names the way. Ranks are told by a file, since toys send
-each other nothing. A pipeline of them is ready in a moment and recovers as a real one does.
+A poison prompt begins with POISON and names the kind of crash. Ranks read it from a file, since
+toys exchange no messages. A pipeline of toys is ready quickly and recovers like a real one.
 """
 
 import os
@@ -36,7 +36,7 @@ _NAMES = {token: way for way, token in WAYS.items()}
 
 
 class _Met(Exception):
-    """A poison request is in the round."""
+    """Raised when a poison request is in the round."""
 
     def __init__(self, way: str) -> None:
         super().__init__(way)

@@ -1,8 +1,8 @@
-"""Stages without a model, for tests of what surrounds them.
+"""Stages without a model, for tests of the surrounding parts.
 
-The token at position i of a request with seed s is (s + i) % 1000, a few a round, so that a test
-knows every text in advance and sees at once when one was lost, repeated or resumed wrongly. Verify
-ranks only wait. Nothing imports torch.
+The token at position i of a request with seed s is (s + i) % 1000, a few per round, so that a test
+knows every text in advance and detects one that was lost, repeated or resumed wrongly. Verify ranks
+only wait. Nothing imports torch.
 """
 
 import os
@@ -43,11 +43,11 @@ ROUND_S = 0.02
 
 @contextmanager
 def held(config: EngineConfig, *, at: int = 10) -> Iterator[None]:
-    """Meanwhile no request of toys with this model folder gets beyond `at` tokens."""
+    """Limits requests of toys with this model folder to `at` tokens while the block runs."""
     word = _hold_of(config)
     begun = word.with_suffix(".begun")
     begun.write_text(str(at))
-    begun.replace(word)  # at once, whoever reads it
+    begun.replace(word)  # atomic for all readers
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ class ToyLoad:
 
 
 class ToyDrafter:
-    """A whole engine: keeps its requests from one epoch to the next."""
+    """A complete engine: keeps its requests from one epoch to the next."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -89,7 +89,7 @@ class ToyDrafter:
 
     def add(self, request: Request) -> None:
         with self._lock:
-            if request.request_id in self._live:  # as the real scheduler does
+            if request.request_id in self._live:  # like the real scheduler
                 raise RequestError(
                     f"request {request.request_id} is being served already: choose another id",
                     param="request_id",
@@ -129,7 +129,7 @@ class ToyDrafter:
             return None
 
     def _meet(self, requests: Sequence[Request]) -> None:
-        """Before the round they are all in; here nothing comes of it."""
+        """Called before the first round with these requests; toys do nothing."""
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
         del plans
@@ -273,7 +273,7 @@ class ToyWorker:
 
 
 class ToyStages:
-    """Builds toys for every role."""
+    """Builds the toys of every role."""
 
     def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
         return ToyLeader(config)

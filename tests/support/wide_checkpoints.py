@@ -11,7 +11,7 @@ from eesd_dist.bench.gpu_check.checkpoints import write_stack
 def write_wide_checkpoint(
     folder: Path, *, num_layers: int, hidden_size: int, intermediate_size: int, vocab_size: int
 ) -> int:
-    """Of 16 heads; returns the bytes of its files."""
+    """Writes a checkpoint with 16 heads; returns the bytes of its files."""
     return write_stack(
         folder,
         num_layers=num_layers,
@@ -25,7 +25,7 @@ def write_wide_checkpoint(
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:
-    """Bits are drawn once and repeated: quick, and no file system finds holes in them."""
+    """Returns repeated random bits: fast to make, and without holes in the file."""
     count = torch.Size(shape).numel()
     run = torch.randn(min(count, 1 << 16)).mul_(0.02).bfloat16()
     return run.repeat(-(-count // run.numel()))[:count].reshape(shape)

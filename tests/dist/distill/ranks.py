@@ -1,4 +1,4 @@
-"""What each process of these tests does: its part in some training runs, one after another."""
+"""Work of the training processes in these tests: several training runs, one after another."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A sweep tries what it was asked to, each head in a process of its own, and nothing twice."""
+"""A sweep tries the requested combinations, each head in a separate process, and none twice."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A training process that is killed, and the same command again: the curve of one that was not."""
+"""A killed training process, started again, gives the curve of an uninterrupted one."""
 
 import json
 import os
@@ -21,7 +21,7 @@ DEADLINE_S = 120.0
 
 
 def start(folder: Path, name: str) -> "subprocess.Popen[str]":
-    """`eesd distill train`, with a checkpoint at nearly every logged step."""
+    """Starts `eesd distill train`, with a checkpoint at nearly every logged step."""
     words = {
         "--model": folder / "target",
         "--features": folder / "features",
@@ -73,7 +73,7 @@ def test_a_run_killed_twice_has_the_curve_and_the_head_of_one_that_was_not(
         wait_for_steps(run, num_rows, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        # Perhaps killed while it saved; planted here, so that it is certain once.
+        # A kill may happen while a checkpoint is saved; this plants such a case.
         (run / "saving-00000299").mkdir(exist_ok=True)
         (run / "saving-00000299" / "mp_rank_00_model_states.pt").write_bytes(b"half")
         steps = [int(path.name.removeprefix("step-")) for path in run.glob("step-*")]

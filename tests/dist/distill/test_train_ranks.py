@@ -1,4 +1,4 @@
-"""Two processes learn what one learns, whatever DeepSpeed partitions."""
+"""Two processes learn the same as one, with every partitioning of DeepSpeed."""
 
 import json
 import multiprocessing
@@ -25,7 +25,7 @@ FIGURES = ("loss", "lr", "agreement", "one_minus_tv")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]:
-    """One process, and two with each stage: the same job otherwise."""
+    """The same job in one process, and in two with each stage."""
     folder = tmp_path_factory.mktemp("runs")
     write_tiny_features(folder / "features", write_tiny_target(folder / "target"))
 
@@ -108,11 +108,11 @@ def test_the_head_saved_at_stage_3_is_the_one_that_stage_0_saves(
 
 
 def test_stage_3_trains_the_head_alone(runs: Mapping[str, TrainRequest]) -> None:
-    """The target's LM head is frozen: it is neither learnt nor in a checkpoint."""
+    """The LM head of the target is frozen: it is neither trained nor part of a checkpoint."""
     request = runs["two, shared, stage 3"]
     assert "lm_head.weight" not in load_file(request.out / "model.safetensors")
     states = sorted(request.run_folder.glob(f"step-{STEPS:08d}/*model_states.pt"))
-    assert len(states) == 2  # one a rank
+    assert len(states) == 2  # one per rank
     for state in states:
         names = set(torch.load(state, weights_only=False)["module"])
         assert "head.norm_D" in names

@@ -1,4 +1,4 @@
-"""What the sending processes of the page tests run."""
+"""The sending processes of the page tests."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def write(layers: list[Tensor], chunk: Chunk, content_B: Tensor) -> None:
 
 
 def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) -> None:
-    """Sends all pages; or is killed, or stops, when it comes to a chunk."""
+    """Sends all pages, or is killed, or stops, at a given chunk."""
     torch.set_num_threads(1)
     layers = contents()
     num_read = 0
@@ -80,14 +80,15 @@ def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) 
 
 
 def send_damaged(port: int, spoilt_byte: int) -> None:
-    """A right header and content but for one byte of them, counted from the header's first."""
+    """Sends a correct header and content, except for one byte, counted from the first of the
+    header."""
     torch.set_num_threads(1)
     link = join_link(port, 0, timeout_s=20.0)
     layers = contents()
     parts: list[Tensor] = []
 
     class Recorder:
-        """Keeps what would be sent first, and stops there."""
+        """Records the first message that would be sent, and stops there."""
 
         members = link.members
         epoch = link.epoch

@@ -1,4 +1,4 @@
-"""The other ends: what the peer processes of these tests run."""
+"""The peer processes of these tests."""
 
 import multiprocessing
 import os
@@ -74,7 +74,7 @@ def join_verify_stage(port: int, rank: int, *, timeout_s: float) -> ProcessGroup
 
 
 def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
-    """A group whose ranks all live in this process."""
+    """Returns the ranks of one group, all in this process."""
     host = StoreHost()
     groups: dict[int, ProcessGroup] = {}
 
@@ -104,7 +104,7 @@ def in_threads(*jobs: Any) -> None:
 
 
 def fingerprint(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> list[int]:
-    """Numbers that change when anything in a round does."""
+    """Returns numbers that change when any part of a round changes."""
     tensors = [x for x in (hidden_TD, probs_KV) if x is not None]
     contents = [bytes(x.contiguous().view(-1).view(torch.uint8).numpy()) for x in tensors]
     texts = [repr(header).encode(), repr([(x.shape, x.dtype) for x in tensors]).encode()]
@@ -125,7 +125,7 @@ def verify(port: int, timeout_s: float, delay_s: float = 0.0) -> None:
 
 
 def verify_nothing(port: int, timeout_s: float) -> None:
-    """Takes one round and keeps it."""
+    """Receives one round and does not answer."""
     torch.set_num_threads(1)
     source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
     source.next_round()
@@ -133,7 +133,7 @@ def verify_nothing(port: int, timeout_s: float) -> None:
 
 
 def lead(port: int, timeout_s: float) -> None:
-    """Verify rank 0 of two: shares each round, answers with the sum of both ranks' views."""
+    """Runs verify rank 0 of two: shares each round, and answers with the sum over both ranks."""
     torch.set_num_threads(1)
     source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
     stage = join_verify_stage(port, 0, timeout_s=timeout_s)
@@ -158,11 +158,11 @@ def lead_and_stall(port: int, timeout_s: float) -> None:
     """Joins the verify stage and never shares a round."""
     stage = join_verify_stage(port, 0, timeout_s=timeout_s)
     time.sleep(60)
-    del stage  # kept until here: a group that is collected closes its connections
+    del stage  # kept until here: a garbage-collected group closes its connections
 
 
 def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[], None]) -> None:
-    """Says how the work ended and when; leaves its groups as a rank's loop does."""
+    """Reports how and when the work ended; leaves its groups like the loop of a rank."""
     try:
         work()
         told.send((time.monotonic(), None))
@@ -174,7 +174,7 @@ def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[]
 
 
 def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: int = 0) -> None:
-    """Like `lead`; freezes itself in the middle of one round."""
+    """Runs like `lead`, but freezes itself in the middle of one round."""
     torch.set_num_threads(1)
     channel = join_channel(port, 1, timeout_s=timeout_s)
     source = DistRoundSource(channel)
@@ -184,7 +184,7 @@ def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: 
         while (received := source.next_round()) is not None:
             sharing = share_round(stage, *received)
             if received[0].round_id == stop_in_round:
-                finish_all(sharing, timeout_s=timeout_s)  # else the follower may not have it yet
+                finish_all(sharing, timeout_s=timeout_s)  # the follower must have it
                 os.kill(os.getpid(), signal.SIGSTOP)
             views = stage.all_reduce(torch.tensor(fingerprint(*received)))
             finish_all(sharing, timeout_s=timeout_s)
@@ -206,7 +206,7 @@ def follow_and_tell(port: int, timeout_s: float, told: Connection) -> None:
 
 
 def draft_and_stop(port: int, timeout_s: float, told: Connection) -> None:
-    """One round, then frozen; once it is thawed, another one."""
+    """Runs one round and freezes; once it is continued, runs another one."""
     torch.set_num_threads(1)
     group = join_channel(port, 0, timeout_s=timeout_s)
     channel = DistVerifyChannel(group)

@@ -1,4 +1,4 @@
-"""A round between processes: there and back, two at a time, and when the other end is lost."""
+"""A round between processes: sent and answered, two at a time, and after the peer is lost."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 VERIFIER = r"verify rank 0 on 127\.0\.0\.1"
 LATE_S = 10.0
-"""How much later than it should a wait may end on a busy machine."""
+"""Allowed delay of the end of a wait on a busy machine."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> Non
         assert process.exitcode == 0
 
 
-def test_two_rounds_are_outstanding_and_nobody_waits_before_they_want_to(port: int) -> None:
+def test_two_rounds_are_outstanding_without_a_wait(port: int) -> None:
     with peer_process(verify, port, 10.0, 1.5):
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         started_s = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
         channel.close()
 
 
-def test_a_verifier_killed_while_nobody_waits_is_noticed(port: int) -> None:
+def test_a_verifier_killed_between_waits_is_noticed(port: int) -> None:
     with peer_process(verify, port, 10.0) as process:
         channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
         process.kill()

@@ -1,4 +1,4 @@
-"""Commands of every size from the leading rank of a stage to another one."""
+"""Commands of every size from rank 0 of a stage to another rank."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.unit.transport.test_commands import plain
 pytestmark = pytest.mark.dist
 
 LONG = RowSegment(0, 1, list(range(20_000)))
-"""Its pages alone need more room than a frame has."""
+"""Its pages alone do not fit in one frame."""
 
 
 def test_commands_of_every_size_arrive_with_their_rows_and_without_any() -> None:

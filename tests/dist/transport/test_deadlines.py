@@ -1,6 +1,6 @@
-"""One process is frozen, and whoever waits for it says so in time: stage, rank, node, round.
+"""One process is frozen, and each waiting process names it in time: stage, rank, node, round.
 
-A frozen process keeps its connections: nothing but a deadline can tell.
+A frozen process keeps its connections, so only a deadline can detect it.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 2.0
 LATE_S = 10.0
-"""How much later than its deadline a wait may end."""
+"""Allowed delay after the deadline."""
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def lost_by(act: Callable[[], object]) -> tuple[float, PeerLost]:
 def test_a_frozen_follower_is_named_by_verify_rank_0(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rank 0 is to be heard first, however long its word takes.
+    # Rank 0 must report first, even if its report is slow.
     monkeypatch.setattr(draft_end, "_GRACE_S", LATE_S - 1.0)
     heard, told = pipe()
     silent = pipe()[1]
@@ -91,7 +91,7 @@ def test_a_frozen_follower_is_named_by_verify_rank_0(
         )
         assert (theirs.round_id, theirs.epoch) == (2, 1)
         assert TIMEOUT_S - 0.1 < rank_0_s - began_s < TIMEOUT_S + LATE_S
-        # The draft end was more patient, and saw rank 0 leave.
+        # The draft end waited longer, and saw rank 0 leave.
         assert mine.peer == "verify rank 0 on 127.0.0.1"
         assert "its connection is gone" in mine.reason
         assert at_s - began_s < TIMEOUT_S + LATE_S
@@ -124,7 +124,7 @@ def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(port: int) -> No
 
 
 def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(port: int) -> None:
-    """By design: between rounds there is nothing to be late with. Who has requests notices."""
+    """By design: between rounds there is no deadline. A process with requests detects it."""
     from_lead, lead_tells = pipe()
     from_follower, follower_tells = pipe()
     from_draft, draft_tells = pipe()
@@ -147,7 +147,7 @@ def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(port: int) -
             assert process.exitcode == 0
 
 
-def test_a_frozen_store_is_named_by_who_connects_and_by_who_joins() -> None:
+def test_a_frozen_store_is_named_when_connecting_and_when_joining() -> None:
     heard, told = pipe()
     with peer_process(host_store, told) as host:
         port = heard.recv()

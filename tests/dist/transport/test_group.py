@@ -1,4 +1,4 @@
-"""Collectives agree bit for bit with a plain sum, and errors say who is missing."""
+"""Collectives equal a plain sum bit for bit, and errors name the missing rank."""
 
 import gc
 import socket
@@ -25,10 +25,10 @@ from tests.dist.transport.peers import in_threads, join_threads
 pytestmark = pytest.mark.dist
 
 LATE_S = 10.0
-"""How much later than it should a wait may end on a busy machine."""
+"""Allowed delay of the end of a wait on a busy machine."""
 _LARGE_BYTES = 256 << 20
 _LATE_PART = -_LARGE_BYTES // 4
-"""So far from the end that sockets hold much less."""
+"""So far from the end that socket buffers hold much less."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_all_reduce_is_the_sum_in_rank_order_on_every_rank(
     assert all(torch.equal(total, expected) for total in sums)  # type: ignore[arg-type]
 
 
-def test_a_rows_sum_does_not_depend_on_the_rows_beside_it(three: list[ProcessGroup]) -> None:
+def test_a_rows_sum_does_not_depend_on_the_other_rows(three: list[ProcessGroup]) -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(700, 192) for _ in three]
     many = on_every_rank(three, [x.clone() for x in inputs], lambda g, x: g.all_reduce(x))
@@ -148,7 +148,8 @@ def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
             "all_gather": 1,
             "broadcast": 1,
         }
-        # Whole to two others; then a third to each of two, and the sum of a third to each of two.
+        # The small one in full to two ranks; then a third of the large one, and its sum, to each of
+        # two.
         reduced = 2 * small.nbytes + 2 * 2 * large.nbytes // 3
         assert kinds["all_reduce"].traffic.sent_bytes == reduced
         assert kinds["all_reduce"].traffic.received_bytes == reduced
@@ -158,7 +159,7 @@ def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
         assert counts.total.sent_bytes == sum(each.traffic.sent_bytes for each in kinds.values())
 
 
-def test_who_waits_for_a_late_rank_counts_the_seconds_and_the_late_rank_does_not() -> None:
+def test_a_rank_that_waits_for_a_late_one_counts_the_seconds_and_the_late_rank_does_not() -> None:
     early, late = join_threads(2, timeout_s=20.0)
 
     def come_late() -> None:
@@ -183,7 +184,7 @@ def test_a_collective_says_which_round_it_belonged_to() -> None:
 
 
 class _Large:
-    """A large message on its way between two threads."""
+    """A large message in transit between two threads."""
 
     def __init__(self) -> None:
         first, self._second = join_threads(2, timeout_s=60.0)
@@ -195,7 +196,7 @@ class _Large:
         )
 
     def give_up(self) -> None:
-        """Once its first byte is here."""
+        """Aborts once the first byte has arrived."""
         deadline = time.monotonic() + 20.0
         while self._received[0]:
             assert time.monotonic() < deadline
@@ -204,12 +205,12 @@ class _Large:
 
     @property
     def was_half_over(self) -> bool:
-        """When it was given up."""
+        """Whether the message was in transit when it was aborted."""
         return bool(self._received[_LATE_PART])
 
 
 def _large_messages() -> Iterator[_Large]:
-    """One after the other, until one was half over when it was given up: some are too quick."""
+    """Yields messages until one was aborted in transit: some arrive too quickly."""
     for _ in range(10):
         large = _Large()
         yield large
@@ -218,7 +219,7 @@ def _large_messages() -> Iterator[_Large]:
     pytest.fail("all of them had come before they were given up")
 
 
-def test_an_abort_ends_both_ends_of_a_message_that_is_half_over() -> None:
+def test_an_abort_ends_both_ends_of_a_message_in_transit() -> None:
     for large in _large_messages():
         large.give_up()
     started_s = time.monotonic()
@@ -232,7 +233,7 @@ def test_an_abort_ends_both_ends_of_a_message_that_is_half_over() -> None:
     assert large.was_half_over
 
 
-def test_an_abort_wakes_whoever_waits_for_a_message_that_is_half_over() -> None:
+def test_an_abort_wakes_a_wait_for_a_message_in_transit() -> None:
     errors: list[PeerLost] = []
 
     def wait_for(transfer: Transfer) -> None:
@@ -293,7 +294,7 @@ def test_a_process_that_ends_with_a_group_ends_well() -> None:
     assert "terminate" not in ended.stderr
 
 
-def test_a_group_that_nobody_holds_closes_its_connections() -> None:
+def test_a_group_without_references_closes_its_connections() -> None:
     first, second = join_threads(2, timeout_s=60.0)
     receiving = first.irecv(torch.ones(1), source=1, tag=Tag.ROUND, operation="a receive")
     del second
@@ -310,7 +311,7 @@ def test_a_group_that_nobody_holds_closes_its_connections() -> None:
         (torch.distributed.DistBackendError, "lost verify rank 1 on .* during joining"),
     ],
 )
-def test_a_group_whose_gpus_do_not_meet_leaves_no_connection_and_says_whose_fault_it_is(
+def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_cause(
     kind: type[RuntimeError], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others_are_there = threading.Event()
@@ -352,7 +353,7 @@ def test_a_group_whose_gpus_do_not_meet_leaves_no_connection_and_says_whose_faul
         joined[0].recv(torch.ones(1), source=0, operation="a receive")
 
 
-def test_who_waits_for_a_peer_at_a_store_that_is_left_waits_no_longer() -> None:
+def test_a_wait_for_a_peer_ends_when_its_store_is_left() -> None:
     host = StoreHost()
     store = connect_store("127.0.0.1", host.port, timeout_s=10)
     leaving = threading.Timer(0.3, leave_store, args=("127.0.0.1", host.port))
@@ -363,7 +364,7 @@ def test_who_waits_for_a_peer_at_a_store_that_is_left_waits_no_longer() -> None:
     assert time.monotonic() - started_s < LATE_S
 
 
-def test_a_device_takes_no_store_for_its_own_that_is_made_meanwhile(
+def test_a_device_does_not_take_a_store_that_is_made_at_the_same_time_for_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stores: list[StoreHost] = []

@@ -1,4 +1,5 @@
-"""KV pages between two processes: every bit arrives, or an error does and nothing is written."""
+"""KV pages between two processes: either every bit arrives, or an error is raised and none is
+written."""
 
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.dist
 
 
 class _Sender:
-    """A process that sends, and its store."""
+    """A sending process, and its store."""
 
     def __init__(self, job: Any, *args: object, **options: object) -> None:
         self.joined_s = 0.0

@@ -73,7 +73,7 @@ def test_both_ways_are_taken_and_another_order_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 700])
-def test_a_rows_sum_does_not_depend_on_the_rows_beside_it(num_rows: int) -> None:
+def test_a_rows_sum_does_not_depend_on_the_other_rows(num_rows: int) -> None:
     inputs = random_inputs(3, (700, 512), torch.bfloat16)
     alone, _ = sums([x[:num_rows].contiguous() for x in inputs])
     together, _ = sums(inputs)
