@@ -1,4 +1,4 @@
-"""The instruments: they run on any checkpoint, and they notice what they are there to notice."""
+"""The benchmarks run on any checkpoint, and detect what they are meant to detect."""
 
 import json
 from collections.abc import Sequence

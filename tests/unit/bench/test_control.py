@@ -1,4 +1,4 @@
-"""`eesd bench control` as people run it: on a tiny model, and on traces alone."""
+"""`eesd bench control` from the command line: on a tiny model, and on traces alone."""
 
 import io
 import json
@@ -49,7 +49,7 @@ PROMPTS = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A quick run, and what it left behind."""
+    """A quick run, and its outputs."""
 
     report: dict[str, Any]
     words: list[str]
@@ -64,7 +64,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     (folder / "prompts.jsonl").write_text(PROMPTS)
     words = ["--model", str(model), "--prompts", str(folder / "prompts.jsonl"), "--quick"]
     words += ["--temperatures", "0", "1.2", "--max-tokens", "8", "--dtype", "float32", "--json"]
-    COST.save(folder / "cost.json")  # what is drafted must not depend on how busy the machine is
+    COST.save(folder / "cost.json")  # drafts must not depend on the load
     words += ["--cost", str(folder / "cost.json")]
     kept = ["--record", str(folder / "traces.json"), "--plots", str(folder / "plots")]
     started = time.process_time()
@@ -99,7 +99,7 @@ def test_a_quick_run_reports_all_that_is_promised_of_it(ran: Ran) -> None:
         assert summary[name]["over_best_single_fixed_mixed"] > 0
         assert summary[name]["worst_load_over_plain"] > 0
     assert ran.report["provenance"]["command"]
-    assert ran.cpu_seconds < 60.0  # on a busy machine caches are cold
+    assert ran.cpu_seconds < 60.0  # caches are cold on a busy machine
 
 
 def test_live_crowds_are_as_large_as_they_are_called(ran: Ran) -> None:
@@ -147,7 +147,7 @@ def test_the_pictures_are_there_and_small(ran: Ran) -> None:
 
 
 def test_kept_traces_give_the_same_figures_again(ran: Ran) -> None:
-    """Recorded rounds and a recorded cost model: nothing is left to the machine."""
+    """With recorded rounds and a recorded cost model, nothing depends on the machine."""
     again = [*ran.words, "--only", "replay", "--traces", str(ran.traces)]
     first, second = report_of(again), report_of(again)
     assert first["replay"] == second["replay"]
@@ -197,11 +197,11 @@ def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
         control.main(ControlOptions(model=tmp_path))
 
 
-# -- figures that are known beforehand ----------------------------------------------------------
+# -- figures that are known in advance ----------------------------------------------------------
 
 
 def trace(accepted: Sequence[int], *, ceiling: int = 4, workload: str = "a") -> Trace:
-    """A text whose drafts survive as given, with no evidence worth reading."""
+    """Returns a text with the given accepted drafts and constant evidence."""
     seen = tuple(
         Evidence(depth=depth, top1_prob=0.5, top2_margin=0.0, entropy=1.0)
         for depth in range(ceiling)
@@ -237,24 +237,24 @@ def test_the_best_fixed_length_is_none_where_nothing_and_all_where_everything_is
 
 
 def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
-    """Two requests of which one ends sooner: seconds by hand."""
+    """Two requests of which one ends sooner; the seconds are computed by hand."""
     (two,) = [v for v in fixed_variants(4) if v.label == "fixed 2"]
     run = replay([Arrival(trace=trace([2] * 6)), Arrival(trace=trace([0] * 2))], two, setting())
     assert [len(turns) for turns in run.rounds] == [2, 2]
     assert run.tokens == 8
-    # The shorter text has room for one drafted token at first and then for none.
+    # The shorter text has room for one drafted token at first, and then for none.
     assert run.seconds == pytest.approx([COST.batch_seconds([2, 1]), COST.batch_seconds([2, 0])])
 
 
 def test_a_guess_that_is_refused_is_paid_for() -> None:
     dear = replace(COST, guess_s=0.08)
-    refused = Variant(label="threshold", controller="threshold")  # 0.5 is below its 0.6
+    refused = Variant(label="threshold", controller="threshold")  # 0.5 is below its threshold 0.6
     run = replay([Arrival(trace=trace([4] * 3))], refused, replace(setting(), cost=dear))
     guessed = dear.seconds(0) + dear.guess_s
     assert run.seconds == pytest.approx([guessed, guessed, dear.seconds(0)])
 
 
-def test_nobody_arrives_before_the_mark_unless_the_engine_is_idle() -> None:
+def test_no_request_arrives_before_the_mark_unless_the_engine_is_idle() -> None:
     text = trace([0] * 4)
     crowd = [
         Arrival(trace=text),
@@ -277,7 +277,7 @@ def test_the_change_of_class_goes_from_the_easiest_to_the_hardest_and_back() -> 
     assert change.seams == (20, 40)
     lost = change.as_json()["variants"]
     assert isinstance(lost, dict)
-    # Drafting all of it is right in the easy parts and wrong in the hard one; plain the reverse.
+    # Full drafts are right in the easy parts and wrong in the hard one; plain decoding the reverse.
     full, plain = (lost[name]["lost_ms_per_round"] for name in ("fixed 4", "plain"))
     assert full[0]["first"] == pytest.approx(0.0, abs=1e-6)
     assert full[1]["later"] > 0

@@ -1,4 +1,4 @@
-"""Recorded guesses: a replay is the engine's own run, round by round."""
+"""Recorded guesses: a replay equals the run of the engine, round by round."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def config(model: Path, *, ceiling: int = CEILING, log_evidence: bool = False) -
 
 
 def texts() -> list[Text]:
-    """Greedy and sampled ones, one that is stopped by a token in its middle."""
+    """Returns greedy and sampled texts, one of them stopped by a token in its middle."""
     rng = Random(3)
     made = [
         Text(
@@ -84,7 +84,7 @@ def engine(model: Path) -> EngineCore:
 def lived(
     engine: EngineCore, texts: list[Text], variant: Variant, *, tag: str
 ) -> dict[int, list[tuple[int, int]]]:
-    """(drafted, accepted) of every round of every text, all of them in one batch."""
+    """Returns (drafted, accepted) of every round of every text, all of them in one batch."""
     for number, text in enumerate(texts):
         engine.add(
             Request(
@@ -129,8 +129,8 @@ def setting(*, max_running: int = 32) -> ReplaySetting:
 def test_a_replayed_run_has_the_rounds_of_the_live_one(
     variant: Variant, recorded: tuple[list[Text], list[Trace]], engine: EngineCore
 ) -> None:
-    """Fixed lengths show that the guesses are right; the others, that evidence is too, bit for bit:
-    they draw with the same seeds and would part at the first difference."""
+    """Fixed lengths check the guesses. The other controllers check that the evidence is equal bit
+    for bit: they draw with the same seeds and would diverge at the first difference."""
     texts, traces = recorded
     tag = variant.label.replace(" ", "")
     alive = lived(engine, texts, variant, tag=tag)
@@ -142,7 +142,7 @@ def test_a_replayed_run_has_the_rounds_of_the_live_one(
 def test_recording_meets_both_verdicts_and_a_text_that_stops(
     recorded: tuple[list[Text], list[Trace]],
 ) -> None:
-    """What the comparison above rests on: traces that are neither empty nor all alike."""
+    """The comparison above needs traces that are neither empty nor all equal."""
     texts, traces = recorded
     accepted = [guess.num_accepted for trace in traces for guess in trace.guesses]
     assert 0 in accepted
@@ -160,7 +160,7 @@ def test_recording_meets_both_verdicts_and_a_text_that_stops(
 def test_resuming_at_every_position_records_the_same_guesses(
     model: Path, recorded: tuple[list[Text], list[Trace]]
 ) -> None:
-    """The slow obvious way, as an oracle for reading many guesses off one chain."""
+    """Resumes at every position, as an oracle for reading many guesses off one chain."""
     texts, traces = recorded
     slow = build_local_engine(config(model, log_evidence=True), cost=COST)
     text, trace = texts[3], traces[3]
@@ -186,7 +186,8 @@ def test_resuming_at_every_position_records_the_same_guesses(
 def test_drafters_that_are_always_or_never_right_are_recorded_as_such(
     tmp_path: Path, agreement: Agreement
 ) -> None:
-    """Always right: chains survive whole, and every other position has to be asked for anew."""
+    """If always right, chains are fully accepted, and every other position must be asked
+    separately."""
     folder = save_target(tmp_path / "target")
     save_head(folder, folder / "exit_head", agreement)
     engine = build_local_engine(
@@ -215,7 +216,7 @@ def test_a_file_that_holds_no_traces_is_named(tmp_path: Path, content: str) -> N
 
 
 def test_recording_without_room_for_a_draft_says_so(model: Path) -> None:
-    """An engine that may not draft so far would leave holes for ever."""
+    """An engine with a smaller maximum length would leave gaps for ever."""
     engine = build_local_engine(config(model, ceiling=2, log_evidence=True), cost=COST)
     with pytest.raises(EngineError, match="found no room at token 0"):
         record(engine, texts()[:1], max_draft_tokens=CEILING)
@@ -224,7 +225,7 @@ def test_recording_without_room_for_a_draft_says_so(model: Path) -> None:
 # -- the oracle ---------------------------------------------------------------------------------
 
 
-def test_who_has_read_the_text_is_never_slower_than_anybody(
+def test_the_clairvoyant_is_never_slower_than_a_controller(
     recorded: tuple[list[Text], list[Trace]],
 ) -> None:
     everybody = [*fixed_variants(CEILING), *adaptive_variants(), *other_forms()]

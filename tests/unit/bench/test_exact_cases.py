@@ -1,4 +1,4 @@
-"""Which topologies `eesd bench exact` compares on."""
+"""The topologies that `eesd bench exact` compares."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `eesd bench exact` says while it runs."""
+"""The progress output of `eesd bench exact`."""
 
 from eesd_dist.bench.exact import ExactTally, Progress, duration
 

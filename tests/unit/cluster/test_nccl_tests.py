@@ -1,4 +1,4 @@
-"""The samples are written by hand in the formats of the versions named beside them."""
+"""The samples are written by hand in the formats of the given versions."""
 
 import json
 import stat
@@ -74,7 +74,7 @@ def test_the_best_bandwidth_and_a_latency_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("line", "redop", "root", "num_wrong"),
     [
-        # before 2.13: no root column, the error as a float
+        # before 2.13: no root column, the error is a float
         ("8 2 float sum 30.1 0.00 0.00 0e+00 29.9 0.00 0.00 0e+00", "sum", None, 0),
         # before 2.13, broadcast: root and no redop; -c 0 does not check
         ("8 2 float 3 30.1 0.00 0.00 N/A 29.9 0.00 0.00 N/A", None, 3, None),
@@ -134,7 +134,7 @@ def test_a_failing_rank_is_quoted() -> None:
     assert not report.passed
 
 
-def test_one_gpu_has_no_bus_bandwidth_and_passes_all_the_same() -> None:
+def test_one_gpu_has_no_bus_bandwidth_and_passes() -> None:
     report = parse_text(_with_rows("8 2 float sum -1 30.1 0.00 0.00 0 29.9 0.00 0.00 0"))
     assert report.average_busbw_gbps == 0.0
     assert report.passed

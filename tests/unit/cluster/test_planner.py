@@ -65,7 +65,7 @@ def test_draft_ranks_and_a_smaller_vocabulary_shorten_the_draft_step() -> None:
     assert small < one
 
 
-def test_a_single_rank_waits_for_nobody() -> None:
+def test_a_single_rank_waits_for_no_other() -> None:
     split = Split(exit_layer=4)
     waiting = Machine(verify_all_reduce_s=1.0, draft_all_reduce_s=1.0)
     assert _plan(split, machine=waiting).plain_step_s == _plan(split).plain_step_s

@@ -39,7 +39,7 @@ def _only(findings: list[Finding]) -> Finding:
     return finding
 
 
-def test_a_healthy_node_has_nothing_to_complain_of() -> None:
+def test_a_healthy_node_has_no_findings() -> None:
     assert check_node(HEALTHY, WANTED) == []
 
 

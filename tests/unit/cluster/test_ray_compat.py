@@ -1,4 +1,4 @@
-"""Ray's own loader of cluster files, as `cluster.ray_compat` relies on it."""
+"""Ray's loader of cluster files, as used by `cluster.ray_compat`."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The service's own files: Serve configurations and the RayService manifest."""
+"""The configuration files of the service: Serve configurations and the RayService manifest."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_the_kubernetes_workers_offer_what_one_pipeline_asks_for() -> None:
     manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
     offered: dict[str, int] = {}
     for group in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
-        # Quoted once for YAML and once for the shell that runs `ray start`.
+        # Quoted for YAML and again for the shell that runs `ray start`.
         resources = json.loads(json.loads(group["rayStartParams"]["resources"]))
         offered |= {name: amount * group["minReplicas"] for name, amount in resources.items()}
     config = _service("kuberay-rayservice.yaml")

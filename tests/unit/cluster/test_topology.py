@@ -40,7 +40,7 @@ def test_the_shipped_files_bring_the_service_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UP_FILES)
-def test_a_process_that_hangs_on_a_worker_node_does_not_keep_its_place(name: str) -> None:
+def test_a_process_that_hangs_on_a_worker_node_does_not_keep_its_slot(name: str) -> None:
     worker = dict(load_cluster_file(CONFIGS / name).worker_environment)
     assert worker["RAY_kill_worker_timeout_milliseconds"] == "1000"
 

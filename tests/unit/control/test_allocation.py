@@ -1,4 +1,4 @@
-"""Which tokens of a batch to draft, against trying everything."""
+"""Which tokens of a batch to draft, compared with an exhaustive search."""
 
 from itertools import combinations, product
 
@@ -38,7 +38,7 @@ def _entries(survival: list[list[float]]) -> list[Entry]:
 
 
 def _value(counts: list[int], tokens: float, prices: Prices) -> float:
-    """Tokens less their price, counted from the formula."""
+    """Returns tokens less their price, by the formula."""
     drafting = prices.drafting_s
     drafting += sum(
         (prices.later_s if level else prices.first_s)[count] for level, count in enumerate(counts)
@@ -77,7 +77,8 @@ def test_of_several_levels_no_lengths_of_all_requests_earn_more(
     verify_row_s: float,
     rate: float,
 ) -> None:
-    """A level costs the same whoever is on it and a little for everyone who is; rows cost alike."""
+    """The cost of a level does not depend on its requests, and grows a little with their number;
+    all rows cost the same."""
     survival = [[first * theta**level for level in range(3)] for first, theta in requests]
     prices = _prices([level_s] + [draft_row_s] * 8, [verify_row_s] * 9, rate=rate)
     best = 0.0

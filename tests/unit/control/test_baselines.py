@@ -1,4 +1,4 @@
-"""Other people's controllers: the rules as published, and what they do in known worlds."""
+"""Published controllers: their rules, and their behaviour at known acceptance rates."""
 
 from random import Random
 
@@ -79,7 +79,7 @@ def test_ucb_tries_every_length_once_and_then_keeps_to_the_one_that_earns_most()
     assert lengths[:5] == [0, 1, 2, 3, 4]
     late = lengths[600:]
     assert max(range(5), key=late.count) == 4
-    assert min(late.count(length) for length in range(5)) > 0  # and goes on looking
+    assert min(late.count(length) for length in range(5)) > 0  # continues to explore
 
 
 def test_ucb_follows_a_world_that_changes() -> None:

@@ -1,4 +1,4 @@
-"""What a round teaches, and what it does not."""
+"""What a round changes in a belief."""
 
 import json
 

@@ -27,7 +27,7 @@ Judged = list[tuple[Evidence, bool]]
 
 
 def _overconfident(rng: Random, count: int) -> Judged:
-    """A head whose logits are three times too sharp, and worse with depth."""
+    """Draws tokens of a head with logits that are three times too sharp, and worse with depth."""
     judged = []
     for _ in range(count):
         score, depth = rng.gauss(1.0, 1.5), rng.randrange(8)
@@ -52,7 +52,7 @@ def test_fitting_removes_most_of_the_calibration_error() -> None:
 
 
 def _with_gaps(rng: Random, count: int) -> Judged:
-    """A head whose probabilities say little and whose gaps say much, and steeply so."""
+    """Draws tokens of a head with uninformative probabilities and informative, steep gaps."""
     judged = []
     for _ in range(count):
         gap = rng.expovariate(1.0)

@@ -1,4 +1,5 @@
-"""Controllers: their published formulas by simulation, and what they do in known worlds."""
+"""Controllers: their published formulas by simulation, and their behaviour at known acceptance
+rates."""
 
 import math
 from random import Random
@@ -64,7 +65,7 @@ def test_a_controller_that_only_sees_rejections_gives_up(form: str, cost: CostMo
 
 
 def test_a_controller_that_gave_up_tries_again() -> None:
-    """Rounds without a draft forget, so that a text that became easy is noticed."""
+    """Rounds without a draft discount old counts, so that a text that became easy is detected."""
     hopeful = controller("beta", cost=CHEAP, discount=0.95)
     for _ in range(60):
         hopeful.observe(outcome(8, 0))
@@ -173,7 +174,7 @@ def test_evidence_that_is_not_a_number_costs_speed_alone() -> None:
         assert isinstance(one.keep_drafting(evidence(math.nan)), bool)
 
 
-def test_goodput_and_ucb_assume_costs_where_nobody_has_measured() -> None:
+def test_goodput_and_ucb_assume_costs_without_a_measurement() -> None:
     names: tuple[str, ...] = ("goodput", "ucb")
     for name in names:
         easy = decode(controller(name), [(True, 0.9)] * 400, ceiling=8)

@@ -1,4 +1,4 @@
-"""Costs, and the length that earns most by them."""
+"""Costs, and the most profitable length."""
 
 from itertools import accumulate
 from operator import mul
@@ -60,7 +60,7 @@ def test_on_convex_costs_it_is_the_published_rule_of_one_step(
 
 
 def test_a_step_in_verify_time_does_not_hide_the_longer_drafts_behind_it() -> None:
-    """Kernels work in blocks of rows: the fifth row costs much, the sixth to eighth nothing."""
+    """Kernels work in blocks of rows: the fifth row is expensive, the sixth to eighth are free."""
     cost = CostModel(draft_step_s=0.05, verify_s=(1.0,) * 4 + (1.4,) * 4)
     assert _length(OptimalStop(cost=cost, max_draft_tokens=7), 0.95) == 7
 

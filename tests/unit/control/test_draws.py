@@ -1,4 +1,4 @@
-"""One draw of chance, many distributions."""
+"""One random deviate, many distributions."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from eesd_dist.control.draws import Deviate
 
 @pytest.mark.parametrize(("a", "b"), [(0.3, 0.2), (1.0, 1.0), (2.0, 5.0), (80.0, 3.0)])
 def test_each_answer_is_an_exact_draw(a: float, b: float) -> None:
-    """Against the moments and the distribution function of Python's own sampler."""
+    """Compares with the moments and the distribution function of Python's sampler."""
     rng, size = Random(11), 20_000
     ours = sorted(Deviate(rng).beta(a, b) for _ in range(size))
     theirs = sorted(rng.betavariate(a, b) for _ in range(size))
@@ -24,7 +24,7 @@ def test_each_answer_is_an_exact_draw(a: float, b: float) -> None:
 
 
 def test_answers_of_one_deviate_move_together() -> None:
-    """A deviate that is lucky for one token is lucky for its neighbour."""
+    """A deviate that is high for one token is high for the next."""
     rng, pairs = Random(4), []
     for _ in range(3_000):
         chance = Deviate(rng)

@@ -1,4 +1,4 @@
-"""`goodput` in known worlds, against fixed lengths, plain decoding and its own promises."""
+"""`goodput` at known acceptance rates: against fixed lengths, plain decoding and its forecasts."""
 
 from functools import cache
 from random import Random
@@ -31,12 +31,12 @@ CHEAP = CostModel(
 LINEAR = CostModel(
     draft_step_s=0.1, verify_s=tuple(1.0 * i for i in range(1, 10)), round_s=0.05, guess_s=0.06
 )
-"""The verifier is busy: every row costs what a whole pass does."""
+"""The verifier is busy: every row costs as much as a full pass."""
 
 
 @cache
 def calibrator() -> Calibrator:
-    """Fitted to texts of every kind together, as a real one is."""
+    """Returns a calibrator fitted to texts of all kinds, as a real one is."""
     rng = Random(77)
     tokens = [
         pair for ease in (3, 1, -2) for pair in text(rng, ease=ease, spread=1.5, num_tokens=1_500)
@@ -156,7 +156,7 @@ def _admitted(policy: DraftPolicy, count: int) -> DraftPolicy:
 
 
 def test_rows_go_to_the_requests_that_are_likeliest_to_use_them() -> None:
-    """A verifier with room for ten rows and none beyond: of eight requests two may draft."""
+    """The verifier has room for ten rows: of eight requests, two may draft."""
     wall = CostModel(draft_step_s=1e-4, verify_s=(1.0,) * 10, verify_rows_s=((11, 9.0), (20, 90.0)))
     chances = [0.5, 0.99, 0.4, 0.6, 0.98, 0.5, 0.3, 0.6]
     for seed in range(20):
@@ -175,8 +175,8 @@ def test_in_a_larger_batch_where_rows_are_dear_less_is_drafted() -> None:
     assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(alone.lengths) / len(alone.lengths)
 
 
-def test_beside_another_microbatches_verification_more_is_drafted() -> None:
-    """Draft steps that dearly cost alone are hidden behind the verifier's time."""
+def test_more_is_drafted_while_another_microbatch_is_verified() -> None:
+    """Draft steps that are expensive alone are hidden behind the time of the verifier."""
     slow = CostModel(draft_step_s=0.5, verify_s=tuple(1.0 + 0.01 * i for i in range(9)))
     chances = [0.35]
     alone = sum(
@@ -190,7 +190,7 @@ def test_beside_another_microbatches_verification_more_is_drafted() -> None:
 
 
 def test_rows_of_requests_with_controllers_of_their_own_are_counted_as_given() -> None:
-    """The verifier has three rows for two requests: the one that is left is wanted by both."""
+    """The verifier has three rows for two requests, which compete for the third."""
     wall = CostModel(draft_step_s=1e-4, verify_s=(1.0,) * 3, verify_rows_s=((4, 60.0),))
     mine, other = RequestId("mine"), RequestId("other")
     for length, expected in ((0, True), (4, False)):
@@ -279,7 +279,7 @@ def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
 
 
 def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() -> None:
-    """A text of which the calibration promises nine in ten, where first nothing is accepted."""
+    """The calibration promises 0.9 for a text of which first nothing is accepted."""
     cheap = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05, guess_s=0.06)
     policy = DraftPolicy(
         speculation=SpeculationConfig(controller="goodput"), cost=cheap, calibrator=None

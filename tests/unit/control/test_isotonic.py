@@ -1,4 +1,4 @@
-"""The nearest row that never falls, against every row on a grid."""
+"""The nearest non-decreasing sequence, compared with every sequence on a grid."""
 
 from itertools import combinations_with_replacement
 

@@ -1,4 +1,4 @@
-"""Two microbatches where they earn more, one batch where they do not."""
+"""Two microbatches where they are faster, one batch where they are not."""
 
 import pytest
 
@@ -10,7 +10,7 @@ _GROWING = CostModel(
     verify_s=tuple(4.0 + row for row in range(64)),
     draft_rows_s=((1, 1.0), (32, 5.0)),
 )
-"""Rows cost something in both stages, which take about as long."""
+"""Rows cost time in both stages, which take about equally long."""
 
 
 def _after_drafting(policy: OverlapPolicy, length: int) -> OverlapPolicy:
@@ -20,7 +20,7 @@ def _after_drafting(policy: OverlapPolicy, length: int) -> OverlapPolicy:
 
 
 def _flat(*, draft_s: float, verify_s: float) -> CostModel:
-    """A machine that does not feel how many rows there are."""
+    """Returns the costs of a machine on which the number of rows does not matter."""
     ones = ((1, 1.0), (64, 1.0))
     return CostModel(
         draft_step_s=draft_s,
@@ -39,7 +39,8 @@ def test_where_verifying_is_nearly_all_of_a_round_and_rows_are_free_nothing_over
 
 
 def test_equal_stages_on_a_machine_without_batching_cost_do_not_earn_by_halves() -> None:
-    # One batch: draft + verify; overlapped: twice the larger one. Equal stages come out even.
+    # One batch takes draft + verify; overlapped batches take twice the larger one. Equal stages
+    # give equal times.
     policy = _after_drafting(OverlapPolicy(_flat(draft_s=1.0, verify_s=4.0)), 4)
     assert not policy.pays(8)
 

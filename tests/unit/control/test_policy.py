@@ -1,4 +1,4 @@
-"""Requests and the controllers they name, as an engine asks for them."""
+"""Requests and the controllers that they name, through the interface of the engine."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def policy(controller: str = "beta", **config: object) -> DraftPolicy:
 
 
 def drafted(made: DraftPolicy, *, rounds: int = 50) -> int:
-    """First tokens drafted for the one request."""
+    """Returns how often a first token was drafted for the request."""
     count = 0
     for _ in range(rounds):
         made.begin_round([ONE])
@@ -37,7 +37,7 @@ def test_a_controller_that_needs_no_evidence_spares_the_exit_head_its_last_guess
     offer = Offer(request_id=ONE, evidence=evidence())
     for _ in range(2):
         assert made.worth_a_guess([ONE]) == {ONE}
-        assert made.worth_a_guess([ONE]) == {ONE}  # asked again, the answer is the same
+        assert made.worth_a_guess([ONE]) == {ONE}  # asked twice, the answer is the same
         assert made.choose([offer]) == [True]
     assert made.worth_a_guess([ONE]) == frozenset()
 

@@ -1,4 +1,4 @@
-"""What could have been earned, from logs alone."""
+"""Regret, computed from logs alone."""
 
 from random import Random
 
@@ -30,7 +30,7 @@ def test_lengths_beyond_a_draft_that_survived_whole_are_censored_and_not_failed(
 
 
 def test_the_best_fixed_length_in_hindsight_is_the_one_that_wins_when_tried() -> None:
-    """Estimated from mixed lengths, against really drafting each length."""
+    """Compares the estimate from mixed lengths with real drafts of each length."""
     rng = Random(9)
     mixed = _world(rng, theta=0.75, lengths=[rng.randrange(1, 9) for _ in range(6_000)])
     judged = hindsight(mixed, cost=COST, max_length=8)

@@ -1,4 +1,4 @@
-"""SmartSpec: the formula of the paper, and what it does at which load and acceptance."""
+"""SmartSpec: the formula of the paper, and its lengths by load and acceptance."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ from eesd_dist.types import Outcome, RequestId
 from tests.unit.control.worlds import Text, evidence, serve, text
 
 IDLE = CostModel(draft_step_s=0.05, verify_s=tuple(1 + 0.001 * i for i in range(9)), round_s=0.1)
-"""The verifier waits for its weights: rows are nearly free up to nine, and then cost."""
+"""The verifier is bound by reading weights: up to nine rows are nearly free."""
 LOADED = CostModel(
     draft_step_s=0.05, verify_s=(1.0,) * 9, verify_rows_s=((10, 1.1), (330, 33.0)), round_s=0.1
 )

@@ -1,4 +1,4 @@
-"""Chances of tokens on a tree, against counting what happens there."""
+"""Survival probabilities of tokens on a tree, compared with counts."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ from tests.unit.control.worlds import ONE, evidence
 
 
 def _tree(*branches: tuple[int, int]) -> Outcome:
-    """(num_offered, chosen_rank) of each branch the verdict came to."""
+    """Takes (num_offered, chosen_rank) of each branch that the verdict reached."""
     return Outcome(
         request_id=ONE,
         num_drafted=sum(offered for offered, _ in branches),

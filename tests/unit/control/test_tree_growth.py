@@ -1,4 +1,4 @@
-"""Who grows a tree, and where: the controller says how deep, chances say how wide."""
+"""Growth of trees: the controller decides the depth, survival probabilities the width."""
 
 import pytest
 
@@ -19,7 +19,7 @@ WHO = RequestId("a")
 
 
 def sure(probability: float, *, depth: int = 0) -> Evidence:
-    """Without a calibration the exit head's own probability is believed."""
+    """Returns evidence with this probability, which is used as it is without a calibration."""
     return Evidence(depth=depth, top1_prob=probability, top2_margin=0.1, entropy=0.5)
 
 
@@ -75,7 +75,7 @@ def test_a_controller_is_asked_once_a_level_and_about_the_likeliest_token() -> N
 def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
     made = policy("fixed", fixed_length=5)
     first = made.choose([offer(0, probability=0.6), offer(1, probability=0.6)])
-    assert first == [True, True]  # 0.6, and a third of the 0.4 that it may miss
+    assert first == [True, True]  # 0.6, and a third of the remaining 0.4
     second = made.choose(
         [
             offer(0, parent=0, depth=1, probability=0.5),
@@ -86,7 +86,7 @@ def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
     )
     assert second == [True, False, False, False]
     assert 0.6 * 0.5 > FLOOR > 0.6 * 0.5 / 3 > 0.4 / 3 * 0.5
-    # The third token taken is number 2: its children survive with its chance.
+    # The third token is number 2: the survival of its children includes its own.
     third = made.choose([offer(0, parent=2, depth=2, probability=0.45)])
     assert third == [FLOOR < 0.6 * 0.5 * 0.45]
     made.begin_round([WHO])
@@ -121,7 +121,7 @@ def test_a_belief_learns_of_first_choices_alone_and_only_where_they_were_judged(
     def branch(depth: int, chosen_rank: int) -> Branch:
         return Branch(depth=depth, num_offered=2, chosen_rank=chosen_rank, evidence=sure(0.5))
 
-    # First choice right, then an alternative, then nothing that was drafted: one right, two wrong.
+    # The first choice is right, then an alternative, then no drafted token: one right, two wrong.
     tree = Outcome(
         request_id=WHO,
         num_drafted=9,

@@ -1,4 +1,4 @@
-"""A world in which tokens are accepted by known chances, to try controllers in."""
+"""Simulated texts with known acceptance probabilities, for testing controllers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ def evidence(top1_prob: float = 0.5, *, depth: int = 0) -> Evidence:
 
 
 class Alone:
-    """One request of a `DraftPolicy`, as a controller of its own: any registered one."""
+    """One request of a `DraftPolicy` as a controller, for any registered name."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Alone:
 
 
 def draft_length(controller: Controller, *, ceiling: int, top1_prob: float = 0.5) -> int:
-    """One round's draft, with the same evidence for every token."""
+    """Returns the draft length of one round, with the same evidence for every token."""
     controller.begin_round()
     for depth in range(ceiling):
         if not controller.keep_drafting(evidence(top1_prob, depth=depth)):
@@ -75,7 +75,7 @@ def draft_length(controller: Controller, *, ceiling: int, top1_prob: float = 0.5
 
 
 def text(rng: Random, *, ease: float, spread: float, num_tokens: int) -> Text:
-    """(accepted?, top-1 probability) of a text whose tokens differ in difficulty."""
+    """Returns (accepted?, top-1 probability) of tokens, which differ in difficulty."""
     tokens = []
     for _ in range(num_tokens):
         score = rng.gauss(ease, spread)
@@ -84,7 +84,7 @@ def text(rng: Random, *, ease: float, spread: float, num_tokens: int) -> Text:
 
 
 def decode(controller: Controller, tokens: Text, *, ceiling: int) -> list[Outcome]:
-    """Every round it takes to get through the text, each observed."""
+    """Returns the outcome of every round needed for the text, each observed by the controller."""
     outcomes, at = [], 0
     while at + ceiling + 1 < len(tokens):
         seen: list[Evidence] = []
@@ -109,12 +109,12 @@ def _sigmoid(score: float) -> float:
 
 @dataclass(slots=True)
 class Served:
-    """What came of a row of texts served in batches."""
+    """Results of a sequence of texts that were served in batches."""
 
     tokens: int = 0
     seconds: float = 0.0
     lengths: list[int] = field(default_factory=list)
-    """Of every draft, in order of rounds."""
+    """Of every draft, in the order of rounds."""
     num_guesses: int = 0
 
     @property
@@ -132,8 +132,8 @@ def serve(
     belief: Belief | None = None,
     name: str | None = None,
 ) -> Served:
-    """A drafter's questions level by level, a verifier's answers from the texts, and the cost
-    model's clock, which counts guesses that are looked at and not taken."""
+    """Asks the policy level by level, answers with verdicts from the texts, and adds up the seconds
+    of the cost model, including guesses that were computed but not drafted."""
     served, waiting = Served(), list(enumerate(texts))
     live: dict[RequestId, tuple[Text, int]] = {}
     share = cost.guess_batch(1) / cost.draft_step_s

@@ -49,7 +49,7 @@ def test_calibration_is_judged_on_prompts_it_was_not_fitted_on_and_comes_nearer_
     assert sorted(file.name for file in machine.head.iterdir() if file.name[0] == ".") == []
 
 
-def test_calibration_may_be_written_elsewhere(target: Path, tmp_path: Path) -> None:
+def test_calibration_may_be_written_to_another_folder(target: Path, tmp_path: Path) -> None:
     machine = machine_of(target, tmp_path, "sometimes")
     run(machine, prompts_of(4), max_tokens=12, out=tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere" / CALIBRATION_FILE).exists()

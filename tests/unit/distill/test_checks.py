@@ -1,4 +1,4 @@
-"""Numbers that a step refuses before it reads anything."""
+"""Options that a step refuses before it reads anything."""
 
 from collections.abc import Callable
 from dataclasses import replace

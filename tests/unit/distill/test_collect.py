@@ -1,4 +1,4 @@
-"""From prompts to shards: the target's own texts, each chunk once, the same bytes every time."""
+"""From prompts to shards: the texts of the target, each chunk once, the same bytes in every run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -79,7 +79,7 @@ def quiet(text: str) -> None:
 
 
 class Counted:
-    """The real engine, and which requests it was asked."""
+    """The real engine; records the requests that it receives."""
 
     def __init__(self, target: Path) -> None:
         engine = build_local_engine(
@@ -117,7 +117,7 @@ def test_every_prompt_is_answered_at_every_temperature_and_every_text_is_read(
     assert answered == sorted((tuple(p), t) for _, p in PROMPTS for t in (0.0, 0.8))
     assert len({s.seed for s in sources if s.is_prompt}) == 6
     read = sorted(s.tokens for s in sources if not s.is_prompt)
-    # The longest length cuts the long text in two; a single token teaches nothing.
+    # The maximum length splits the long text; a text of one token is not used.
     assert read == [tuple(TEXTS[0]), tuple(range(40, 72)), tuple(range(72, 90))]
 
 
@@ -302,7 +302,7 @@ def test_no_shard_is_begun_after_the_time_is_spent(tmp_path: Path, target: Path)
 
 
 class Killed(LocalExecutor):
-    """Works until so many shards are made."""
+    """Runs until the given number of shards is made, then fails."""
 
     def __init__(self, *, after: int) -> None:
         self._after = after

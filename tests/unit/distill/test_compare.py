@@ -1,4 +1,4 @@
-"""Heads on held-out text: what is counted, and how sure one may be of the better of two."""
+"""Heads on held-out text: what is counted, and the confidence in the better of two."""
 
 import random
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_figures_are_those_of_the_whole_distributions(target: Path, tmp_path: Pa
     sequences = sequences_of(target, 6, temperature=0.8)
     agreed = overlap = positions = 0.0
     for sequence in sequences:
-        p_TV = full_logits(target, sequence)[3:].softmax(-1)  # row 3 is about the first answer
+        p_TV = full_logits(target, sequence)[3:].softmax(-1)  # row 3 predicts an answer token
         guess_1TV = head.training_forward(sequence.hidden[EXIT_LAYER].unsqueeze(0)).detach()
         q_TV = guess_1TV[0, 3:].softmax(-1)
         agreed += float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
@@ -166,7 +166,7 @@ def test_heads_that_always_and_never_agree_are_told_apart(
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
     tokens = list(range(3, 23))
     greedy = overlap_of(head, frozen, tokens, num_prompt=5, temperature=0.0)
-    # The last prompt token and each written one but the last are judged.
+    # The last prompt token and all written tokens except the last are judged.
     assert greedy.num_positions == 20 - 5
     assert greedy.agreed == greedy.accepted == share * 15
     sampled = overlap_of(head, frozen, tokens, num_prompt=5, temperature=1.0)

@@ -1,4 +1,4 @@
-"""Evaluation of drafters whose worth is known: always, sometimes, never right."""
+"""Evaluation of drafters of known quality: always, sometimes, never right."""
 
 import json
 from dataclasses import replace
@@ -64,7 +64,8 @@ def test_acceptance_counts_judged_tokens_alone() -> None:
     asked = Asked(prompt=prompts_of(1)[0], temperature=0.0, seed=0)
     rounds = [_outcome(8, 3), _outcome(8, 0), _outcome(2, 2), _outcome(0, 0)]
     found = acceptance_of([Answer(asked=asked, tokens=(), outcomes=rounds)])
-    # 4 judged of the first, 1 of the second, 2 of the third; a round without a draft says nothing.
+    # 4 judged of the first, 1 of the second, 2 of the third; a round without a draft does not
+    # count.
     assert (found.num_rounds, found.num_judged) == (3, 7)
     assert found.rate == pytest.approx(5 / 7)
     assert found.tokens_per_round == pytest.approx(1 + 5 / 3)
@@ -88,5 +89,5 @@ def test_speed_is_a_ratio_of_sums_and_its_interval_holds_it() -> None:
     assert (speed.plain_tokens_per_s, speed.tokens_per_s) == (pytest.approx(20 / 3), 10.0)
     assert (speed.num_texts, speed.texts_unlike_plain) == (2, 1)
     assert speed.tokens_per_round == 2.0
-    # Two tokens a round of two seconds, against one a second.
+    # Two tokens per round of two seconds, compared with one per second.
     assert speed.predicted_over_plain == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""The feature store: what goes in comes out, and damage never passes for data."""
+"""The feature store: data is read back unchanged, and damage is detected."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from tests.support.tiny_checkpoints import tiny_model
 
 
 def _sequence(num_tokens: int, *, seed: int = 0, vocab_size: int = 300) -> FeatureSequence:
-    """Of a sharply peaked target: one token has nearly all the mass in some rows."""
+    """Returns features of a sharply peaked target: in some rows one token has nearly all mass."""
     generator = torch.Generator().manual_seed(seed)
     logits_TV = 6.0 * torch.randn(num_tokens, vocab_size, generator=generator) + 15.0
     best = logits_TV.topk(8, dim=-1)
@@ -86,7 +86,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
         assert list(new.hidden) == [1, 2, 12]
         assert all(torch.equal(old.hidden[at], new.hidden[at]) for at in old.hidden)
         assert torch.equal(old.top_ids_TK, new.top_ids_TK)
-        assert torch.equal(old.lse_T, new.lse_T)  # to the bit: nothing may be lost of it
+        assert torch.equal(old.lse_T, new.lse_T)  # to the bit
 
 
 def test_kept_probabilities_are_right_to_a_thousandth_however_large_the_logits(

@@ -1,4 +1,4 @@
-"""Files and folders of a step: whole or not at all, one process at a time."""
+"""Files and folders of a step: written atomically, by one process at a time."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     for folder in (old, new):
         folder.mkdir()
         (folder / folder.name).write_text("")
-    (tmp_path / ".head.old").mkdir()  # a kill between the two renames
+    (tmp_path / ".head.old").mkdir()  # as after a kill between the two renames
     put_in_place(new, old)
     assert [path.name for path in old.iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["head"]

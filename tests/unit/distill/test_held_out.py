@@ -1,4 +1,4 @@
-"""Which prompts are learnt from, and which are kept aside: always the same, never both."""
+"""Training prompts and held-out prompts: always the same, and never both."""
 
 import json
 from dataclasses import replace
@@ -118,7 +118,7 @@ def test_other_prompts_kept_aside_than_when_collecting_are_refused(tmp_path: Pat
     manifest = write_tiny_features(tmp_path / "features", target).manifest
     PromptChoice(held_out=9, seed=9).require_kept_aside_from(
         tmp_path / "features"
-    )  # nobody planned these
+    )  # there is no plan yet
     replace(manifest, plan_sha256="made", num_held_out=8).write(tmp_path / "features")
     PromptChoice(held_out=8).require_kept_aside_from(tmp_path / "features")
     with pytest.raises(ConfigError, match="collected with --seed 0, asked for 1"):

@@ -1,5 +1,4 @@
-"""A head refreshed from a recording: it learns, is compared fairly, and is refused where it must
-be."""
+"""Refreshing a head from a recording: it learns, is compared fairly, and is refused if needed."""
 
 import json
 import random
@@ -49,7 +48,8 @@ def head(target: Path, tmp_path: Path) -> Path:
 def write_recording(
     folder: Path, target: Path, *, count: int = 60, exit_layer: int = EXIT_LAYER, top_k: int = 16
 ) -> Path:
-    """Pieces as a service leaves them: no prompt, greedy and sampled in turn, several shards."""
+    """Writes pieces like those of a service: no prompt, greedy and sampled alternately, several
+    shards."""
     rng = random.Random(4)
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [exit_layer])
     texts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(8, 30))] for _ in range(count)]
@@ -178,7 +178,7 @@ def test_too_few_pieces_to_compare_on_are_refused(
     with pytest.raises(ConfigError, match="20 pieces leave 4 to compare on"):
         refresh(make_request(recording))
     shutil.rmtree(recording)
-    write_recording(recording, target, count=50)  # the service went on meanwhile
+    write_recording(recording, target, count=50)  # the service has recorded more
     assert refresh(make_request(recording, steps=2)).num_pieces == 50
 
 
@@ -232,7 +232,7 @@ def test_what_the_same_target_computed_before_it_was_trained_on_is_refused(
         refresh(make_request(recording))
 
 
-def test_shards_that_the_service_removed_meanwhile_are_left_out(
+def test_shards_that_the_service_removed_during_the_refresh_are_left_out(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     recording = write_recording(tmp_path / "recording", target, count=75)

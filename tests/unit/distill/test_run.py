@@ -1,4 +1,4 @@
-"""What a run of `eesd distill` may go on with, and what it refuses; no step is run here."""
+"""Which `eesd distill run` may be continued, and which is refused; no step runs here."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a sweep tries, and what it says of the figures: measured time decides, not acceptance."""
+"""The combinations of a sweep and its report: measured time decides, not acceptance."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) ->
     for name in ("exit_1_own", "exit_2_truncated_embedding", "exit_12_shared"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "evaluation.json").write_text("{}")
-    (tmp_path / "exit_4_own").mkdir()  # trained, not yet measured
+    (tmp_path / "exit_4_own").mkdir()  # trained, but not measured yet
     (tmp_path / "exit_notes").mkdir()
     assert {one.name for one in _measured(tmp_path)} == {
         "exit_1_own",

@@ -1,4 +1,4 @@
-"""The frozen target says what transformers says, layer by layer and token by token."""
+"""The frozen target equals the model of transformers, layer by layer and token by token."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_hidden_states_logits_and_their_sum_are_those_of_transformers(
         torch.testing.assert_close(view.lse_T, exact_T, atol=1e-4, rtol=1e-5)
 
 
-def test_what_stands_beside_a_sequence_does_not_change_it(
+def test_other_sequences_of_a_batch_do_not_change_a_sequence(
     folder: Path, sequences: list[list[int]]
 ) -> None:
     frozen = FrozenTarget(folder, ModelSpec.from_folder(folder), EXITS)
@@ -82,7 +82,7 @@ def test_more_logits_than_tokens_are_as_many_as_tokens(folder: Path) -> None:
     torch.testing.assert_close(view.top_logits_TK.logsumexp(dim=-1), view.lse_T)
 
 
-def test_a_head_whose_target_does_nothing_after_the_exit_agrees_from_the_start(
+def test_a_head_of_a_target_that_does_nothing_after_the_exit_agrees_from_the_start(
     tmp_path: Path,
 ) -> None:
     target_folder = save_target(tmp_path)

@@ -57,7 +57,7 @@ def test_a_fixed_seed_finds_nothing_in_three_thousand_tokens(
         assert report["engines"] >= engines
         assert report["counts"]["accepted"] > 100
     assert alone["tokens"] + ranks["tokens"] >= 3000
-    assert alone["plain_tokens"] < alone["tokens"]  # written once, compared many times
+    assert alone["plain_tokens"] < alone["tokens"]  # generated once, compared many times
     assert alone["counts"]["preemptions"] > 0
     assert sum(alone["troubles"].values()) > 5
     assert ranks["counts"]["lost stages"] > 0
@@ -91,7 +91,7 @@ def test_a_failure_is_made_smaller(capsys: pytest.CaptureFixture[str], tmp_path:
 def found(
     plant: str, seed: int, capsys: pytest.CaptureFixture[str], folder: Path, *, reduce_s: int
 ) -> dict[str, Any]:
-    """A run that ends at the planted error."""
+    """Runs until the planted error is found."""
     report = run(
         capsys,
         folder,
@@ -122,7 +122,7 @@ def test_an_interrupted_run_goes_on_and_another_one_is_refused(
     first = run(capsys, tmp_path, *words, "--tokens", "300")
     rows = state.read_text().splitlines()
     with state.open("a") as lines:
-        lines.write('{"number": 1, "tok')  # the machine was switched off here
+        lines.write('{"number": 1, "tok')  # a crash in the middle of a write
     second = run(capsys, tmp_path, *words, "--tokens", str(first["tokens"] + 1))
     assert state.read_text().splitlines()[: len(rows)] == rows
     assert second["engines"] > first["engines"]
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_with_the_totals(
 
     monkeypatch.setattr(Campaign, "_progress", then_ctrl_c)
     words = ("--random", "1", "--random-models", "3", "--tokens", "1000000")
-    # Tests that run in the background of a shell ignore it.
+    # Tests in the background of a shell ignore this signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         report = run(capsys, tmp_path, *words, status=130)

@@ -1,4 +1,4 @@
-"""An engine of the fuzz is a pure function of the seed and its number, and can be written down."""
+"""An engine of the fuzz is a pure function of the seed and its number, and can be serialized."""
 
 from collections import Counter
 from pathlib import Path
@@ -87,6 +87,6 @@ def test_everything_that_can_be_drawn_is_drawn(make_source: MakeSource) -> None:
 
 
 def test_the_planted_sum_is_tried_where_an_order_can_be_told(make_source: MakeSource) -> None:
-    """Of two numbers the sum is the same in either order."""
+    """The sum of two numbers is the same in either order."""
     source = make_source(3, num_models=4, plant="sum")
     assert all(source.case(n).world.verify_ranks >= 3 for n in range(0, 60, GROUP_SIZE))

@@ -1,4 +1,4 @@
-"""Links: replies beside the engine, losses at a chosen round, rounds as they travel."""
+"""Links: replies in a thread, losses at a chosen round, rounds encoded as on the wire."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Random models are of every family, load, and their heads are right sometimes."""
+"""Random models are of every family, load, and have heads that are sometimes right."""
 
 from random import Random
 

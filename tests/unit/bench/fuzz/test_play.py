@@ -1,4 +1,4 @@
-"""Troubles really befall engines, and no text changes under them."""
+"""Troubles really happen to the engines, and no text changes."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def _entry(at: int) -> Entry:
 
 @pytest.fixture(scope="module")
 def shared_model(shelf: ModelShelf) -> str:
-    """One whose heads and channels two ranks can share."""
+    """Returns a model with heads and channels that two ranks can share."""
     models = (shelf.random(3, number) for number in range(20))
     return next(model.name for model in models if 2 in degrees_of(model.spec))
 

@@ -1,4 +1,4 @@
-"""A failing case is made smaller step by step, and every step has been seen to fail."""
+"""A failing case is reduced step by step, and every step was seen to fail."""
 
 from eesd_dist.bench.fuzz.cases import Case
 from eesd_dist.bench.fuzz.reduction import reduce_case
@@ -24,7 +24,7 @@ def test_only_what_the_failure_needs_is_left(make_source: MakeSource) -> None:
     tried: list[Case] = []
 
     def fails(case: Case) -> bool:
-        """As if a tree of one request broke its fifth token, beside a loss."""
+        """Acts as if a tree of one request broke its fifth token when a stage is lost."""
         tried.append(case)
         wanted = [entry for entry in case.entries if entry.name == "r3"]
         return (

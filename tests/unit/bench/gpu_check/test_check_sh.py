@@ -1,4 +1,4 @@
-"""`infra/gpu/check.sh --device cpu`, whole: from a plain copy, without what a GPU machine lacks."""
+"""The full `infra/gpu/check.sh --device cpu`, on a copy, without some packages of this machine."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-# Twice as long as anything else here may take: other work may be on the same cores.
+# Twice the longest expected time, since other work may run on the same cores.
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[4]
@@ -50,7 +50,7 @@ class Check:
 
 
 def run_check(folder: Path, site: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """`site`: modules that Python finds before any other."""
+    """`site`: modules that take precedence over all others."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(site)}
     return subprocess.run(
         [str(folder / "infra" / "gpu" / "check.sh"), *words],
@@ -145,7 +145,7 @@ def test_the_json_says_where_it_comes_from(check: Check) -> None:
 
 
 def test_a_planted_error_is_exit_status_1(tmp_path: Path) -> None:
-    """One bit of the noise depends on the type of the token ids."""
+    """Makes one bit of the noise depend on the type of the token ids."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "from importlib.abc import MetaPathFinder\n"

@@ -1,4 +1,4 @@
-"""The checks find what they are there to find."""
+"""The checks find planted errors."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_product_that_sees_its_neighbours_is_found() -> None:
 def test_attention_that_depends_on_the_number_of_rows_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # What the engine's own check answers about the double is not for other tests.
+    # The cached self-checks of the planted attention must not be used by other tests.
     monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path))
     shape = attending.AttentionShape(num_kv_heads=2, queries_per_kv=2, head_dim=32)
     found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300])
@@ -60,7 +60,7 @@ def test_attention_that_depends_on_the_number_of_rows_is_found(
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", otherwise_at_long_contexts)
     found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 501])
-    assert (found.mode, found.difference) == ("row by row", None)  # the engine saw it itself
+    assert (found.mode, found.difference) == ("row by row", None)  # found by the engine
     monkeypatch.setattr(attending, "grouping_is_exact", lambda **_: True)
     found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 500])
     assert found.difference is not None

@@ -1,4 +1,4 @@
-"""A section ends as it ends; its rows are kept, the others run, and the exit status tells."""
+"""A section may end in any way: its rows are kept, other sections run, the exit status shows it."""
 
 import json
 from pathlib import Path

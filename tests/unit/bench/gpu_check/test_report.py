@@ -1,4 +1,4 @@
-"""The table is aligned, narrow and ends with what it comes to."""
+"""The table is aligned and narrow, and ends with the result."""
 
 from eesd_dist.bench.gpu_check.report import WIDTH, table_of
 from eesd_dist.bench.gpu_check.report_rows import Row

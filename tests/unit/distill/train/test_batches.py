@@ -1,4 +1,4 @@
-"""Batches from a store: every row once a pass, the same for any number of ranks, resumable."""
+"""Batches from a store: every row once per pass, the same for any number of ranks, resumable."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def test_rows_keep_hidden_states_and_targets_of_their_stretch(store: FeatureStor
     number = next(i for i, s in enumerate(store.sequences()) if s.num_tokens > LENGTH)
     head, tail = read_rows(store, [number], EXIT_LAYER, length=LENGTH)
     assert head.length == LENGTH
-    assert head.num_given == NUM_PROMPT - 1  # the last prompt position is about an answer
+    assert head.num_given == NUM_PROMPT - 1  # the last prompt position predicts an answer token
     assert tail.num_given == 0
     assert torch.equal(torch.cat([head.tokens_T, tail.tokens_T]), sequence.tokens_T)
     assert torch.equal(torch.cat([head.hidden_TD, tail.hidden_TD]), sequence.hidden[EXIT_LAYER])

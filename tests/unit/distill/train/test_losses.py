@@ -1,4 +1,4 @@
-"""The distillation loss from the target's best tokens, beside the one from all of its logits."""
+"""The distillation loss from the target's best tokens, compared with the loss from all logits."""
 
 import math
 
@@ -34,7 +34,7 @@ def best_tokens(logits: Tensor, num_kept: int) -> KeptTargets:
 
 
 def plain_loss(guess: Tensor, target: Tensor, options: LossOptions) -> Tensor:
-    """The formulas of the docstring, over all logits."""
+    """Computes the formulas of the docstring over all logits."""
     log_q = (guess / options.temperature).log_softmax(-1)
     log_p = (target / options.temperature).log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
@@ -149,7 +149,7 @@ def test_a_truncated_head_is_held_against_what_it_has_of_the_target() -> None:
 
 def test_a_truncated_head_is_not_blamed_for_tokens_it_lacks() -> None:
     target = torch.full((2, 4), -9.0)
-    target[0, 3] = 9.0  # the head has no token 3
+    target[0, 3] = 9.0  # the head lacks token 3
     target[1, 2] = 9.0
     vocabulary = DraftVocabulary(torch.tensor([0, 2]), vocab_size=4)
     guess = torch.tensor([[9.0, -9.0], [-9.0, 9.0]], requires_grad=True)

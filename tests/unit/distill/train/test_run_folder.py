@@ -1,4 +1,4 @@
-"""A run's folder: checkpoints whole or not at all, a log without doubles, one job."""
+"""The folder of a run: atomic checkpoints, a log without duplicates, one job."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The learning rate by the step's number, and a time budget as a number of steps."""
+"""The learning rate by step, and a time budget converted to steps."""
 
 import pytest
 
@@ -31,5 +31,5 @@ def test_a_run_no_longer_than_its_warm_up_has_a_rate_at_every_step() -> None:
 
 def test_a_budget_buys_steps_and_the_evaluations_between_them() -> None:
     pace = Pace(step_s=0.5, evaluation_s=10.0)
-    assert pace.steps_within(60.0, evaluate_every=100) == 100  # 50 s of steps, 10 s of judging
+    assert pace.steps_within(60.0, evaluate_every=100) == 100  # 50 s of steps, 10 s of evaluation
     assert pace.steps_within(-1.0, evaluate_every=100) == 0

@@ -1,4 +1,4 @@
-"""Training a head in one process: it learns, from either source, and what cannot be is refused."""
+"""Training a head in one process: it learns from either source, and bad requests are refused."""
 
 import json
 import math
@@ -90,7 +90,8 @@ def test_a_head_learns_its_target_and_is_saved_with_its_provenance(
 def test_the_saved_head_is_as_good_on_held_out_text_as_the_log_says(
     request_: TrainRequest, store: FeatureStore
 ) -> None:
-    """Recomputed from the target's full logits, at every position that is about an answer."""
+    """Recomputed from the full logits of the target, at every position that predicts an answer
+    token."""
     request = replace(request_, options=replace(OPTIONS, keep="last", held_out_share=0.2))
     train(request)
     last = log_of(request)[-1]["held_out"]
@@ -102,7 +103,7 @@ def test_the_saved_head_is_as_good_on_held_out_text_as_the_log_says(
     agrees, num_judged = 0, 0
     for sequence in store.sequences(held_out):
         hidden, logits = target.forward(sequence.tokens_T[None], [EXIT_LAYER])
-        # What is stored is rounded to bfloat16, and the head learnt from that.
+        # The store rounds to bfloat16, and the head was trained on that.
         stored = hidden[EXIT_LAYER].bfloat16().float()
         with torch.no_grad():
             guess = head.training_forward(stored)
@@ -176,7 +177,7 @@ def test_a_finished_run_is_not_run_again(request_: TrainRequest) -> None:
     assert (request_.out / "model.safetensors").read_bytes() == weights
 
 
-def test_a_finished_head_keeps_what_was_put_beside_it(
+def test_a_finished_head_keeps_other_files_of_its_folder(
     request_: TrainRequest, tmp_path: Path
 ) -> None:
     request = replace(request_, max_steps=2)
@@ -206,7 +207,7 @@ def test_batches_of_prompts_that_weigh_nothing_change_nothing(
     request_: TrainRequest, target: Path, tmp_path: Path
 ) -> None:
     features = write_tiny_features(tmp_path / "features", target, num_sequences=12)
-    # Rows of 2 tokens: those of a prompt of 5 hold nothing that the target wrote.
+    # Rows of 2 tokens: some rows of a prompt of 5 contain only prompt tokens.
     options = replace(OPTIONS, rows=1, length=2, prompt_weight=0.0)
     train(replace(request_, features=features.folder, max_steps=20, options=options))
     rows = log_of(request_)[1:]
@@ -222,7 +223,7 @@ def test_a_budget_in_minutes_becomes_a_number_of_steps_once(request_: TrainReque
     assert steps == list(range(steps[-1] + 1))
     assert steps[-1] > 20
     rates = [row["lr"] for row in log_of(request)[1:]]
-    assert rates[-1] < 0.1 * max(rates)  # the end of the cosine was known
+    assert rates[-1] < 0.1 * max(rates)  # the schedule knew the last step
     assert max(rates) == pytest.approx(OPTIONS.learning_rate, rel=0.05)
     train(request)
     assert [row["step"] for row in log_of(request)] == steps
