@@ -1,4 +1,4 @@
-"""One request's life in docs/architecture.md names files and functions that exist."""
+"""The steps of a request in docs/architecture.md name files and functions that exist."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ def _steps() -> list[tuple[int, str]]:
 
 
 def _names(file: Path) -> set[str]:
-    """Functions and methods, `Class.method`."""
+    """Returns the functions, and the methods as `Class.method`."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Commands made of functions and dataclasses, typed at a program of two."""
+"""Commands made of functions and dataclasses, in a program of two commands."""
 
 import subprocess
 import sys

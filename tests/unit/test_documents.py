@@ -1,4 +1,4 @@
-"""Links and file names in the documents lead somewhere."""
+"""Links and file names in the documents exist."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_the_changelog_names_the_version_or_calls_it_unreleased() -> None:
 
 
 def test_every_command_in_the_documents_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    # Behind `eesd` in code: shell blocks and inline code, not prose.
+    # After `eesd` in code: shell blocks and inline code, not prose.
     text = "\n".join(document.read_text() for document in DOCUMENTS)
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(
         r"`(eesd [^`\n]+)`", text

@@ -27,7 +27,7 @@ def _dashboard() -> dict[str, list[dict[str, list[dict[str, str]]]]]:
 
 
 def _served_names() -> set[str]:
-    """What a scrape of the service contains, labelled counters that are still empty included."""
+    """Returns the names in a scrape of the service, including labelled counters that are empty."""
     page = ServiceMetrics(model_name="m").render().decode()
     names: set[str] = set()
     for family in text_string_to_metric_families(page):

@@ -1,4 +1,4 @@
-"""What the quickstart shows in Python runs as written there."""
+"""The Python example of the quickstart runs."""
 
 import contextlib
 import io

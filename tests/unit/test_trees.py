@@ -1,4 +1,4 @@
-"""What follows what: a tree by its parents."""
+"""Trees, given by the parents of their nodes."""
 
 from hypothesis import given
 from hypothesis import strategies as st

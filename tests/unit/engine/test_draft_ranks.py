@@ -1,4 +1,4 @@
-"""Ranks of a draft stage as threads: together they compute what one computes alone."""
+"""Ranks of a draft stage as threads: together they compute the same as one rank alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def alone(config: EngineConfig, work: Work[Result]) -> Result:
 
 
 def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1) -> Result:
-    """What `work` returns on rank 0, the others doing as they are told."""
+    """Returns the result of `work` on rank 0, while the other ranks follow its commands."""
     torch.set_num_threads(1)
     sink, sources = thread_commands(others, timeout_s=10.0)
     found: list[Result] = []
@@ -73,7 +73,7 @@ def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANK
 
 
 def drafted(compute: DraftCompute) -> list[Tensor]:
-    """A prefill, two steps of a chain, a tree's level, and its branch moved into its place."""
+    """Runs a prefill, two steps of a chain, a level of a tree, and the move of its branch."""
     results: list[Tensor] = []
 
     def step(tokens: list[int], segment: RowSegment) -> None:
@@ -102,7 +102,7 @@ def test_two_ranks_compute_what_one_computes(
         assert torch.allclose(ours, theirs, atol=2e-4)
 
 
-def test_ranks_whose_parts_differ_by_a_row_give_whole_rows(
+def test_ranks_with_parts_that_differ_by_a_row_give_full_rows(
     target: Path, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     config = make_config()
@@ -114,7 +114,7 @@ def test_ranks_whose_parts_differ_by_a_row_give_whole_rows(
     assert torch.allclose(found[-1], wanted[-1], atol=2e-4)
 
 
-def test_a_row_has_the_same_bits_beside_any_others(make_config: MakeConfig) -> None:
+def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> None:
     tokens = list(range(3, 33))
 
     def in_pieces(compute: DraftCompute) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def test_a_follower_says_when_its_head_is_another(
         told(make_config(), wanted)
 
 
-def test_a_follower_that_is_told_nothing_names_who_should_have(make_config: MakeConfig) -> None:
+def test_a_follower_that_gets_no_command_names_the_leader(make_config: MakeConfig) -> None:
     shard, shelf = follower(make_config())
     _, (source,) = thread_commands(1, timeout_s=0.05)
     assert isinstance(source, ThreadCommandSource)

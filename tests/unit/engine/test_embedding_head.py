@@ -1,4 +1,4 @@
-"""A head that reads each row's embedding drafts as it was trained to, and changes no text."""
+"""A head that reads embeddings drafts as it was trained to, and changes no text."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,7 +32,8 @@ LENGTH = 5
 
 @pytest.fixture(scope="module")
 def reading_head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It says what the target says, but for what the embedding adds: right often, not always."""
+    """Writes a head that chooses like the target except for its embedding input: often right, not
+    always."""
     head = TrainableExitHead.from_target(
         target, ModelSpec.from_folder(target), EXIT_LAYER, head="own", reads_embedding=True
     )
@@ -93,7 +94,7 @@ def test_no_token_changes_when_it_drafts_ahead_of_the_verdict(make_reading: Make
 def guessed_right(
     target: Path, head: TrainableExitHead, text: list[int], *, without_embedding: bool
 ) -> list[bool]:
-    """Whether the head, trained on whole texts, would guess each next token of this one."""
+    """Returns whether the head, as in training, would guess each next token of the text."""
     spec = ModelSpec.from_folder(target)
     tokens_1L = torch.tensor([text])
     hidden, _ = FrozenTarget(target, spec, [EXIT_LAYER]).forward(tokens_1L, [EXIT_LAYER])
@@ -105,7 +106,7 @@ def guessed_right(
 
 
 def rounds_of(right: list[bool], *, num_prompt: int, num_tokens: int) -> list[int]:
-    """Accepted drafts of rounds that go through a greedy text, `LENGTH` at a time."""
+    """Returns the accepted drafts of rounds of `LENGTH` over a greedy text."""
     accepted = []
     at = num_prompt - 1
     end = num_prompt + num_tokens - 1
@@ -140,7 +141,7 @@ def test_its_drafts_are_accepted_where_training_says_they_would_be(
         told.append(rounds_of(guessed_right(target, head, text, without_embedding=False), **size))
         untold.append(rounds_of(guessed_right(target, head, text, without_embedding=True), **size))
         found.append(list(generation.accepted))
-    # The last round of a text may be cut by its end.
+    # The end of the text may shorten the last round.
     assert [rounds[:-1] for rounds in found] == [rounds[:-1] for rounds in told]
     assert told != untold
     assert sum(sum(rounds) for rounds in told) > 0

@@ -1,4 +1,4 @@
-"""Law 1, over the real engine: speculation changes time, never text."""
+"""Law 1, on the real engine: speculation changes time, never text."""
 
 import dataclasses
 import random
@@ -117,7 +117,7 @@ def test_a_drafter_that_always_agrees_has_every_token_accepted(make_config: Make
         accepted = sum(sum(g.accepted) for g in done)
         assert drafted > 20
         ended_inside = sum(len(g.drafted) > 0 for g in done)
-        assert drafted - accepted <= 5 * ended_inside  # a draft cut off by the end of a text
+        assert drafted - accepted <= 5 * ended_inside  # drafts cut off by the end of a text
         assert accepted > 0.8 * drafted
 
 

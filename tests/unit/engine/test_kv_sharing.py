@@ -1,4 +1,4 @@
-"""A request that goes on in another engine, from pages that were computed in the first."""
+"""A request that continues in another engine, with the pages of the first."""
 
 import dataclasses
 import threading
@@ -31,10 +31,10 @@ PAGE = 8
 
 
 class Pipeline:
-    """Both stages in this process, and what left for each request."""
+    """Both stages in this process, and the tokens of each request."""
 
     cost: CostModel | None = None
-    """Measured by the first; it decides nothing here."""
+    """Measured by the first pipeline; it decides nothing in these tests."""
 
     def __init__(self, config: EngineConfig) -> None:
         stage = build_verify_stage(config, SingleGroup())
@@ -137,7 +137,7 @@ def test_a_moved_request_has_the_same_text_and_computes_at_most_a_page_again(
 
 
 def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
-    """Its accepted branches reach their places in the verify stage one round later."""
+    """Its accepted branches are moved to their KV slots in the verify stage one round later."""
     tree = TreeConfig(shape="static", widths=(3, 2, 2), max_nodes=12)
     config = _config(make_config, tree=tree)
     alone, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
@@ -152,7 +152,7 @@ def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
             source.step()
             target.step()
         lease = source.engine.kv_sharing.lease([request.request_id])
-        for _ in range(2):  # both go on while nothing has been copied yet
+        for _ in range(2):  # both run on before the first copy
             source.step()
             target.step()
         reservation = target.engine.kv_sharing.reserve(lease.requests)
@@ -189,7 +189,7 @@ def test_what_arrives_is_bit_for_bit_what_left_however_it_is_cut(make_config: Ma
         assert torch.equal(mine.read(whole, here), sent_B)
 
 
-def test_rounds_of_others_go_on_while_pages_are_written_beside_them(
+def test_rounds_of_other_requests_go_on_while_pages_are_written(
     make_config: MakeConfig,
 ) -> None:
     config = _config(make_config)

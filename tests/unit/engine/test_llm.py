@@ -1,4 +1,4 @@
-"""The public face: text in, text out."""
+"""The public API: text in, text out."""
 
 import math
 import subprocess
@@ -29,7 +29,7 @@ def test_texts_come_in_the_order_of_the_prompts_and_do_not_depend_on_their_neigh
     llm: LLM, sampling: SamplingParams
 ) -> None:
     prompts = ["Tom has 3 apples.", "The capital", "1 2 3"]
-    drafted = SpeculationParams(controller="fixed")  # the others may find that it does not pay
+    drafted = SpeculationParams(controller="fixed")  # other controllers may draft nothing
     together = llm.generate(prompts, sampling, speculation=drafted)
     alone = [llm.generate(prompt, sampling)[0] for prompt in prompts]
     assert [each.text for each in together] == [each.text for each in alone]
@@ -47,7 +47,7 @@ def test_a_stream_is_the_text_in_pieces(llm: LLM) -> None:
     assert len(deltas) > 1
 
 
-def test_a_reader_who_stops_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_reader_that_stops_leaves_nothing_behind(llm: LLM) -> None:
     for _ in llm.stream("Tom has", replace(GREEDY, max_tokens=200, seed=1), ignore_eos=True):
         break
     assert llm.generate("Tom has", GREEDY)[0].text
@@ -75,7 +75,7 @@ def test_a_conversation_is_what_its_template_makes_of_it(llm: LLM) -> None:
     assert "".join(delta.text for delta in llm.stream(messages, GREEDY)) == answer.text
 
 
-def test_more_prompts_than_the_queue_takes_are_answered_all_the_same() -> None:
+def test_more_prompts_than_the_queue_takes_are_answered() -> None:
     config = EngineConfig.model_validate(
         {
             "model": {"path": str(BUNDLED_MODEL)},

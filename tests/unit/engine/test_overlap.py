@@ -1,5 +1,4 @@
-"""Two microbatches, and drafting ahead of a verdict: other orders of the same work, the same
-text."""
+"""Two microbatches, and drafting ahead of a verdict: the work in another order, the same text."""
 
 import dataclasses
 import random
@@ -24,7 +23,7 @@ from tests.unit.engine.test_exactness import SAMPLING, requests
 
 
 def late_engine(config: EngineConfig, *, late_by_polls: int) -> EngineCore:
-    """An engine whose replies are always announced so many polls late."""
+    """Builds an engine in which replies are announced the given number of polls late."""
     torch.set_num_threads(1)
     stage = build_verify_stage(config, SingleGroup())
     return build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=late_by_polls))
@@ -63,7 +62,7 @@ def test_drafting_ahead_of_the_verdict_changes_no_token(
 def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
     make_config: MakeConfig,
 ) -> None:
-    """Its last page covers more positions than there are."""
+    """The last page covers more positions than the model has."""
     config = make_config("always", page_size=24)
     engine = late_engine(config, late_by_polls=20)
     prompt = tuple(TokenId(3 + i % 90) for i in range(226))
@@ -122,7 +121,7 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
     turns = 0
     while engine.has_work:
         turns += 1
-        if turns in (3, 6, 11):  # a new rank, whose cache is empty
+        if turns in (3, 6, 11):  # a new rank with an empty cache
             fresh = build_verify_stage(config, SingleGroup())
             engine.attach(MemoryChannel(fresh.verify), epoch=turns)
         for emission in engine.step(wait_s=0.0).emissions:
@@ -220,7 +219,7 @@ def test_work_done_ahead_is_used_with_overlap_on(make_config: MakeConfig) -> Non
     engine._draft.span.forward = forward(engine._draft.span.forward)  # type: ignore[method-assign]
     (request,) = requests(1, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "used")
     found = drain(engine, [request])
-    # Thrown away, every row would be computed about twice; used, about once.
+    # If discarded, every row would be computed about twice; if used, about once.
     num_rows = len(request.prompt) + len(found[request.request_id])
     assert sum(asked) < 1.4 * num_rows
 

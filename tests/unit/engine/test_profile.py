@@ -1,4 +1,4 @@
-"""What the start-up profile measures, how it is pinned, and what the controllers do with it."""
+"""What the start-up profile measures, how it is pinned, and how controllers use it."""
 
 import time
 from itertools import pairwise
@@ -36,7 +36,7 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
 ) -> None:
     began = time.process_time()
     llm = LocalEngine(make_config(scheduler=SchedulerConfig(max_running=24)))
-    assert time.process_time() - began < 20.0  # 3 s on a machine that is not shared
+    assert time.process_time() - began < 20.0  # 3 s on an idle machine
     cost = llm.engine.cost
     assert cost is not None
     assert len(cost.verify_s) == 6
@@ -96,7 +96,7 @@ def test_no_registered_controller_changes_a_token(
 def test_goodput_drafts_for_a_head_that_agrees_and_not_for_one_that_never_does(
     make_config: MakeConfig, cost_file: Path
 ) -> None:
-    """And a head that was left alone for long is shown what it has missed, a few rows at a time."""
+    """A head that was not used for long first processes the rows it has missed, a few at a time."""
     drafted = {}
     for head in ("always", "never"):
         speculation = SpeculationConfig(

@@ -1,5 +1,5 @@
-"""What the recorder gets is what left, seen by the frozen target; and a head changes in
-mid-stream."""
+"""The recorder receives the generated tokens as the frozen target sees them; and a head changes
+during a stream."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ TOP_K = 5
 
 
 class Kept:
-    """A sink that keeps everything of the requests it was told to want."""
+    """A sink that keeps everything of the wanted requests."""
 
     def __init__(self, *, unwanted: frozenset[str] = frozenset()) -> None:
         self._unwanted = unwanted
@@ -92,7 +92,7 @@ def tokens(emissions: list[Emission]) -> list[int]:
 def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     target: Path, make_config: MakeConfig, tree: TreeShape
 ) -> None:
-    """Preempted, batched, stopped by a token or by length; chains and trees."""
+    """Covers preemption, batches, stops by token or length, chains and trees."""
     kept = Kept()
     engine = build_local_engine(
         make_config(num_pages=13, scheduler=SchedulerConfig(prefill_chunk=24, max_running=4)),
@@ -196,7 +196,7 @@ def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
     assert [e.num_accepted for e in after] == [e.num_drafted for e in after]
     assert sum(e.num_drafted for e in after) > 50
     repeated = run(engine, [dataclasses.replace(one, request_id=RequestId("again"))])
-    assert repeated[RequestId("again")][0].num_cached_prompt_tokens == 0  # the old head's pages
+    assert repeated[RequestId("again")][0].num_cached_prompt_tokens == 0  # not of the old head
 
 
 def test_without_a_recorder_no_row_is_asked_for_more(

@@ -1,4 +1,4 @@
-"""The loop's wall clock is told in full: what has a name, what was idle, and the rest."""
+"""The accounts of the loop cover its wall-clock time: named work, idle time, and the rest."""
 
 import statistics
 import threading
@@ -20,7 +20,7 @@ from tests.unit.engine.test_exactness import SAMPLING, requests
 from tests.unit.engine.test_overlap import late_engine
 
 
-def test_what_nobody_names_is_other_and_every_verdict_begins_anew() -> None:
+def test_unnamed_time_is_other_and_every_verdict_starts_a_new_account() -> None:
     clock = LoopClock(now_s=100.0)
     clock.spent(2.0)
     clock.idled(5.0)
@@ -45,12 +45,12 @@ def test_the_rounds_accounts_add_up_to_the_wall_clock(
     for request in requests(3, sampling, SpeculationParams(controller="fixed"), "a"):
         engine.add(request)
     rounds: list[RoundStats] = []
-    while not rounds:  # the engine's own making is in the first account
+    while not rounds:  # the first account contains the profile
         rounds += engine.step(wait_s=0.0).rounds
     started_s = time.perf_counter()
     rounds.clear()
     while engine.has_work:
-        time.sleep(0.002)  # the caller's own doings: nobody names them
+        time.sleep(0.002)  # time of the caller, in no named account
         rounds += engine.step(wait_s=0.0).rounds
     wall_s = time.perf_counter() - started_s
     told_s = sum(
@@ -96,6 +96,6 @@ def test_a_round_behind_another_one_is_queued_and_that_is_no_transfer(
     verifier.join(10)
     inner = rounds[3:]
     queued = [stats.queued_s for stats in inner]
-    # One tenth of a second of verifying, and as long in the line behind the other microbatch's.
+    # Verifying takes a tenth of a second, and so does the queue behind the other microbatch.
     assert statistics.median(queued) > 0.05
     assert statistics.median(stats.transfer_s for stats in inner) < 0.05

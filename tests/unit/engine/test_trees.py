@@ -1,4 +1,4 @@
-"""Draft trees over the real engine: more tokens a round, and never another one."""
+"""Draft trees on the real engine: more tokens per round, and never another token."""
 
 import dataclasses
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from tests.support.drafters import Agreement, save_head, save_target
 from tests.unit.engine.test_exactness import SAMPLING, requests
 
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05)
-"""Nobody waits for a measurement, and drafts are long."""
+"""No measurement, and long drafts."""
 SHAPES: tuple[TreeShape, ...] = ("static", "dynamic")
 TREE = TreeConfig(widths=(3, 2, 2, 1), branch=3, max_nodes=14)
 
@@ -54,8 +54,8 @@ Make = Callable[..., EngineConfig]
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A target and its head by name. In "deep" the later layers have their say, and so has what
-    their pages hold; in the drafters' own target they add nothing."""
+    """Writes targets and heads, by name. In "deep" the later layers change the result, and so does
+    the content of their pages; in "flat" they add nothing."""
     folder = tmp_path_factory.mktemp("trees")
     flat, deep = save_target(folder / "flat"), save_target(folder / "deep", later=0.35)
     agreements: tuple[Agreement, ...] = ("always", "sometimes", "never")
@@ -98,7 +98,7 @@ def engine_of(config: EngineConfig, verify: Verify | None = None, *, late: int =
 
 @dataclasses.dataclass
 class Told:
-    """All that came out of an engine."""
+    """All outputs of an engine."""
 
     tokens: dict[RequestId, list[TokenId]] = dataclasses.field(default_factory=dict)
     logprobs: dict[RequestId, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
@@ -246,7 +246,7 @@ def test_two_microbatches_of_trees_overlap_and_change_no_token(late: int, make: 
 
 
 def test_requests_that_come_and_go_leave_no_move_behind(make: Make) -> None:
-    """Moves wait for the next header, whosever it is: also when their own request has ended."""
+    """Moves wait for the next header of any request, also after their own request has ended."""
     config = make(num_pages=40, max_running=3, overlap=True)
     engine = engine_of(config)
     sampling = dataclasses.replace(SAMPLING["warm"], max_tokens=9)
@@ -294,7 +294,7 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
     stages = on_ranks(2, lambda group: build_verify_stage(config, group))
 
     def verify(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
-        with ThreadPoolExecutor(2) as pool:  # the stages meet in the group they were built with
+        with ThreadPoolExecutor(2) as pool:  # the two ranks sum over their group
             replies = list(pool.map(lambda s: s.verify(header, hidden_TD, probs_KV), stages))
         assert replies[0].tokens.tolist() == replies[1].tokens.tolist()
         return replies[0]
@@ -306,7 +306,7 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
         assert run(engine, batch).in_order(batch) == wanted, shape
 
 
-# -- what trees are for ---------------------------------------------------------------------------
+# -- the use of trees -----------------------------------------------------------------------------
 
 
 def accepted_per_round(told: Told) -> float:

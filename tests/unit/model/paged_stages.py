@@ -1,4 +1,4 @@
-"""A target cut in two stages that are run as rounds run them."""
+"""A target divided into two stages, which are run as in rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Stages:
 
     @torch.inference_mode()
     def run(self, tokens_T: Tensor, segments: Sequence[RowSegment]) -> Tensor:
-        """Logits of the rows of all segments."""
+        """Returns the logits of the rows of all segments."""
         rows = RowPlan.build(segments, page_size=self.page_size, device=CPU, numerics=self.numerics)
         hidden_TD = self.draft.forward(self.draft.embed(tokens_T), rows)
         return self.verify.logits(self.verify.forward(hidden_TD, rows))
@@ -67,7 +67,7 @@ class Stages:
     def run_in_pieces(
         self, tokens_T: Tensor, *, pages: Sequence[int], pieces: Sequence[int]
     ) -> Tensor:
-        """One request's tokens, `pieces` rows at a time."""
+        """Runs the tokens of one request, `pieces` rows at a time."""
         assert sum(pieces) == len(tokens_T)
         logits = []
         start = 0

@@ -1,4 +1,4 @@
-"""Self-checks are asked once a machine, and find what they are there to find."""
+"""Self-checks run once per machine, and find what they are meant to find."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Answers of these tests' doubles stay out of the other tests' way."""
+    """Keeps the results of these planted functions out of the cache of other tests."""
     monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path))
     return tmp_path / "self_checks"
 
@@ -88,7 +88,7 @@ def test_no_partial_file_stays(folder: Path) -> None:
 
 
 def half_by_half(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """Wide products of many rows are summed in two halves: only the whole shape shows it."""
+    """Sums wide products of many rows in two halves: only the full shape shows it."""
 
     def multiply(x_MI: Tensor) -> Tensor:
         if len(x_MI) < 500 or len(weight_OI) < 3_000:
@@ -122,7 +122,7 @@ def test_tiles_of_equal_rows_keep_the_promise_of_a_product_that_does_not() -> No
 
 
 def groups_exactly(*, num_kv_heads: int, queries_per_kv: int, page_size: int, longest: int) -> bool:
-    """Asked every time, past what the process remembers."""
+    """Runs the check every time, without the cache of the process."""
     return bool(
         grouping_is_exact.__wrapped__(
             num_kv_heads=num_kv_heads,
@@ -140,7 +140,7 @@ def groups_exactly(*, num_kv_heads: int, queries_per_kv: int, page_size: int, lo
 def long_texts_in_two_parts(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention whose sums over more than 1,000 keys depend on the number of rows."""
+    """Computes attention in which sums over more than 1,000 keys depend on the number of rows."""
     mixed = functional.scaled_dot_product_attention(queries, keys, values, mask)
     if keys.shape[2] < 1_000 or queries.shape[2] < 12:
         return mixed
@@ -169,7 +169,8 @@ def test_attention_is_checked_near_the_end_of_long_texts(monkeypatch: pytest.Mon
 def few_rows_by_their_place(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention: over up to eight keys one row in fifteen has other bits where it is not first."""
+    """Computes attention in which, over up to eight keys, one row in fifteen has other bits unless
+    it is first."""
     mixed = functional.scaled_dot_product_attention(queries, keys, values, mask)
     if keys.shape[2] > 8:
         return mixed

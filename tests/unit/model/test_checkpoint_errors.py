@@ -1,4 +1,4 @@
-"""A folder that is not what it has to be is refused with file, found and expected."""
+"""An invalid folder is refused with file, found and expected."""
 
 import json
 from pathlib import Path

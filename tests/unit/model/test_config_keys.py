@@ -29,7 +29,7 @@ MODEL_TYPES = {
     for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     if architecture in FAMILIES and model_type in FAMILIES[architecture].model_types
 }
-"""As transformers has it: its class by `model_type`."""
+"""`model_type` by architecture, as in transformers."""
 FILE = Path("model/config.json")
 SIZES: Mapping[str, object] = {
     "vocab_size": 96,
@@ -48,7 +48,8 @@ def spec_of(architecture: str, **changes: object) -> ModelSpec:
 
 
 def keys_of(model_type: str) -> set[str]:
-    """What the configuration class knows, has by default, or pops from what it is given."""
+    """Returns the keys that the configuration class declares, has by default, or removes from its
+    input."""
     kind = CONFIG_MAPPING[model_type]
     popped = {
         "_commit_hash",
@@ -265,7 +266,7 @@ def test_other_layer_types_are_refused(kinds: object) -> None:
         spec_of("MistralForCausalLM", layer_types=kinds)
 
 
-# In the form of published ones: no key that real checkpoints carry may be refused.
+# In the form of published files: no key of real checkpoints may be refused.
 PUBLISHED: Mapping[str, Mapping[str, object]] = {
     "Llama 1, converted early": {
         "architectures": ["LlamaForCausalLM"],

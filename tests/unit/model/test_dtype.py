@@ -1,4 +1,4 @@
-"""Which type weights are loaded in, and what that changes in them."""
+"""The type in which weights are loaded, and how it changes them."""
 
 import json
 import logging

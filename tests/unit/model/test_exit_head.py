@@ -1,4 +1,5 @@
-"""A head begins as the target's own last layer, survives its folder, and refuses a stranger."""
+"""A head starts as the last layer of the target, is read back unchanged, and rejects another
+target."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def make_head(
 
 
 def make_reading_head(target: Path, kind: HeadKind = "own") -> TrainableExitHead:
-    """One whose layer sees the embedding, and heeds it."""
+    """Returns a head that reads the embedding, with a random matrix."""
     head = make_head(target, kind, reads_embedding=True)
     assert head.embedding_DD is not None
     with torch.no_grad():

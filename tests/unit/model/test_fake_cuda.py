@@ -1,6 +1,6 @@
-"""A round's computation on a GPU stays there: nothing is copied to the host on the way.
+"""The computation of a round on a GPU copies nothing to the host.
 
-Without a GPU, on tensors that have a device and no values; the numbers are `infra/gpu/check.sh`'s.
+Runs without a GPU, on tensors that have a device and no values; `infra/gpu/check.sh` checks values.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ def plan_of(segment: RowSegment) -> RowPlan:
 
 
 def span_of(folder: Path, spec: ModelSpec, dtype: DType) -> LlamaSpan:
-    """Without the self-check of `invariant`, which wants values."""
+    """Loads a span without the self-check of `invariant`, which needs values."""
     return LlamaSpan.load(
         folder,
         spec,
@@ -66,7 +66,7 @@ def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtyp
 def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.from_folder(BUNDLED)
     folder = BUNDLED / "exit_head"
-    # Files are read before: their numbers have to be known, to be checked.
+    # Files are read before, since checking them needs their values.
     parts = exit_head._Parts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
     monkeypatch.setattr(exit_head._Parts, "read", lambda *_, **__: parts)
     with fake_cuda():

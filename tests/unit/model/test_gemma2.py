@@ -1,4 +1,4 @@
-"""Gemma 2 through the generic layers is the model that transformers computes."""
+"""Gemma 2 through the generic layers equals the model of transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_two_spans_give_the_logits_of_transformers_past_the_window(
 def test_the_window_and_both_caps_matter_to_these_models(tmp_path: Path) -> None:
     tokens_BL = random_tokens(1, NUM_TOKENS)
     expected_BLV = logits_of(eager(tmp_path), tokens_BL)
-    assert float(expected_BLV.abs().max()) > 2.0  # of a cap at 4: tanh is far from its argument
+    assert float(expected_BLV.abs().max()) > 2.0  # with a cap at 4, tanh is far from its argument
     for change in (
         {"sliding_window": NUM_TOKENS},
         {"attn_logit_softcapping": None},
@@ -153,7 +153,7 @@ def test_a_new_head_on_the_last_but_one_layer_is_the_target(tmp_path: Path, kind
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose last layer adds little, and a head that is often right."""
+    """Writes a target with a last layer that adds little, and a head that is often right."""
     folder = tmp_path_factory.mktemp("gemma2")
     model = save_tiny_model(
         folder, "gemma2", final_logit_softcapping=9.0, tie_word_embeddings=False
@@ -229,7 +229,7 @@ def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, dtype: DType) -> 
         assert copies.to_the_host == []
 
 
-# In the form of the published ones of 2 and 27 billion weights.
+# In the form of the published files for 2 and 27 billion weights.
 PUBLISHED: Mapping[str, object] = {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,

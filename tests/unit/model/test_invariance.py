@@ -1,6 +1,6 @@
-"""With `numerics: invariant` a row has the same bits whatever runs beside it.
+"""With `numerics: invariant` a row has the same bits in every batch.
 
-The oracle is plain decoding: one row at a time, on pages that lie side by side.
+The oracle is plain decoding: one row at a time, on consecutive pages.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ SHAPES = {
     ),
     "one query a head": Shape(page_size=32, sizes={"num_key_value_heads": 4}),
     "small pages": Shape(page_size=16, sizes={"head_dim": 40, "intermediate_size": 100}),
-    # Heads so narrow that the grouped call fails its self-check on many a machine: row by row.
+    # Heads so narrow that the grouped call fails its self-check on many machines: row by row.
     "narrow heads": Shape(page_size=16, sizes={"num_key_value_heads": 4, "head_dim": 6}),
     "narrow heads, three queries": Shape(
         page_size=32,
@@ -60,7 +60,7 @@ SHAPES = {
             "head_dim": 10,
         },
     ),
-    # Of 14 channels only rows of fewer than ten keys depend on their place in a call.
+    # With 14 channels, only rows of fewer than ten keys depend on their position in a call.
     "one narrow head, tiny pages": Shape(
         page_size=4,
         sizes={

@@ -1,4 +1,4 @@
-"""A product is taken only when its rows do not see one another."""
+"""A product is used only if its rows do not depend on one another."""
 
 import logging
 
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda")
 
 
 def fickle(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """Adds up in another order as soon as there are more than nine rows."""
+    """Adds in another order if there are more than nine rows."""
 
     def multiply(x_MI: Tensor) -> Tensor:
         if len(x_MI) <= 9:
@@ -35,7 +35,7 @@ def fickle(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     return multiply
 
 
-def test_a_product_whose_rows_see_one_another_is_found_out() -> None:
+def test_a_product_with_rows_that_depend_on_one_another_is_found() -> None:
     assert not rows_are_independent(
         Candidate("fickle", fickle),
         num_out=64,
@@ -74,7 +74,7 @@ def test_bfloat16_weights_are_multiplied_with_exactly(numerics: Numerics) -> Non
 
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])
 def test_float16_weights_are_multiplied_with_exactly(numerics: Numerics) -> None:
-    """All of them, subnormal ones included."""
+    """All weights, including subnormal ones."""
     packer = LinearPacker(dtype="float16", numerics=numerics, device=CPU)
     assert packer.compute_dtype == torch.float32
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)

@@ -1,4 +1,5 @@
-"""A rank's weights come piece by piece: what is read, when, what it costs, and who is told."""
+"""Loading the weights of a rank in pieces: what is read, when, at what cost, and how it is
+reported."""
 
 import json
 import math
@@ -51,7 +52,7 @@ def _load(folder: Path, first: int, last: int, group: Any = None) -> list[LoadPr
 
 
 def _stored_bytes(folder: Path, *, without: tuple[str, ...]) -> int:
-    """Of all tensors, by the files themselves."""
+    """Returns the bytes of all tensors, from the headers of the files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -94,7 +95,7 @@ def test_a_missing_tensor_is_found_before_anything_is_read(tmp_path: Path) -> No
 
 
 class _Watched:
-    """Pieces of one tensor, which note when they are read and wait for leave to be packed."""
+    """Pieces of one tensor that record when they are read and wait until they may be packed."""
 
     def __init__(self, names: list[str]) -> None:
         self.read: list[str] = []
@@ -112,7 +113,7 @@ class _Watched:
             return tensor
 
         def pack(tensor: Tensor) -> None:
-            if later:  # nobody but the reading thread can bring it now
+            if later:  # only the reading thread can read it now
                 assert self.was_read[later[0]].wait(10)
             self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
             self.packed.append(name)
@@ -152,8 +153,8 @@ def test_what_was_read_outlives_its_file(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _nobody_special() -> Iterator[None]:
-    """Root may read everything."""
+def _without_root() -> Iterator[None]:
+    """Drops root privileges, since root may read every file."""
     if os.geteuid() != 0:
         yield
         return
@@ -164,14 +165,14 @@ def _nobody_special() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_file_that_may_not_be_read_is_named_with_who_may_not() -> None:
-    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+def test_a_file_that_may_not_be_read_is_named_with_the_user() -> None:
+    with tempfile.TemporaryDirectory() as name:  # the folders of pytest are closed to other users
         folder = Path(name)
         save_tiny_model(folder)
         folder.chmod(0o755)
         (folder / "model.safetensors").chmod(0)
         with (
-            _nobody_special(),
+            _without_root(),
             pytest.raises(CheckpointError, match=rf"model\.safetensors.*user {os.geteuid()}"),
         ):
             _load(folder, 0, 3)
@@ -194,11 +195,11 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
     finally:
         shutil.rmtree(tmp_path)
     assert size > 190 * MIB
-    # The embedding is whole on every rank.
+    # The embedding is replicated on every rank.
     embedding = 4096 * 1024 * 2
     assert math.isclose(told["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
     assert told["kept_bytes"] <= 1.2 * told["share_bytes"] + 8 * MIB
-    # Beyond that: the layer at hand, the next one, its mapped pages, and one matrix in float32.
+    # In addition: the current layer, the next one, its mapped pages, and one matrix in float32.
     layer = told["share_bytes"] / 6
     assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + 4 * layer + 8 * MIB
     assert told["peak_bytes"] < size / 2

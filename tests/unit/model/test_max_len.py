@@ -1,4 +1,4 @@
-"""The longest text, read with and without torch, is the same."""
+"""The maximum length of a text is the same when computed with and without torch."""
 
 import json
 from pathlib import Path

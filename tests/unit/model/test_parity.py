@@ -1,4 +1,4 @@
-"""Two spans in a row are the model that transformers computes."""
+"""Two consecutive spans equal the model of transformers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each trait that a family may have, over a toy family and against plain arithmetic."""
+"""Each trait of a family, on a toy family, compared with plain arithmetic."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def register(traits: Traits, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
-    """A random checkpoint of the toy family in three layers; no norm is one."""
+    """Writes a random checkpoint of the toy family in three layers; no norm is one."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:
@@ -95,7 +95,7 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
 
 
 def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor) -> Tensor:
-    """The model, said once more in float64 and without any sharing, caching or fusing."""
+    """Computes the model again in float64, without sharing, caching or fusing."""
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     norms = traits.norms
 
@@ -133,7 +133,7 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """[T, H, E] turned to its positions, channel e beside e + E/2."""
+    """Rotates [T, H, E] to its positions; channel e is paired with e + E/2."""
     heads_THE = x.view(len(x), -1, HEAD_DIM)
     inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
     angles = (torch.arange(len(x)).double()[:, None] * inverse)[:, None, :]
@@ -238,7 +238,7 @@ def test_heads_are_trained_on_the_scaled_embedding(
 
 
 def test_a_norm_adds_its_offset_in_float32() -> None:
-    # 1 + 2^-9 is no bfloat16.
+    # 1 + 2^-9 is not representable in bfloat16.
     weight_D = torch.full((8,), 2.0**-9, dtype=torch.bfloat16)
     x_TD = torch.ones(1, 8)
     found_TD = RmsNorm(weight_D, eps=0.0, dtype=torch.float32, offset=1.0)(x_TD)

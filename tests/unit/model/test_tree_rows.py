@@ -1,4 +1,4 @@
-"""A drafted tree over paged keys: every token meets what it would meet as the end of a chain."""
+"""A drafted tree over paged keys: every token attends to the same keys as at the end of a chain."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,7 @@ def trees(draw: st.DrawFn) -> Parents:
 
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[RowSegment, int, Random]:
-    """A tree behind known rows, or its last tokens only; and the page size it lies in."""
+    """Draws a tree after known rows, or its last tokens only, and the page size."""
     parents = draw(trees())
     page_size = draw(st.sampled_from([2, 4, 16]))
     num_known = draw(st.integers(0, 9))
@@ -54,7 +54,7 @@ def segments(draw: st.DrawFn) -> tuple[RowSegment, int, Random]:
 
 
 def past_of(segment: RowSegment, kv_slot: int) -> list[int]:
-    """By definition: the known KV slots before it, then its ancestors, then itself."""
+    """Returns, by definition, the known KV slots before it, its ancestors, and itself."""
     first = segment.first_drafted
     if kv_slot < first:
         return list(range(kv_slot + 1))
@@ -67,7 +67,7 @@ def past_of(segment: RowSegment, kv_slot: int) -> list[int]:
 
 
 def seen_by(plan: RowPlan, kind: AttentionKind) -> dict[int, list[int]]:
-    """Which slots each row may look at, read off groups, gathers and masks, in order of keys."""
+    """Returns the slots that each row attends to in order, from groups, gathers and masks."""
     seen: dict[int, list[int]] = {}
     for group in plan.groups(kind):
         rows = (
@@ -112,7 +112,7 @@ def test_a_row_sees_its_own_past_and_nothing_of_other_branches(
     row_by_row: bool,
 ) -> None:
     segment, page_size, _ = made
-    assume(numerics == "invariant" or not row_by_row)  # only that promise ever needs it
+    assume(numerics == "invariant" or not row_by_row)  # only `invariant` needs it
     beside = RowSegment(3, 2, (90, 91, 92))
     plan = RowPlan.build(
         [beside, segment],
@@ -177,12 +177,12 @@ def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
 
 
 def chain_rows(stages: Stages, tokens: list[int], *, pages: range) -> Tensor:
-    """Logits of plain decoding: one row at a time, on pages that lie side by side."""
+    """Returns the logits of plain decoding: one row at a time, on consecutive pages."""
     return stages.run_in_pieces(torch.tensor(tokens), pages=pages, pieces=[1] * len(tokens))
 
 
 def path_rows(stages: Stages, prefix: list[int], path: list[int]) -> Tensor:
-    """The same, behind a prefix that lies there already."""
+    """Returns the same for a path after a prefix that is already cached."""
     rows = [
         stages.run(torch.tensor([token]), [RowSegment(len(prefix) + i, 1, range(16))])
         for i, token in enumerate(path)
@@ -193,7 +193,7 @@ def path_rows(stages: Stages, prefix: list[int], path: list[int]) -> Tensor:
 def check_tree(
     stages: Stages, parents: Parents, *, num_prefix: int, num_known: int, seed: int
 ) -> None:
-    """Verifies a tree whole, and level by level as it is drafted, against each path as a chain."""
+    """Verifies a tree in full and level by level, and compares it with each path as a chain."""
     rng = Random(seed)
     size = stages.page_size
     prefix = [rng.randrange(96) for _ in range(num_prefix)]
@@ -247,7 +247,7 @@ def test_a_token_of_a_tree_has_the_bits_of_the_same_token_in_a_chain(
     stages = Stages.load(tmp_path, dtype=dtype, page_size=shape.page_size, num_pages=64)
     size = shape.page_size
     for i, parents in enumerate(TREES.values()):
-        # The known row ends a page, lies before its end, or the tree crosses into the next one.
+        # The known row ends a page, is before its end, or the tree extends into the next page.
         num_prefix = (size, size - 1, size - 3, size + 1, 2 * size - 2, 20)[i]
         check_tree(stages, parents, num_prefix=num_prefix, num_known=(1, 3, 1, 2, 5, 1)[i], seed=i)
 
@@ -301,7 +301,7 @@ def test_the_tree_mask_of_fast_numerics_is_the_same_model(tmp_path: Path, family
 def test_rows_and_branches_attend_in_groups_where_the_self_check_allows(
     per_kv: int, page_size: int
 ) -> None:
-    """It does on every x86 machine tried so far; where it does not, rows go one by one, slowly."""
+    """True on every x86 machine tried so far; otherwise rows are computed one by one, slowly."""
     assert grouping_is_exact(
         num_kv_heads=2,
         queries_per_kv=per_kv,

@@ -1,4 +1,4 @@
-"""The belief book: warm starts, pools, bounds, checkpoints."""
+"""The belief book: priors from pools, limits, checkpoints."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ def outcome(name: object, drafted: int, accepted: int) -> Outcome:
 def serve(
     book: BeliefBook, name: object, workload: str, *, accepted: int, rounds: int = 30
 ) -> None:
-    """One request from admission to its end, drafting 8 every round."""
+    """Runs one request from admission to its end, drafting 8 tokens in every round."""
     book.admit(rid(name), workload)
     for _ in range(rounds):
         book.observe([outcome(name, 8, accepted)])
@@ -52,7 +52,7 @@ def test_a_new_request_is_warmed_by_its_class() -> None:
 
 
 def test_warmed_is_not_fixed() -> None:
-    """After fifty easy requests, a few hard rounds of its own change its mind."""
+    """After fifty easy requests, a few hard rounds change the belief of a request."""
     book = BeliefBook(prior_weight=16)
     for name in range(50):
         serve(book, name, "code", accepted=8)
@@ -138,7 +138,7 @@ def test_pinned_pools_stay_as_they_are_and_a_requests_own_rounds_still_count() -
     assert book.prior("code").mean < first.mean
 
 
-def test_pools_that_are_handed_on_warm_requests_elsewhere() -> None:
+def test_pools_that_are_handed_on_warm_requests_of_another_book() -> None:
     here, there = BeliefBook(), BeliefBook()
     serve(here, 1, "code", accepted=8)
     serve(there, 1, "code", accepted=0)
@@ -177,12 +177,12 @@ def test_live_requests_are_counted_by_class() -> None:
     for name, workload in enumerate(["code", "code", "poetry", "poetry"]):
         book.admit(rid(name), workload)
         book.admit(rid(name), workload)
-    assert book.live_by_workload() == {"code": 1, "poetry": 2}  # the first had to go
+    assert book.live_by_workload() == {"code": 1, "poetry": 2}  # the oldest one was removed
     book.finish(rid(1))
     assert book.live_by_workload() == {"poetry": 2}
 
 
-def test_requests_whose_end_nobody_could_tell_are_ended_after_a_page_of_silence() -> None:
+def test_requests_without_a_reported_end_are_ended_after_a_page_of_silence() -> None:
     book = BeliefBook()
     for name in ("lost", "admitted again", "heard of"):
         book.admit(rid(name), "code")
@@ -249,7 +249,7 @@ def test_pools_alone_are_saved_and_read_back(tmp_path: Path) -> None:
         read_snapshot(tmp_path / "nothing.json")
 
 
-def test_a_checkpoint_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_and_leaves_no_other_file(tmp_path: Path) -> None:
     book, file = BeliefBook(), tmp_path / "beliefs.json"
     serve(book, 1, "code", accepted=8)
     book.save(file)

@@ -1,4 +1,5 @@
-"""Where an ingress sends a request: to its prefix, to the idler, and never to who takes none."""
+"""The pipeline for a request: the one with its prefix, or the least loaded, never one that takes
+none."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ BLOCK = 4
 
 
 class World:
-    """Pipelines that say what they are told to say, and an ingress that hears of it."""
+    """Pipelines with given reports, and an ingress that receives them."""
 
     def __init__(self, *, max_blocks: int = 1000, max_imbalance: float = 4.0) -> None:
         self.now_s = 100.0
@@ -70,7 +71,8 @@ def test_a_prefix_is_sent_where_it_went_before_until_too_much_goes_on_there() ->
     home = world.send(prompt(1)).pipeline
     world.chooser.ended(home)
     taken = [world.send([*prompt(1), 7, i]) for i in range(8)]
-    # 40 of 42 tokens are cached: worth 5 live requests of 8 tokens; the bound of 4 is nearer.
+    # 40 of 42 tokens are cached, worth 5 live requests of 8 tokens; the bound of 4 is reached
+    # first.
     assert [choice.pipeline for choice in taken[:5]] == [home] * 5
     assert [choice.num_cached_tokens for choice in taken[:5]] == [40] * 5
     assert home not in {choice.pipeline for choice in taken[5:]}
@@ -91,7 +93,7 @@ def test_a_prefix_outweighs_load_by_exactly_what_it_saves() -> None:
     world.chooser.ended(world.send(prompt(1)).pipeline)
     world.say("a", running=4)
     world.say("b")
-    assert world.send([*prompt(1), 1]).pipeline == "a"  # 1 + 4 * 8 tokens against 41
+    assert world.send([*prompt(1), 1]).pipeline == "a"  # 1 + 4 * 8 tokens, compared with 41
     world.say("a", running=4)
     assert world.load("a") == 5
     assert world.send([*prompt(1), 1]).pipeline == "b"
@@ -153,7 +155,7 @@ def test_ties_are_broken_by_the_dice() -> None:
     assert all(count == pytest.approx(100, abs=40) for count in chosen.values())
 
 
-def test_whoever_takes_no_requests_gets_none_not_even_its_own_prefix() -> None:
+def test_a_pipeline_that_takes_no_requests_gets_none_not_even_its_own_prefix() -> None:
     world = World()
     world.say("a")
     world.chooser.ended(world.send(prompt(1)).pipeline)
@@ -180,14 +182,14 @@ def test_one_that_failed_is_chosen_again_only_when_it_was_heard_of_since() -> No
     assert world.send(prompt(1)).pipeline == "a"
 
 
-def test_what_was_sent_since_the_report_counts_beside_it_and_once() -> None:
+def test_requests_sent_since_the_report_count_in_addition_to_it_and_once() -> None:
     world = World()
     world.say("a", running=2)
     for i in range(3):
         world.now_s += 0.1
         world.send(prompt(i))
     assert world.load("a") == 5
-    world.say("a", running=3, age_s=0.15)  # said between the first and the other two
+    world.say("a", running=3, age_s=0.15)  # reported after the first, before the others
     assert world.load("a") == 5
     world.now_s += 1.0
     world.say("a", running=5)
@@ -207,7 +209,7 @@ def test_a_request_that_another_one_took_is_counted_there() -> None:
     assert (world.load("a"), world.load("b")) == (1, 1)
 
 
-def test_a_directory_that_knows_nobody_yet_is_not_believed_at_once() -> None:
+def test_a_directory_that_is_still_empty_is_not_believed_at_once() -> None:
     world = World()
     world.say("a")
     world.now_s += 4.0
@@ -229,7 +231,7 @@ def test_memory_keeps_the_blocks_used_last_and_no_more() -> None:
     memory.remember(three[:2])
     assert len(memory) == 6
     assert memory.num_known(one) == 3
-    assert memory.num_known(two) == 1  # forgotten from its far end
+    assert memory.num_known(two) == 1  # removed from its end
     assert memory.num_known(three) == 2
 
 
@@ -278,7 +280,7 @@ def test_a_pipeline_is_gone_when_a_directory_that_answers_has_long_not_heard_of_
             world.say("b")
         assert world.chooser.is_gone(two) == (second > 14)
         assert not world.chooser.is_gone(one)
-    world.now_s += 60.0  # a silent directory proves nothing, nor does one that has just come back
+    world.now_s += 60.0  # a directory that does not answer, or has just recovered, is no evidence
     assert not world.chooser.is_gone(two)
     world.say("c")
     assert not world.chooser.is_gone(one)

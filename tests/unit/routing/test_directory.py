@@ -1,4 +1,4 @@
-"""The pipeline directory: heartbeats, load, and who takes a request."""
+"""The pipeline directory: heartbeats, load, and the choice of a pipeline."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ def test_one_that_just_failed_can_be_left_out() -> None:
     assert book.choose(excluded=[PipelineId("a")]).pipeline_id == "b"
 
 
-def test_with_nobody_there_it_says_so() -> None:
+def test_without_pipelines_it_says_so() -> None:
     book = directory(Clock())
     book.heartbeat(report("a"))
     book.leave(PipelineId("a"))
@@ -112,7 +112,7 @@ def test_what_an_operator_sees_is_plain_json() -> None:
     assert described["silent_s"] == 1.0
 
 
-def test_the_latest_promotion_outlives_who_reported_it_and_is_for_its_configuration_alone() -> None:
+def test_the_latest_promotion_outlives_its_reporter_and_is_for_its_configuration_alone() -> None:
     clock = Clock()
     book = directory(clock)
     old = Promotion(in_place_of="app:model:", head="/old", taken_unix_s=1.0)
@@ -129,7 +129,7 @@ def test_the_latest_promotion_outlives_who_reported_it_and_is_for_its_configurat
 def _pass(
     clock: Clock, roll: IngressRoll, *, seconds: int, heard: str = ""
 ) -> list[frozenset[str]]:
-    """What a heartbeat in every second is answered, while those in `heard` ask before it."""
+    """Returns the answers to one heartbeat per second; the ingresses in `heard` ask before."""
     answers = []
     for _ in range(seconds):
         clock.now_s += 1
@@ -157,16 +157,16 @@ def test_an_ingress_that_stays_silent_is_forgotten() -> None:
     assert not roll._heard_s
 
 
-def test_a_roll_that_stood_still_misses_nobody() -> None:
+def test_a_roll_that_stood_still_misses_no_ingress() -> None:
     clock = Clock()
     roll = IngressRoll(clock=clock, expiry_s=5.0)
-    for _ in range(5):  # heartbeats that have waited may come before the questions that have
+    for _ in range(5):  # delayed heartbeats may arrive before delayed questions
         _pass(clock, roll, seconds=5, heard="a")
         clock.now_s += 600.0
         assert roll.silent() == roll.silent() == frozenset()
-    assert _pass(clock, roll, seconds=9)[-1] == {"a"}  # it does not ask afterwards either
+    assert _pass(clock, roll, seconds=9)[-1] == {"a"}  # it does not ask later either
 
 
-def test_a_new_roll_names_nobody() -> None:
+def test_a_new_roll_names_no_ingress() -> None:
     clock = Clock()
     assert not any(_pass(clock, IngressRoll(clock=clock, expiry_s=5.0), seconds=60))

@@ -1,4 +1,4 @@
-"""One thread: tensors here are small, and test processes share the machine."""
+"""One thread: the tensors are small, and test processes share the machine."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the sampling tests share: rules with few words, and a chi-square test without SciPy."""
+"""Shared by the sampling tests: short rules, and a chi-square test without SciPy."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from eesd_dist.types import SamplingParams
 
 NUM_DRAWS = 200_000
 NUM_AT_ONCE = 2_000
-"""Rows in one call: more of them only leave the cache."""
+"""Rows in one call: more of them do not fit in the cache."""
 
 
 PLAIN = SamplingParams()
@@ -25,7 +25,7 @@ def rule(
 
 
 def with_one_percent_moved(probs_V: Tensor) -> Tensor:
-    """A sampler's deliberate bias: 1% of all mass goes to a token of middling probability."""
+    """Adds a deliberate bias: moves 1% of all mass to a token of medium probability."""
     token = int(probs_V.argsort()[len(probs_V) // 2])
     biased_V = 0.99 * probs_V
     biased_V[token] += 0.01
@@ -33,7 +33,7 @@ def with_one_percent_moved(probs_V: Tensor) -> Tensor:
 
 
 def chi_square_p_value(counts_V: Tensor, probs_V: Tensor) -> float:
-    """How often a fair sampler would look at least this uneven (Pearson 1900)."""
+    """Returns the probability that a fair sampler is at least this uneven (Pearson 1900)."""
     assert bool((counts_V[probs_V == 0] == 0).all()), "a token of probability 0 was drawn"
     possible = probs_V > 0
     counts, probs = counts_V[possible].double(), probs_V[possible].double()

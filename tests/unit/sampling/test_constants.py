@@ -1,7 +1,7 @@
-"""Constants of the CPU beside tensors of a GPU: torch's own table says which operators allow it.
+"""CPU constants together with GPU tensors: torch's own table gives the operators that allow it.
 
-A CUDA build checks that the tensors of a call are on one device, but for operators that say
-otherwise; a build for the CPU and fake tensors let every mixture pass.
+A CUDA build checks that the tensors of a call are on one device, except for these operators; a
+build for the CPU and fake tensors accept every mixture.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def operators_that_take_any_device() -> set[str]:
 
 
 class Constants(OperatorWatch):
-    """Operators that got a zero-dimensional tensor, a constant, beside others."""
+    """Operators that received a constant (a zero-dimensional tensor) with other tensors."""
 
     def __init__(self) -> None:
         super().__init__()

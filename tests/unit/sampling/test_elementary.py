@@ -1,4 +1,4 @@
-"""Elementary functions of single IEEE operations, against Python's own."""
+"""Elementary functions of single IEEE operations, compared with those of Python."""
 
 import math
 
@@ -41,8 +41,8 @@ def nucleus(logits_V: Tensor, top_p: float) -> list[int]:
 
 
 def nucleus_from_shards(logits_V: Tensor, top_p: float, cuts: list[int]) -> list[int]:
-    """Without a sort over the vocabulary: each shard gives the mass above a threshold, and the
-    highest threshold with enough mass is found over the sums."""
+    """Needs no sort over the vocabulary: each shard gives the mass above a threshold, and the
+    highest threshold with enough mass is found from the sums."""
     shards = logits_V.tensor_split(cuts)
     largest = max(float(shard.max()) for shard in shards)
     masses = [mass_of(shard - largest) for shard in shards]
@@ -70,7 +70,7 @@ def test_a_flat_vocabulary_of_128k_keeps_exactly_its_share() -> None:
     assert nucleus(logits_V, 1.0) == list(range(131_072))
 
 
-def test_a_row_without_top_p_keeps_tokens_of_no_mass_beside_one_that_cuts() -> None:
+def test_a_row_without_top_p_keeps_tokens_of_no_mass_next_to_one_that_cuts() -> None:
     logits_2V = torch.tensor([[0.0, -60.0, -1.0], [0.0, -60.0, -1.0]])
     rules = [rule(SamplingParams(top_p=0.5)), rule(SamplingParams(top_k=3))]
     scores = processed(logits_2V, rules, VocabularyShard(start=0, size=3))

@@ -1,4 +1,4 @@
-"""The noise is Gumbel, independent wherever its key differs, and the same wherever it is made."""
+"""The noise is Gumbel, independent for different keys, and the same on every device and shard."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MASK_32 = (1 << 32) - 1
 
 
 def triple32(x: int) -> int:
-    """The published hash in Python's own integers."""
+    """The published hash in Python integers."""
     x ^= x >> 17
     x = x * 0xED5AD4BB & MASK_32
     x ^= x >> 11
@@ -58,7 +58,7 @@ def test_the_hash_is_that_of_plain_integers_for_any_key(key: int) -> None:
 
 
 def lowbias32_hash(keys: Sequence[int], ids_V: Tensor) -> Tensor:
-    """Two rounds with a key half before each: what this project used first."""
+    """Two rounds with a key half before each: the first hash of this project."""
     key_S1 = torch.tensor([[key & MASK_32] for key in keys])
     high_S1 = torch.tensor([[key >> 32] for key in keys])
     x_SV = ids_V.long() ^ (ids_V.long() >> 16) ^ key_S1
@@ -70,7 +70,7 @@ def lowbias32_hash(keys: Sequence[int], ids_V: Tensor) -> Tensor:
 
 
 KNOWN_BAD = (40_960, 24_576, 33_280, 17_408, 34_816, 69_633, 8_704, 6)
-"""Differences at which two rounds were dependent, by 16 to 100 standard deviations."""
+"""Differences for which two rounds are dependent, by 16 to 100 standard deviations."""
 ONE_BIT = tuple(1 << bit for bit in range(17))
 
 
@@ -145,7 +145,7 @@ def test_the_winner_of_one_position_says_nothing_of_the_winner_of_the_next() -> 
     assert float(p_value) > 1e-4
 
 
-def test_a_shard_makes_its_own_slice_and_a_row_is_the_same_beside_any_others() -> None:
+def test_a_shard_makes_its_own_slice_and_a_row_is_the_same_with_any_others() -> None:
     keys = [noise_key(9, position) for position in range(5)]
     whole = gumbel(keys, torch.arange(1_003))
     assert torch.equal(gumbel(keys, torch.arange(500, 1_003)), whole[:, 500:])

@@ -1,4 +1,4 @@
-"""Processors against slow obvious twins, and against transformers where it has the same one."""
+"""Processors, compared with slow implementations, and with transformers where it has the same."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ def whole(logits_SV: Tensor, *rules: RowRule) -> Tensor:
 
 
 def processed_slowly(logits: list[float], row: RowRule) -> list[float]:
-    """One token at a time, in Python floats."""
+    """Processes one token at a time, in Python floats."""
     x = list(logits)
     for token, bias in row.logit_bias:
         x[token] += bias
@@ -94,7 +94,7 @@ PARAMS = st.builds(
     ),
     seed=st.integers(0, 10_000),
 )
-def test_every_row_is_processed_as_by_the_slow_twin_whatever_stands_beside_it(
+def test_every_row_of_any_batch_is_processed_as_by_the_slow_twin(
     rows: list[tuple[SamplingParams, tuple[int, ...]]], seed: int
 ) -> None:
     rules = [

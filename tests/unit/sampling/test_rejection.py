@@ -29,11 +29,11 @@ HEAD = (TARGET + 0.5 * chain_logits(1))[:CHAIN]
 
 
 NUM_CHAINS = 70_000
-"""Nearly three tokens leave per chain: these are the 200,000 draws."""
+"""A chain yields nearly three tokens: these are the 200,000 draws."""
 
 
 def run_chains(target: Tensor, head: Tensor, num_chains: int) -> list[tuple[Verdict, list[int]]]:
-    """Independent chains of 3: what became of each, and what had been drafted."""
+    """Returns the verdicts and drafts of independent chains of 3."""
     runs: list[tuple[Verdict, list[int]]] = []
     for start in range(0, num_chains, NUM_AT_ONCE):
         rules = [
@@ -51,7 +51,7 @@ def run_chains(target: Tensor, head: Tensor, num_chains: int) -> list[tuple[Verd
 
 
 def counts_at(runs: list[tuple[Verdict, list[int]]], depth: int) -> Tensor:
-    """Tokens that left at `depth`, of the chains that came so far: accepted ones and the next."""
+    """Counts the tokens at `depth`, accepted or next, of the chains that reached it."""
     tokens = [
         draft[depth] if verdict.num_accepted > depth else verdict.next_token
         for verdict, draft in runs
@@ -79,7 +79,7 @@ def test_a_verifier_with_one_percent_of_bias_is_caught_at_every_depth() -> None:
         assert chi_square_p_value(counts_at(runs, depth), target_SV[depth]) < 1e-6
 
 
-def test_a_chain_judged_beside_others_is_judged_as_alone() -> None:
+def test_a_chain_judged_with_others_is_judged_as_alone() -> None:
     drafts = [[1, 2], [], [3, 4, 5]]
     num_rows = sum(len(draft) + 1 for draft in drafts)
     target_SV, head_KV = chain_logits(4, num_rows=num_rows), chain_logits(5, num_rows=5)

@@ -1,4 +1,4 @@
-"""A row's rule says where it stands and what came before it, and asks for no more than it needs."""
+"""The rule of a row gives its position and history, and requests nothing that it does not need."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,5 @@
-"""The rule is exact sampling, the same on any sharding, and a common-noise draft is often right."""
+"""The rule is exact sampling, the same on any sharding, and a draft with the same noise is often
+right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,7 +66,7 @@ def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
 
 @cache
 def rules_with_seeds(num_seeds: int, params: SamplingParams = PLAIN) -> tuple[RowRule, ...]:
-    """The same position of as many requests, which differ in their seeds alone."""
+    """Returns rules for the same position of requests that differ only in their seeds."""
     return tuple(
         rule(replace(params, seed=seed), position=12, num_prompt=4) for seed in range(num_seeds)
     )
@@ -138,7 +139,7 @@ def test_first_max_is_the_first(values: list[int]) -> None:
     assert first_max(torch.tensor([values]).float()).tolist() == [values.index(max(values))]
 
 
-def test_the_noise_of_a_row_does_not_depend_on_the_greedy_rows_beside_it() -> None:
+def test_the_noise_of_a_row_does_not_depend_on_greedy_rows_of_its_batch() -> None:
     logits_SV = random_logits(4, 3, V)
     sampled = rule(SamplingParams(seed=8), position=3)
     greedy = rule(SamplingParams(temperature=0.0), position=3)
@@ -228,7 +229,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_parameters() -> None:
     np.testing.assert_allclose(choice.top_logprobs, best.values, atol=1e-5)
 
 
-def test_nobody_who_wants_no_logprobs_gets_any() -> None:
+def test_a_row_that_asks_for_no_logprobs_gets_none() -> None:
     choice = choose(random_logits(5, 2, V), [rule(), rule()])
     assert choice.logprobs.shape == (0,)
     assert choice.top_ids.shape == choice.top_logprobs.shape == (2, 0)

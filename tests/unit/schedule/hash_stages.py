@@ -1,11 +1,11 @@
-"""Two stages without a model: what a page slot holds, and what the target would say, are hashes.
+"""Two stages without a model: the content of a page slot and the tokens of the target are hashes.
 
-The store remembers from which tokens each slot was computed. A round reads every slot before its
-first row and fails if one does not hold what this request's tokens would have put there, so a page
-shared wrongly, freed too early or registered too soon is found at the first read.
+The store remembers the tokens from which each slot was computed. A round reads every slot before
+its first row, and fails if one does not match the tokens of the request. Pages that are shared
+wrongly, freed too early or registered too soon are therefore found at the first read.
 
-Of a drafted tree the accepted branch moves to its KV slots in the text: at once in the draft
-stage's store, with the next round's header in the verify stage's.
+The accepted branch of a drafted tree moves to its KV slots in the text: at once in the store of the
+draft stage, with the header of the next round in that of the verify stage.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ END = TokenId(49)
 
 
 def toy_token(position: int, seed: int) -> TokenId:
-    """The target's token at a position, whatever came before."""
+    """Returns the token of the target at a position, which does not depend on earlier tokens."""
     return TokenId(hash((position, seed)) % VOCAB_SIZE)
 
 
 def toy_answer(request: Request, *, max_model_len: int) -> tuple[list[TokenId], FinishReason]:
-    """What plain decoding gives, written down as plainly as possible."""
+    """Returns the text of plain decoding, in the simplest way."""
     sampling = request.sampling
     answer: list[TokenId] = []
     while True:
@@ -48,7 +48,7 @@ Slot = tuple[PageId, int]
 
 @dataclass
 class ToyStages:
-    """Runs a plan: fills the pages, drafts, and accepts as many draft tokens as chance says."""
+    """Runs a plan: fills the pages, drafts, and accepts draft tokens at random."""
 
     page_size: int
     random: Random
@@ -56,7 +56,7 @@ class ToyStages:
     keys: dict[Slot, int] = field(default_factory=dict)
     head_keys: dict[Slot, int] = field(default_factory=dict)
     judged: dict[RequestId, list[tuple[Slot, Slot]]] = field(default_factory=dict)
-    """What each verdict will move, once it has come back."""
+    """The moves of each verdict, to be made after it."""
     pending: list[tuple[Slot, Slot]] = field(default_factory=list)
 
     def run(self, plan: RoundPlan) -> dict[RequestId, Committed]:
@@ -74,7 +74,7 @@ class ToyStages:
         return results
 
     def settle(self, plan: RoundPlan) -> None:
-        """The verdict is here."""
+        """Applies the moves of the verdict."""
         for item in plan.items:
             moves = self.judged.pop(item.live.request_id, [])
             _move(self.head_keys, moves)
@@ -176,7 +176,7 @@ def _prefix_hashes(tokens: list[TokenId]) -> list[int]:
 
 
 class Ledger:
-    """What each client received, and why its stream ended."""
+    """The tokens that each client received, and the finish reason of its stream."""
 
     def __init__(self) -> None:
         self.answers: dict[RequestId, list[TokenId]] = {}
@@ -193,7 +193,7 @@ class Ledger:
 def run_until_idle(
     scheduler: Scheduler, stages: ToyStages, ledger: Ledger, *, max_rounds: int = 5_000
 ) -> None:
-    """Microbatches take turns: while one round's results are under way the next one is planned."""
+    """Alternates microbatches: the next round is planned while the results of one are pending."""
     pending: dict[int, tuple[RoundPlan, Mapping[RequestId, Committed]]] = {}
     for turn in range(max_rounds):
         microbatch = turn % scheduler.num_microbatches

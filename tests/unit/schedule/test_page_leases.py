@@ -1,4 +1,4 @@
-"""Lent pages keep their content, and landed ones are found with the right one or not at all."""
+"""Leased pages keep their content; reserved pages are found with the right content or not found."""
 
 from collections.abc import Mapping
 from random import Random
@@ -32,7 +32,7 @@ PAGE = 4
 
 
 class Pipeline:
-    """A scheduler and toy stages that check every slot they read; one round in flight at most."""
+    """A scheduler, and toy stages that check every slot they read; at most one round in flight."""
 
     def __init__(self, *, num_pages: int, seed: int, tree: TreeConfig | None = None) -> None:
         self.scheduler = Scheduler(
@@ -51,7 +51,7 @@ class Pipeline:
         self._in_flight: tuple[RoundPlan, Mapping[RequestId, Committed]] | None = None
 
     def step(self) -> None:
-        """Half a turn: a round leaves, or its verdict comes."""
+        """Plans a round, or commits the one in flight."""
         if self._in_flight is not None:
             plan, results = self._in_flight
             self._in_flight = None
@@ -78,7 +78,7 @@ class Pipeline:
         run_until_idle(self.scheduler, self.stages, self.ledger)
 
     def write_from(self, other: "Pipeline", reservation: PageReservation) -> None:
-        """The bytes arrive."""
+        """Copies the leased slots."""
         for there, here in reservation.moves:
             for offset in range(PAGE):
                 for theirs, mine in (
@@ -122,7 +122,7 @@ def _migrate(source: Pipeline, target: Pipeline) -> PageReservation:
     return reservation
 
 
-def test_a_request_goes_on_elsewhere_from_its_full_pages() -> None:
+def test_a_request_goes_on_in_another_pipeline_from_its_full_pages() -> None:
     source, target = (Pipeline(num_pages=32, seed=seed) for seed in (1, 2))
     request = _request("a", length=19, seed=5)
     source.scheduler.add(request)
@@ -143,7 +143,7 @@ def test_a_request_goes_on_elsewhere_from_its_full_pages() -> None:
     assert list(moved.generated) + target.ledger.answers[request.request_id] == whole
 
 
-def test_a_prefix_that_is_here_already_does_not_travel_and_a_shared_one_travels_once() -> None:
+def test_a_prefix_that_is_cached_already_is_not_copied_and_a_shared_one_is_copied_once() -> None:
     source, target = (Pipeline(num_pages=64, seed=seed) for seed in (1, 2))
     for name in ("first", "second"):
         source.scheduler.add(_request(name, length=24, seed=3))
@@ -189,7 +189,7 @@ def test_an_abandoned_reservation_leaves_every_page_free() -> None:
     assert (usage.num_free_pages, usage.num_cached_pages) == (32, 0)
 
 
-def test_where_room_is_short_a_shorter_prefix_lands_and_running_requests_keep_a_page_each() -> None:
+def test_where_room_is_short_less_is_copied_and_running_requests_keep_a_page_each() -> None:
     pages = PageAllocator(num_pages=6, page_size=PAGE, prefix_caching=True)
     leases = PageLeases(pages)
     leased = LeasedPages(
@@ -212,7 +212,7 @@ def test_where_room_is_short_a_shorter_prefix_lands_and_running_requests_keep_a_
 
 def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> None:
     target = Pipeline(num_pages=32, seed=2)
-    for i in range(5):  # one more than may run
+    for i in range(5):  # one more than max_running
         target.scheduler.add(_request(f"r{i}", length=9, seed=i))
     for _ in range(4):
         target.step()
@@ -245,7 +245,7 @@ def test_the_first_difference_between_two_layouts_is_said_in_words() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.DataObject) -> None:
-    """The toy stages check each slot they read, in both pipelines; every text comes out whole."""
+    """The toy stages check each slot they read, in both pipelines; every text is complete."""
     tree = TreeConfig(shape="static", max_nodes=4) if data.draw(st.booleans()) else None
     source = Pipeline(num_pages=data.draw(st.integers(12, 40)), seed=1, tree=tree)
     target = Pipeline(num_pages=data.draw(st.integers(12, 40)), seed=2, tree=tree)
@@ -277,7 +277,7 @@ def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.Da
             victim.lose_stores()
             some_steps()
     target_lives = reservation.number in target.scheduler.leases._reservations
-    if target_lives:  # else its ranks have closed the reservation: nothing is written any more
+    if target_lives:  # else its ranks have closed the reservation and write nothing
         target.write_from(source, reservation)
     some_steps()
     if source.scheduler.leases.end_lease(lease.number):
@@ -299,11 +299,11 @@ def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.Da
 
 
 def test_a_page_that_waits_for_an_accepted_branch_is_neither_leased_nor_reserved() -> None:
-    """At every moment at which moves are outstanding, at either end."""
+    """At every time with pending moves, in either pipeline."""
     tree = TreeConfig(shape="static", max_nodes=4)
     num_moments = 0
     for seed in range(40):
-        for num_steps in range(4, 24, 2):  # verdicts are in, and what they move is not moved yet
+        for num_steps in range(4, 24, 2):  # verdicts have arrived, moves are pending
             source, target = (Pipeline(num_pages=14, seed=seed + i, tree=tree) for i in range(2))
             request = _request("a", length=10 + seed % 9, seed=5)
             source.scheduler.add(request)

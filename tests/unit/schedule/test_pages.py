@@ -18,7 +18,7 @@ def _take(
 
 
 def _serve(pages: PageAllocator, tokens: list[int], *, salt: str = "exit") -> list[PageId]:
-    """A request that computes all its tokens and leaves; returns the table it had."""
+    """Runs a request that computes all its tokens and ends; returns its page table."""
     table = pages.match_prefix(tokens, salt=salt)
     missing = pages.pages_for(len(tokens)) - len(table)
     table += _take(pages, missing, after=table[-1] if table else None)
@@ -81,7 +81,7 @@ def test_a_shared_page_is_free_after_its_last_owner() -> None:
     pages.check()
 
 
-def test_releasing_a_page_nobody_owns_is_a_bug_that_is_named() -> None:
+def test_releasing_a_page_without_an_owner_is_a_bug_that_is_named() -> None:
     pages = make_pages(4)
     with pytest.raises(AssertionError, match="page 3 was released and has no owner"):
         pages.release([PageId(3)])

@@ -1,4 +1,4 @@
-"""The scheduler against toy stages: every request ends with the very tokens of plain decoding."""
+"""The scheduler with toy stages: every request ends with the tokens of plain decoding."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -119,7 +119,7 @@ def _decode_once(scheduler: Scheduler, token: int = 9, microbatch: int = 0) -> N
     )
 
 
-# One request's way through.
+# Steps of one request.
 
 
 def test_a_prompt_goes_in_by_chunks_and_only_the_last_gets_a_verdict() -> None:
@@ -211,7 +211,7 @@ def test_a_text_ends_where_the_model_ends() -> None:
         (_request(speculation=SpeculationParams(max_draft_tokens=99)), 3),
     ],
 )
-def test_nobody_drafts_what_could_not_be_wanted(request_: Request, expected: int) -> None:
+def test_no_request_drafts_more_than_it_can_use(request_: Request, expected: int) -> None:
     scheduler = _scheduler()
     scheduler.add(request_)
     assert _only(_plan(scheduler)).max_draft == expected
@@ -229,7 +229,7 @@ def test_a_resumed_request_goes_on_where_it_was() -> None:
     assert emission.finish_reason is FinishReason.LENGTH
 
 
-# Who is let in.
+# Admission.
 
 
 def _with(**sampling: Any) -> Request:
@@ -283,7 +283,7 @@ def test_a_full_queue_refuses_the_next_and_says_so() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
 
 
-def test_a_request_that_has_begun_elsewhere_is_not_refused_for_a_full_queue() -> None:
+def test_a_request_that_has_begun_in_another_pipeline_is_not_refused_for_a_full_queue() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=False, max_running=1, max_waiting=1))
     scheduler.add(_request("a"))
     scheduler.add(_request("b", generated=[3]))
@@ -323,7 +323,7 @@ def test_more_decoding_requests_than_budget_take_turns() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=False, token_budget=5))
     for name in "abcdefgh":
         scheduler.add(_request(name, prompt=[1], max_tokens=40, seed=ord(name)))
-    for plan in [_plan(scheduler), _plan(scheduler)]:  # two rounds at once let all of them in
+    for plan in [_plan(scheduler), _plan(scheduler)]:  # two rounds admit all requests
         scheduler.commit(plan, {i.live.request_id: _verifier_says(1) for i in plan.items})
     turns = dict.fromkeys("abcdefgh", 0)
     for _ in range(32):
@@ -335,7 +335,7 @@ def test_more_decoding_requests_than_budget_take_turns() -> None:
     assert max(turns.values()) - min(turns.values()) <= 1
 
 
-def test_nobody_starves_while_new_requests_keep_coming() -> None:
+def test_no_request_starves_while_new_requests_keep_coming() -> None:
     config = SchedulerConfig(overlap=True, max_running=4, token_budget=6, prefill_chunk=4)
     scheduler, stages, ledger = _scheduler(make_pages(14), config=config), _stages(), Ledger()
     scheduler.add(_request("long", prompt=range(20), max_tokens=30))
@@ -377,7 +377,7 @@ def test_a_microbatch_that_empties_gets_requests_from_the_other() -> None:
         scheduler.add(_request(name, max_tokens=max_tokens))
     first, in_flight = _plan(scheduler, 0), _plan(scheduler, 1)
     scheduler.commit(first, {RequestId(n): _verifier_says(3) for n in "ac"})
-    assert scheduler.plan(0) is None  # both are under way: nobody can move
+    assert scheduler.plan(0) is None  # both are in flight: none can move
     scheduler.commit(in_flight, {RequestId(n): _verifier_says(3) for n in "bd"})
     assert _only(_plan(scheduler, 0)).live.request_id == "d"
     assert _only(_plan(scheduler, 1)).live.request_id == "b"
@@ -396,7 +396,7 @@ def test_a_request_in_flight_is_not_planned_again() -> None:
 # When pages run short.
 
 
-def test_drafts_shrink_before_anyone_is_preempted() -> None:
+def test_drafts_shrink_before_a_request_is_preempted() -> None:
     scheduler = _scheduler(make_pages(4), max_draft_tokens=6)
     scheduler.add(_request("a", prompt=[1] * 4, max_tokens=9))
     scheduler.add(_request("b", prompt=[2] * 4, max_tokens=9))
@@ -459,7 +459,7 @@ def test_a_draft_leaves_the_page_another_request_may_need_next() -> None:
     assert [item.max_draft for item in _plan(scheduler).items] == [4, 0]
 
 
-def test_pages_meant_for_drafts_are_taken_back_before_anyone_is_preempted() -> None:
+def test_pages_meant_for_drafts_are_taken_back_before_a_request_is_preempted() -> None:
     config = SchedulerConfig(overlap=True)
     scheduler = _scheduler(make_pages(30, page_size=1), max_draft_tokens=4, config=config)
     scheduler.add(_request("a", prompt=[1] * 2))
@@ -570,7 +570,7 @@ def test_a_request_that_takes_an_aborted_ones_id_waits_for_its_round_and_no_long
     scheduler.check()
 
 
-def test_who_waits_for_an_aborted_ones_id_can_be_aborted_itself() -> None:
+def test_a_request_that_waits_for_the_id_of_an_aborted_one_can_be_aborted() -> None:
     scheduler = _scheduler()
     scheduler.add(_request())
     plan = _plan(scheduler)
@@ -643,7 +643,7 @@ def test_arrival_and_first_round_are_timed() -> None:
     assert (live.arrival_s, live.first_scheduled_s) == (1.0, 2.5)
 
 
-# All of it at once.
+# All of these together.
 
 
 def test_a_tree_has_room_for_its_tokens_and_a_chain_for_its_length() -> None:
@@ -661,7 +661,7 @@ def test_a_tree_takes_the_pages_that_can_be_spared_and_no_others() -> None:
     scheduler.add(_request("old", max_tokens=4))
     scheduler.add(_request("young", prompt=[9, 9], max_tokens=4))
     old, young = _plan(scheduler).items
-    # Two pages and one are needed; the fourth may be young's next one.
+    # They need two pages and one; the fourth may be the next page of young.
     assert (old.max_draft, old.max_nodes) == (3, 3)
     assert (young.max_draft, young.max_nodes) == (2, 2)
     scheduler.check()
@@ -689,7 +689,7 @@ def test_without_overlap_all_requests_come_together_in_the_first_microbatch() ->
     scheduler.commit(first, _each_says(first, 3))
     again = scheduler.plan(0)
     assert again is not None
-    assert len(again.items) == len(first.items)  # the others are in flight still
+    assert len(again.items) == len(first.items)  # the others are still in flight
     scheduler.commit(second, _each_says(second, 3))
     assert scheduler.plan(1) is None
     scheduler.commit(again, _each_says(again, 3))
@@ -697,7 +697,7 @@ def test_without_overlap_all_requests_come_together_in_the_first_microbatch() ->
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests come, are planned, committed, aborted and lose their stores, in any order."""
+    """Requests are added, planned, committed, aborted and lose their stores, in any order."""
 
     @initialize(
         overlap=st.booleans(),
@@ -929,4 +929,4 @@ def test_planning_sixteen_decoding_requests_takes_under_a_millisecond(overlap: b
         timings_s.append(perf_counter() - started_s)
         committed = _verifier_says(1, 2, 3, num_accepted=2, num_drafted=4)
         scheduler.commit(plan, {item.live.request_id: committed for item in plan.items})
-    assert min(timings_s) < 1e-3  # the quickest: this machine may have other things to do
+    assert min(timings_s) < 1e-3  # the fastest, since other work may run

@@ -1,4 +1,4 @@
-"""Rounds as an engine would report them."""
+"""Rounds as an engine reports them."""
 
 from dataclasses import replace
 from typing import Any

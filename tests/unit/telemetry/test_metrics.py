@@ -1,4 +1,4 @@
-"""Metrics: the names dashboards know, and counts that agree with the rounds."""
+"""Metrics: the names that dashboards use, and counts that agree with the rounds."""
 
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,4 +1,4 @@
-"""Per-request acceptance in vLLM's shape."""
+"""Per-request acceptance statistics in the format of vLLM."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ def emission(drafted: int, accepted: int) -> Emission:
 
 
 def test_the_object_is_the_one_vllm_documents() -> None:
-    """The example of vLLM's page: 43 steps of 3 drafted tokens, histogram 39, 1, 0, 3."""
+    """The example of vLLM's documentation: 43 steps of 3 drafted tokens, histogram 39, 1, 0, 3."""
     stats = SpecStats(num_spec_tokens=3)
     for accepted, count in ((0, 39), (1, 1), (3, 3)):
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Traces: joined by parent ids over files and over HTTP, and nothing at all when off."""
+"""Traces: joined by parent ids over files and HTTP, and without any cost when off."""
 
 import random
 import re
@@ -54,7 +54,8 @@ def one(spans: list[WrittenSpan], name: str) -> WrittenSpan:
 
 
 def serve_one_request(folder: Path) -> None:
-    """HTTP request, route, one round, one verify rank: four roles in three processes' files."""
+    """Writes spans of an HTTP request, a route, one round and one verify rank, in three processes'
+    files."""
     with (
         traced("ingress", folder) as ingress,
         traced("draft", folder) as draft,
@@ -173,9 +174,7 @@ def test_a_request_that_is_not_sampled_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nonsense", ["nonsense", "a-b-c-1", f"00-{'0' * 32}-{'0' * 16}-01", ""])
-def test_a_traceparent_nobody_can_read_starts_a_trace_of_its_own(
-    tmp_path: Path, nonsense: str
-) -> None:
+def test_an_invalid_traceparent_starts_a_new_trace(tmp_path: Path, nonsense: str) -> None:
     with traced("ingress", tmp_path) as tracing:
         tracing.tracer.start_span("request", context_of(nonsense)).end()
         assert rounds_of(tracing).ids([nonsense]) == (0, 0)
@@ -236,7 +235,7 @@ def test_seeding_random_alike_does_not_make_ids_alike(tmp_path: Path) -> None:
 
 
 class _Collector(BaseHTTPRequestHandler):
-    """Twenty lines of an OTLP/HTTP collector."""
+    """A minimal OTLP/HTTP collector."""
 
     seen: list[tuple[str, bytes]]
 

@@ -1,4 +1,4 @@
-"""Oracle: the whole text cut at the first stop string that is complete."""
+"""Oracle: the complete text, cut at the first complete stop string."""
 
 import pytest
 from hypothesis import given
@@ -52,7 +52,7 @@ def test_it_does_not_matter_how_many_pieces_come_at_a_time(
     assert one_by_one == (checked.text + rest, checked.matched, checked.num_pieces)
 
 
-def test_a_possible_beginning_is_held_back_and_let_go_when_it_was_none() -> None:
+def test_a_possible_beginning_is_held_back_and_released_when_it_was_none() -> None:
     stops = StopStrings(["END"])
     assert stops.push(["it is the E"]).text == "it is the "
     assert stops.push(["N"]).text == ""

@@ -1,4 +1,4 @@
-"""Oracle: transformers' own decode of the same tokens."""
+"""Oracle: transformers' decoding of the same tokens."""
 
 import json
 import shutil

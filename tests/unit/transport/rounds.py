@@ -1,4 +1,4 @@
-"""Rounds and replies of all forms, for the tests of everything that carries them."""
+"""Rounds and replies of all forms, for the tests of the transports."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Commands arrive as they were announced, or are refused."""
+"""Commands arrive as they were announced, or are rejected."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
 
 
 def plain(command: Command) -> tuple[object, list[object]]:
-    """Comparable: tensors as lists, with their types."""
+    """Returns a comparable form: tensors as lists, with their types."""
     fields = [getattr(command, name) for name in command.__struct_fields__]
     return type(command), [(x.dtype, x.tolist()) if isinstance(x, Tensor) else x for x in fields]
 

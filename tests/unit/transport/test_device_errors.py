@@ -1,4 +1,4 @@
-"""What NCCL raises names a peer, and what a rank's own device raises that rank; without a GPU."""
+"""Errors of NCCL name a peer, and errors of a rank's own device that rank; without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +19,7 @@ ON_DEVICE: Tensor = cast(
 
 
 class FailingPlane:
-    """Every operation fails; `lost` is what the watchdog has given up."""
+    """Every operation fails; `lost` is the work that the watchdog has given up."""
 
     lost: str | None = None
 
@@ -46,7 +46,7 @@ def group(plane: FailingPlane) -> ProcessGroup:
     )
 
 
-def test_a_collective_that_nccl_refuses_names_everyone_else() -> None:
+def test_a_collective_that_nccl_refuses_names_all_other_ranks() -> None:
     failing = group(FailingPlane())
     for operation in (failing.all_reduce, failing.broadcast):
         with pytest.raises(PeerLost, match="verify rank 1 or verify rank 2") as found:

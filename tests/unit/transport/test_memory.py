@@ -23,7 +23,7 @@ def test_replies_come_in_the_order_of_their_rounds() -> None:
     assert [channel.receive().round_id, channel.receive().round_id] == [1, 2]
 
 
-def test_nothing_is_verified_before_somebody_waits_for_it() -> None:
+def test_nothing_is_verified_before_a_wait_for_it() -> None:
     verified: list[int] = []
 
     def verify(sent: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:

@@ -1,7 +1,7 @@
-"""How a communicator begins and ends, tried without a GPU.
+"""Creation and end of a communicator, tested without a GPU.
 
-Tensors are fake ones on cuda:0; torch's own check of the device runs, and only the driver's call
-behind it is recorded. The backend is a toy whose work never ends.
+Tensors are fake ones on cuda:0. torch's check of the device runs; only the driver call behind it is
+recorded. The backend is a toy with work that never ends.
 """
 
 import gc
@@ -39,7 +39,7 @@ class Work:
 
 
 class Backend:
-    """Work on it never ends."""
+    """A backend with work that never ends."""
 
     Options = SimpleNamespace
     fails = False
@@ -92,7 +92,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
 
 @pytest.fixture(autouse=True)
 def current_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What reaches the driver of `torch.cuda.set_device`, which itself runs as it is."""
+    """Records the calls of `torch.cuda.set_device` to the driver; the rest of it is real."""
     indices: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", indices.append, raising=False)
     return indices
@@ -158,7 +158,7 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
     assert device_named("auto") == torch.device("cpu")
 
 
-def test_a_plane_that_nobody_holds_is_aborted_and_its_watchdog_ends(
+def test_a_plane_without_references_is_aborted_and_its_watchdog_ends(
     backend: type[Backend],
 ) -> None:
     before = watchdogs()
@@ -206,7 +206,7 @@ def test_work_that_is_late_aborts_once_and_is_named(backend: type[Backend]) -> N
     plane.abort()
 
 
-def test_a_plane_is_aborted_once_by_whoever_aborts_it() -> None:
+def test_a_plane_is_aborted_only_once() -> None:
     plane = make_plane()
     plane.abort()
     plane.abort()

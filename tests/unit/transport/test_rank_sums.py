@@ -9,7 +9,7 @@ from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 
 
 class ThreadExchange:
-    """The moves of NCCL's plane, by a group of threads; counts what a rank is sent."""
+    """The transfers of the NCCL plane, between threads; counts the bytes that a rank receives."""
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group

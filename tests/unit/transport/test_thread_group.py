@@ -1,4 +1,4 @@
-"""Ranks in threads: the sums of a process group, and errors that name who is missing."""
+"""Ranks in threads: the sums of a process group, and errors that name the missing rank."""
 
 import time
 
@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
         group.all_reduce(torch.ones(2))
 
 
-def test_an_aborted_group_wakes_who_waits_and_stays_ended() -> None:
+def test_an_aborted_group_wakes_waiting_ranks_and_stays_ended() -> None:
     started_s = time.monotonic()
 
     def work(group: ThreadGroup) -> str:

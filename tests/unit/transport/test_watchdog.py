@@ -1,4 +1,4 @@
-"""The deadline of work on a GPU, tried with work that runs nowhere."""
+"""The deadline of work on a GPU, tested with toy work."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What goes in comes out, bit for bit; what was broken on the way is refused."""
+"""Messages are decoded bit for bit; damaged messages are rejected."""
 
 import dataclasses
 import tracemalloc
@@ -30,7 +30,7 @@ def reply_through_the_wire(message: wire.Message) -> VerifyReply:
 
 
 def size_of(message: wire.Message) -> int:
-    """Bytes of prefix and payload."""
+    """Returns the bytes of prefix and payload."""
     return wire.PREFIX_BYTES + wire.decode_prefix(message.frame, epoch=3).payload_bytes
 
 
@@ -115,7 +115,7 @@ def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype)
     assert torch.equal(got_KV, sent_KV)
 
 
-def test_large_tensors_are_announced_and_travel_beside_the_frame() -> None:
+def test_large_tensors_are_announced_and_sent_after_the_frame() -> None:
     big_TD = hidden(4, 5000)
     message = wire.encode_round(header(), big_TD)
     prefix = wire.decode_prefix(message.frame, epoch=3)
@@ -130,7 +130,7 @@ def test_a_message_of_another_epoch_is_refused() -> None:
         wire.decode_prefix(message.frame, epoch=4)
 
 
-def test_a_message_of_another_version_or_of_somebody_else_is_refused() -> None:
+def test_a_message_of_another_version_or_protocol_is_refused() -> None:
     frame = wire.encode_round(header(), hidden()).frame.clone()
     frame[4] += 1  # after the four bytes of magic
     versions = f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"
@@ -252,7 +252,7 @@ def test_a_move_from_nowhere_is_refused() -> None:
 
 
 def lying(payload: bytes, *, kind: wire.Kind = wire.Kind.ROUND, num_rows: int = 4) -> wire.Message:
-    """A message whose checksums are right, whatever its payload says."""
+    """Returns a message with correct checksums, for any payload."""
     return wire.message_of(
         kind,
         epoch=3,
@@ -317,7 +317,7 @@ def test_a_payload_cut_short_before_its_checksum_is_refused(
 @pytest.mark.parametrize("kind", HONEST)
 @pytest.mark.parametrize("length", [b"\xdd\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
 def test_a_length_without_its_bytes_costs_no_memory(kind: wire.Kind, length: bytes) -> None:
-    """An array of 2**31 - 1, or 4 GiB of bytes, announced at every place of a message."""
+    """Announces an array of 2**31 - 1, or 4 GiB of bytes, at every position of a message."""
     messages = [
         lying(HONEST[kind][:at] + length + HONEST[kind][at:], kind=kind)
         for at in range(len(HONEST[kind]))

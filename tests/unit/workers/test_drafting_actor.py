@@ -1,5 +1,5 @@
-"""What the router hears of requests that end before their last token, how long leases last, and
-how an epoch is left before it was joined."""
+"""The ends of requests that the router receives, the duration of leases, and leaving an epoch
+before joining it."""
 
 import asyncio
 import threading
@@ -95,7 +95,7 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_left_or_refused
 
 
 class _Slow(ToyDrafter):
-    """Its tokens are made, and do not leave before they may."""
+    """A drafter that holds back its finished tokens until it may emit them."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -112,7 +112,7 @@ class _Slow(ToyDrafter):
 
 @dataclass(frozen=True)
 class _Leading(ToyStages):
-    """Stages with this leader."""
+    """Toy stages with this leader."""
 
     leader: Callable[[EngineConfig], DraftLeader]
 
@@ -144,7 +144,7 @@ async def _joined(
 
 
 async def _tokens(items: AsyncIterator[StreamItem]) -> list[int]:
-    """To the last, or to what ended them."""
+    """Returns the tokens up to the end of the stream or its error."""
     tokens: list[int] = []
     async for item in items:
         if isinstance(item, EesdError):
@@ -249,7 +249,7 @@ def test_whether_a_lease_has_held_is_not_known_between_two_epochs(
 
 
 class LeaseSource:
-    """Pages of an actor, as far as leases go."""
+    """The leases of an actor."""
 
     def __init__(self) -> None:
         self.leased: set[str] = set()
@@ -291,7 +291,7 @@ def test_a_lease_comes_to_its_end_when_the_target_has_given_up_before_it_was_tol
 
 
 class _Connecting(ToyLeader):
-    """Connects when it may, and counts how often that was undone."""
+    """Connects when allowed, and counts how often the connection was undone."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -328,7 +328,7 @@ def _epoch(number: int) -> Epoch:
     return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
 
 
-def test_who_is_stuck_in_connecting_has_not_left() -> None:
+def test_a_worker_that_is_stuck_in_connecting_has_not_left() -> None:
     async def run() -> None:
         actor, leader = _connecting()
         connecting = asyncio.ensure_future(actor.connect(_epoch(1)))
@@ -338,7 +338,7 @@ def test_who_is_stuck_in_connecting_has_not_left() -> None:
         leader.may_connect.set()
         with pytest.raises(PeerLost, match="its epoch was left"):
             await connecting
-        assert leader.num_undone == 2, "what has come about after all is of no use"
+        assert leader.num_undone == 2, "a late connection is undone"
         assert await actor.leave()
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from eesd_dist.workers.messages import Address, Epoch
 
 
 class Load:
-    """Takes until it is let go, and notices when another runs at the same time."""
+    """Blocks until it is released, and detects other loads that run at the same time."""
 
     running = 0
     most_running = 0
@@ -59,7 +59,7 @@ def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begi
     asyncio.run(run())
 
 
-def test_whoever_leaves_while_loading_takes_no_part_afterwards() -> None:
+def test_a_worker_that_leaves_while_loading_takes_no_part_afterwards() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0", leave_wait_s=0.05)
         load = Load()

@@ -1,4 +1,4 @@
-"""What a rank says of its loading, to whoever asks and to the log."""
+"""The loading progress of a rank, in its reports and its log."""
 
 import logging
 

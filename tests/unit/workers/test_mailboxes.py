@@ -1,4 +1,4 @@
-"""Between the loop that makes tokens and the streams they leave by."""
+"""The queue between the round loop, which makes tokens, and their streams."""
 
 import asyncio
 from dataclasses import replace

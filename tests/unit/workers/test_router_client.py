@@ -1,4 +1,4 @@
-"""Outcomes go out and plans come back, and nobody ever waits for the router."""
+"""Outcomes are sent and plans are received, without waiting for the router."""
 
 import asyncio
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def _outcome() -> Outcome:
 
 async def _until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(20.0):
-        while not holds():  # noqa: ASYNC110  # the link tells nobody what it has done
+        while not holds():  # noqa: ASYNC110  # the link has no event for this
             await asyncio.sleep(0.005)
 
 
@@ -77,7 +77,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         link.observed([replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
         await _until(lambda: router.applied)
-        await asyncio.sleep(0.1)  # nothing follows
+        await asyncio.sleep(0.1)  # no further message
         assert router.heard == [
             RouterNews(
                 pipeline="p",

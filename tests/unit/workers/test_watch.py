@@ -1,4 +1,4 @@
-"""What is counted of requests, and how often."""
+"""Which counts of requests are kept, and that each request counts once."""
 
 from collections.abc import Mapping
 
@@ -67,7 +67,9 @@ def test_a_request_that_is_sent_on_and_returns_counts_once(watch: DraftWatch) ->
     assert _counts(watch) == {**once, "length": 1}
 
 
-def test_whose_reader_leaves_is_an_abort_and_a_probe_is_nobody(watch: DraftWatch) -> None:
+def test_a_request_without_a_reader_is_an_abort_and_a_probe_is_not_counted(
+    watch: DraftWatch,
+) -> None:
     watch.arrived(REQUEST)
     watch.left(REQUEST.request_id)
     assert _counts(watch) == {"prompt_tokens_total": 2, "abort": 1}

@@ -1,4 +1,4 @@
-"""What workers keep when their first engine, or an epoch, does not come about."""
+"""What workers keep when their first engine or an epoch fails."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ from tests.support.tiny_service import write_tiny_service
 
 
 def _epoch(number: int, *, num_ranks: int = 1) -> Epoch:
-    """Of as many ranks in either stage."""
+    """Returns an epoch with this many ranks in either stage."""
     return Epoch(
         number=number,
         store=Address(host="nowhere", port=1),
@@ -86,7 +86,7 @@ class ToyGroup:
 
 
 class Rendezvous:
-    """Everybody comes at once, except to groups that fail."""
+    """All ranks connect at once, except to groups that fail."""
 
     def __init__(self) -> None:
         self.groups: list[ToyGroup] = []
@@ -104,14 +104,14 @@ class Rendezvous:
 
 
 def _config() -> EngineConfig:
-    """Two ranks in either stage."""
+    """Returns a configuration with two ranks in either stage."""
     parallel = {"draft_tensor_parallel_size": 2, "verify_tensor_parallel_size": 2}
     return EngineConfig.model_validate({"model": {"path": "."}, "parallel": parallel})
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node, and a checkpoint whose layout is known."""
+    """Sets a node address and the layout of a checkpoint."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     layout = SimpleNamespace(device=torch.device("cpu"))
     for module in (draft_follower, draft_leader, epoch_groups, verify_worker):

@@ -1,4 +1,4 @@
-"""The full `infra/gpu/check.sh --device cpu`, on a copy, without some packages of this machine."""
+"""The full `infra/gpu/check.sh --device cpu`, on a copy, without Ray and a server."""
 
 import json
 import os
