@@ -156,7 +156,7 @@ def test_followers_see_every_round_that_rank_0_sees(port: int) -> None:
             assert process.exitcode == 0
 
 
-def test_a_follower_whose_leader_dies_names_it(port: int) -> None:
+def test_a_follower_of_a_dead_leader_names_it(port: int) -> None:
     with peer_process(lead_and_stall, port, 10.0) as leader:
         stage = join_verify_stage(port, 1, timeout_s=10.0)
         killer = threading.Timer(0.2, leader.kill)

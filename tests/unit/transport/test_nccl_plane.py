@@ -184,7 +184,7 @@ def test_a_plane_that_is_not_used_yet_goes_as_well() -> None:
     assert not own.is_alive()
 
 
-def test_a_plane_whose_first_collective_fails_is_aborted_though_its_error_is_kept(
+def test_a_plane_with_a_failing_first_collective_is_aborted_though_its_error_is_kept(
     backend: type[Backend],
 ) -> None:
     before = watchdogs()

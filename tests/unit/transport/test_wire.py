@@ -417,7 +417,7 @@ def test_a_header_that_contradicts_its_prefix_is_refused() -> None:
             read(lying(msgspec.msgpack.encode(sent)), wire.Kind.ROUND)
 
 
-def test_a_reply_whose_arrays_contradict_each_other_is_refused() -> None:
+def test_a_reply_with_arrays_that_contradict_each_other_is_refused() -> None:
     odd = replace(REPLY, top_logprobs=np.ones((2, 2), np.float32))
     with pytest.raises(WireError, match=r"found \(2, 3\) alternatives with \(2, 2\)"):
         reply_through_the_wire(wire.encode_reply(odd, epoch=3))

@@ -142,7 +142,7 @@ def test_groups_that_were_connected_and_not_joined_end_with_the_next_epoch(
     assert meeting.left == [("rounds", 1), ("draft", 1), ("rounds", 2), ("draft", 2)]
 
 
-def test_groups_whose_engine_did_not_come_about_end_when_they_are_left(
+def test_groups_without_an_engine_end_when_they_are_left(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
