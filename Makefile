@@ -39,6 +39,7 @@ check: install
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python infra/check_words.py
 
 format: install
 	$(BIN)/ruff format $(SOURCES)

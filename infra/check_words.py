@@ -44,6 +44,8 @@ WORDS = {
     r"is whole|not whole|whole again": "ready, unavailable",
     r"seats?": "group handle",
     r"wish(?:es|ed)?": "request, setting, option",
+    r"meanwhile": "while the group starts, during the round",
+    r"come out|let go": "leave, release, cancel",
 }
 ALLOWED = re.compile(r"`[^`]*`|HTTP POST|\bposts? (?:a|the|its) request")
 """Code in backquotes, and words in their ordinary sense."""

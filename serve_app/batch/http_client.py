@@ -92,7 +92,7 @@ class HttpClient:
 
     @property
     def _address(self) -> str:
-        """Without a password that stands in it: errors are kept with the rows."""
+        """Without its password: errors are written to the output file."""
         return str(self._http.base_url.copy_with(userinfo=b"")).rstrip("/")
 
     async def _posted(self, body: Mapping[str, object]) -> httpx.Response:

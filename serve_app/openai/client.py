@@ -1,4 +1,4 @@
-"""The seam between the HTTP API and engines: tokens go in, tokens come out.
+"""The seam between the HTTP API and engines: they take requests and return tokens.
 
 Implementations reach an engine in this process, or pipelines in other processes; the tests use a
 toy.

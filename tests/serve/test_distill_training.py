@@ -82,7 +82,7 @@ def kill_a_worker(run: Path, killed: list[int]) -> None:
             if b"RayTrainWorker" not in name:
                 continue
             os.kill(process.pid, signal.SIGKILL)
-        except OSError:  # gone meanwhile
+        except OSError:  # the file has been removed since
             continue
         killed.append(process.pid)
         return

@@ -51,7 +51,7 @@ class Responses:
 
 
 class CancelCalls:
-    """Of what a pipeline is told to let go; another one answers at first."""
+    """Of the cancellations sent; the first answer comes from another pipeline."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
