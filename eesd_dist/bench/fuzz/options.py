@@ -14,7 +14,7 @@ DEFAULT_TOKENS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzOptions:
-    """Compares random engines and requests (or --case) with plain decoding.
+    """Compares texts of random engines, requests and faults.
 
     Each engine is drawn from the seed and its number: controllers, trees, batch, pages,
     microbatches, ranks, links; requests with every sampling parameter; arrivals, aborts, lost
