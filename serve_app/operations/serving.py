@@ -26,6 +26,7 @@ from cluster.ray_compat import ServeStatus, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
 from serve_app.config import ServiceConfig, TelemetryConfig
+from serve_app.router import router_handle
 from serve_app.session.connection_file import connection_file_for
 from serve_app.session.local_ray import connected_ray, local_ray
 
@@ -112,6 +113,8 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
 def _serve_until_stopped(
     config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
 ) -> None:
+    if is_ours:  # starts while Serve does, instead of when the first pipeline asks for it
+        router_handle(config)
     url = _start_serve(config)
     try:
         _bring_up(config, stopping)
