@@ -126,9 +126,9 @@ class TreeConfig(Section):
     max_nodes: PositiveInt = 16
     """Maximum tokens of one tree; `max_draft_tokens` limits its depth."""
 
-    def shape_of(self, wished: TreeShape | None) -> TreeShape:
+    def shape_of(self, requested: TreeShape | None) -> TreeShape:
         """Returns the request's shape, or the service's where the request has none."""
-        return self.shape if wished is None else wished
+        return self.shape if requested is None else requested
 
     def width_at(self, depth: int, shape: TreeShape) -> int:
         """Returns how many tokens may be drafted after a node at this depth; 0 is the root."""

@@ -87,10 +87,16 @@ def _prose(file: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and _is_text(node.value):
             yield from _lines(node.value)
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            yield from _texts(node.msg)
         elif isinstance(node, ast.Raise) or _is_log(node):
-            for part in ast.walk(node):
-                if _is_text(part):
-                    yield from _lines(part)
+            yield from _texts(node)
+
+
+def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+    for part in ast.walk(node):
+        if _is_text(part):
+            yield from _lines(part)
 
 
 def _document(text: str) -> Iterator[tuple[int, str]]:

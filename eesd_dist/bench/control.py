@@ -147,8 +147,8 @@ def race_live(
     """Races the variants on every class alone, on mixed traffic, and at every load."""
     track, scale = Track(engine, bench.texts, clock=bench.clock), bench.scale
     rng = Random(bench.seed)
-    everybody = _live_variants(bench.ceiling, None, scale)
-    track.warm_up(everybody)
+    variants = _live_variants(bench.ceiling, None, scale)
+    track.warm_up(variants)
     by_class: dict[str, Race] = {}
     for workload, numbers in _by_class(bench.texts).items():
         rates = findings.by_class[workload][1] if findings is not None else None

@@ -275,7 +275,7 @@ class Judge:
         return self._set.by_workload()[workload]
 
     @property
-    def everybody(self) -> list[Variant]:
+    def all_variants(self) -> list[Variant]:
         return [*self.fixed, *self.adaptive, *other_forms()]
 
     def findings(
@@ -331,7 +331,7 @@ class Judge:
 
     def _rates(self, crowds: Sequence[Sequence[Arrival]]) -> Rates:
         return Rates(
-            by_label={variant.label: self._rate(crowds, variant) for variant in self.everybody},
+            by_label={variant.label: self._rate(crowds, variant) for variant in self.all_variants},
             oracle=_rate(
                 [
                     replay(crowd, self.fixed[-1], self._setting, told=accepted_length)
@@ -376,7 +376,7 @@ class Judge:
                     for known, trace in zip(best, traces, strict=True)
                 ]
             )
-            for variant in self.everybody
+            for variant in self.all_variants
         }
 
     def from_logs(self, traces: Sequence[Trace]) -> dict[str, dict[str, float]]:
@@ -404,7 +404,7 @@ class Judge:
             stream=stream,
             seams=tuple(ends[:-1]),
             classes=(easy[0], hard[0], easy[0]),
-            runs={variant.label: self.alone(stream, variant) for variant in self.everybody},
+            runs={variant.label: self.alone(stream, variant) for variant in self.all_variants},
             clairvoyant=self.clairvoyant(stream),
             fixed=tuple(variant.label for variant in self.fixed),
             discount=self._setting.speculation.discount,

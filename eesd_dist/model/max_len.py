@@ -33,9 +33,9 @@ def within(config: EngineConfig, limit: int) -> int:
 
     Raises ConfigError when `max_model_len` is more than the model's positions.
     """
-    wished = config.model.max_model_len or limit
-    if wished > limit:
+    length = config.model.max_model_len or limit
+    if length > limit:
         raise ConfigError(
-            f"model.max_model_len is {wished}, the checkpoint's positions end at {limit}: lower it"
+            f"model.max_model_len is {length}, the checkpoint's positions end at {limit}: lower it"
         )
-    return min(wished, config.cache.num_pages * config.cache.page_size)
+    return min(length, config.cache.num_pages * config.cache.page_size)

@@ -75,7 +75,7 @@ class DistVerifyChannel:
         self._refuse_if_done(operation, header.round_id)
         self._group.doing(header.round_id)
         message = wire.encode_round(header, hidden_TD, draft_probs_KV)
-        parts = (*message.parts, *message.beside)
+        parts = (*message.parts, *message.separate)
         transfers = tuple(
             self._group.isend(part, to=self._to, tag=Tag.ROUND, operation=operation)
             for part in parts
@@ -249,7 +249,7 @@ def share_round(
     group.doing(header.round_id)
     message = wire.encode_round(header, hidden_TD, draft_probs_KV)
     transfers = _to_followers(group, message, operation=f"sharing round {header.round_id}")
-    for x in message.beside:
+    for x in message.separate:
         transfers += group.start_broadcast(x.contiguous())
     return transfers
 
@@ -298,7 +298,7 @@ def _receive_rest(
     prefix: wire.Prefix,
     frame: Tensor,
     receive: Callable[[Tensor], Tensor],
-    receive_beside: Callable[[Tensor], Tensor],
+    receive_tensor: Callable[[Tensor], Tensor],
     *,
     device: torch.device,
 ) -> Round:
@@ -307,7 +307,7 @@ def _receive_rest(
     if overflow is not None:
         receive(overflow)
     header = wire.decode_round(prefix, frame, overflow)
-    hidden_TD, draft_probs_KV = wire.receive_tensors(prefix, frame, receive_beside, device=device)
+    hidden_TD, draft_probs_KV = wire.receive_tensors(prefix, frame, receive_tensor, device=device)
     if hidden_TD is None:
         raise WireError(f"found no hidden states in round {prefix.round_id}, expected a matrix")
     return header, hidden_TD, draft_probs_KV

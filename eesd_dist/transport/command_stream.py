@@ -74,7 +74,7 @@ class DistCommandSink:
             for part in message.parts
             for follower in range(1, self._group.size)
         ]
-        for x in message.beside:
+        for x in message.separate:
             self._group.broadcast(x.contiguous(), source=_LEADER)
 
     def _finish(self) -> None:

@@ -69,16 +69,16 @@ _commands: Decoder[Command] = Decoder(Command, dec_hook=lambda *_: _TO_COME)
 def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:
     match command:
         case RunHead(input_TE=rows) | RunLogits(exit_AD=rows):
-            beside: Tensor | None = rows
+            separate: Tensor | None = rows
         case _:
-            beside = None
+            separate = None
     return wire.message_of(
         wire.Kind.COMMAND,
         epoch=epoch,
         round_id=number,
         content=command,
         frame_bytes=wire.ROUND_FRAME_BYTES,
-        hidden_TD=beside,
+        hidden_TD=separate,
     )
 
 

@@ -9,7 +9,7 @@ in float32 for narrower types, whatever the size of the tensor. So all ranks hol
 a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
 
 torch's RuntimeErrors become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
-`_on_device`; errors of computations on the results of aborted GPU work, in `names_who_is_lost`.
+`_on_device`; errors of computations on the results of aborted GPU work, in `raises_lost_peers`.
 Errors that report a failure of this rank's own device name this rank. Every operation is counted by
 its kind: number, bytes each way, seconds waited. Waits without a deadline are not counted: there is
 no round to work on.
@@ -252,7 +252,7 @@ class ProcessGroup:
             )
 
     @contextmanager
-    def names_who_is_lost(self) -> Iterator[None]:
+    def raises_lost_peers(self) -> Iterator[None]:
         """Wraps a rank's loop: once work on the GPU was aborted its results are garbage, and any
         error over them is raised as PeerLost."""
         try:

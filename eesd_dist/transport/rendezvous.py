@@ -126,7 +126,7 @@ def build_group(
             timeout_s=join_s,
             operation=joining,
         )
-        names = tuple(f"{who} on {at.node}" for who, at in zip(names, endpoints, strict=True))
+        names = tuple(f"{name} on {at.node}" for name, at in zip(names, endpoints, strict=True))
         try:
             gloo = GlooPlane(
                 PrefixStore("gloo", shelf),

@@ -111,7 +111,7 @@ class Message:
     frame: Tensor
     overflow: Tensor | None
     """The payload, when the frame cannot hold it."""
-    beside: tuple[Tensor, ...]
+    separate: tuple[Tensor, ...]
     """Hidden states and draft probabilities, when the frame holds no copy of them."""
 
     @property
@@ -348,9 +348,9 @@ def message_of(
         ) from error
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise WireError(f"round {round_id} has a payload of {len(payload)} bytes, 256 MiB fit")
-    beside = tuple(x for x in (hidden_TD, draft_probs_KV) if x is not None)
+    separate = tuple(x for x in (hidden_TD, draft_probs_KV) if x is not None)
     room = frame_bytes - PREFIX_BYTES - len(payload)
-    tensors_fit = sum(x.nbytes for x in beside) <= room and not any(x.is_cuda for x in beside)
+    tensors_fit = sum(x.nbytes for x in separate) <= room and not any(x.is_cuda for x in separate)
     prefix = Prefix(
         kind=kind,
         epoch=epoch,
@@ -366,14 +366,14 @@ def message_of(
     if room >= 0:
         parts.append(payload)
     if tensors_fit:
-        parts.extend(_raw(x) for x in beside)
+        parts.extend(_raw(x) for x in separate)
     frame = bytearray(frame_bytes)
     inline = b"".join(parts)
     frame[: len(inline)] = inline
     return Message(
         frame=_tensor(frame),
         overflow=None if room >= 0 else _tensor(bytearray(payload)),
-        beside=() if tensors_fit else tuple(x for x in beside if x.numel() > 0),
+        separate=() if tensors_fit else tuple(x for x in separate if x.numel() > 0),
     )
 
 

@@ -83,7 +83,7 @@ class FollowerEpoch:
 
     def run(self) -> None:
         try:
-            with self._group.names_who_is_lost():
+            with self._group.raises_lost_peers():
                 follow_commands(self._shard, self._source, heads=self._heads)
         finally:
             self.abort()  # so that ranks that wait for this one fail before their deadline

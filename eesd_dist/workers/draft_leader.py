@@ -158,7 +158,7 @@ class EngineLeader:
         self._groups.leave()
         abort_all(self._connected, "its epoch was not joined")
 
-    def join(self, epoch: Epoch, *, anew: bool) -> "LeaderEpoch":
+    def join(self, epoch: Epoch, *, new_engine: bool) -> "LeaderEpoch":
         groups = self._connected
         assert groups, "connect comes first"
         rounds, *draft = groups
@@ -168,7 +168,7 @@ class EngineLeader:
         self.pages.enter(epoch.number)
         self.sharing.forget()
         with self._changing:
-            if anew or self._running is None:
+            if new_engine or self._running is None:
                 self._running = None
                 self._running = self._build(channel, epoch, draft)
                 self._head = _serving_head(self._config, layout_of(self._config))
@@ -184,7 +184,7 @@ class EngineLeader:
 
     def load_head(self, folder: str, *, sha256: str | None = None) -> None:
         model = self._config.model.model_copy(update={"head": Path(folder)})
-        wished = self._config.model_copy(update={"model": model})
+        requested = self._config.model_copy(update={"model": model})
         with self._changing:
             running = self._running
             if running is None:
@@ -194,14 +194,14 @@ class EngineLeader:
                     f"cannot take {folder}: this service drafts nothing; start it with an exit "
                     "head and a positive engine.speculation.max_draft_tokens"
                 )
-            layout = layout_of(wished)
-            new = _serving_head(wished, layout)
+            layout = layout_of(requested)
+            new = _serving_head(requested, layout)
             assert new is not None, "its folder was named"
             _require_compatible(folder, new, serving=self._head, sha256=sha256)
             group = SingleGroup() if running.followers is None else running.followers.handle
-            head = load_next_head(wished, layout, Path(folder), group=group)
+            head = load_next_head(requested, layout, Path(folder), group=group)
             running.engine.swap_head(head, Calibrator.load(Path(folder)))
-            self._config, self._head = wished, new
+            self._config, self._head = requested, new
 
     def control(self) -> ControlReport:
         with self._changing:

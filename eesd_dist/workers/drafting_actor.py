@@ -163,8 +163,10 @@ class DraftActor:
 
     async def join(self, epoch: Epoch) -> None:
         """Starts the round loop, once the verify ranks are ready for rounds."""
-        anew = self._needs_new_engine
-        part = await self._joining.enter(epoch, lambda: self._leader.join(epoch, anew=anew))
+        new_engine = self._needs_new_engine
+        part = await self._joining.enter(
+            epoch, lambda: self._leader.join(epoch, new_engine=new_engine)
+        )
         self._needs_new_engine = False
         while self._dropped:
             part.drop(self._dropped.pop())

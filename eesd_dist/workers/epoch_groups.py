@@ -108,5 +108,5 @@ def naming_the_lost(groups: Sequence[ProcessGroup]) -> Iterator[None]:
     """Raises a failure of one of these groups as PeerLost that names the lost rank."""
     with ExitStack() as stack:
         for group in groups:
-            stack.enter_context(group.names_who_is_lost())
+            stack.enter_context(group.raises_lost_peers())
         yield

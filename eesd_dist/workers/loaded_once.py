@@ -24,9 +24,9 @@ class LoadedOnce(Generic[T]):
                 self._loaded.append(self._load())
             return self._loaded[0]
 
-    def present(self, wish: str) -> T:
-        """Returns the value without waiting. Raises EngineError that begins with `wish` while
+    def present(self, action: str) -> T:
+        """Returns the value without waiting. Raises EngineError that begins with `action` while
         nothing is loaded."""
         if not self._loaded:
-            raise EngineError(f"{wish} now: this rank is being built; try again")
+            raise EngineError(f"{action} now: this rank is being built; try again")
         return self._loaded[0]

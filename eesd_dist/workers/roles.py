@@ -158,11 +158,11 @@ class EpochLeader(Protocol):
         """Opens the connections; verify rank 0 opens its end at the same time."""
         ...
 
-    def join(self, epoch: Epoch, *, anew: bool) -> DraftEpoch:
+    def join(self, epoch: Epoch, *, new_engine: bool) -> DraftEpoch:
         """Starts the engine on the connected groups, once every verify rank is ready for rounds.
 
         Live requests are kept and recomputed from their tokens, unless a new engine is asked for
-        (`anew`).
+        (`new_engine`).
         """
         ...
 

@@ -160,7 +160,7 @@ class Pipeline:
         self._draining = Draining(
             pipeline=self._name,
             address=self._address,
-            who_answers=AskServe(
+            answering_replica=AskServe(
                 app=config.app_name,
                 deployment=serve.get_replica_context().deployment,
                 address=self._address,

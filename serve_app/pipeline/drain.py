@@ -59,7 +59,7 @@ class Draining:
         *,
         pipeline: str,
         address: str,
-        who_answers: Callable[[], Awaitable[str | None]],
+        answering_replica: Callable[[], Awaitable[str | None]],
         find_peer_pipeline: FindPeerPipeline,
         publish_status: Callable[[], Awaitable[None]],
         migrate: Migrate | None = None,
@@ -67,13 +67,13 @@ class Draining:
         doubt_s: float = 0.2,
         keep_s: float = 10.0,
     ) -> None:
-        """`who_answers` returns the address of the replica that answers a call to `address` (this
-        one, while Serve counts on it), or None if it is unknown. `publish_status` tells the router;
+        """`answering_replica` returns the address of the replica that answers a call to `address`
+        (this one, while Serve counts on it), or None if unknown. `publish_status` tells the router;
         `migrate` is tried before streams are told to leave.
         """
         self._pipeline = pipeline
         self._address = address
-        self._who_answers = who_answers
+        self._answering_replica = answering_replica
         self._find_peer_pipeline = find_peer_pipeline
         self._publish_status = publish_status
         self._migrate = migrate
@@ -166,10 +166,10 @@ class Draining:
 
     async def _is_left_out(self) -> bool:
         """Returns whether Serve sends no more requests here; the last answer if it is unknown."""
-        answered = await self._who_answers()
+        answered = await self._answering_replica()
         if answered not in (None, self._address):
             await asyncio.sleep(self._doubt_s)
-            answered = await self._who_answers()
+            answered = await self._answering_replica()
         self._was_counted_on = self._was_counted_on or answered == self._address
         if answered is None:
             return self._by_serve

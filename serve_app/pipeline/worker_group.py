@@ -180,7 +180,9 @@ class WorkerGroup:
         keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
         try:
             empty = [slot for slot in self._draft_slots if self.workers.is_empty(slot)]
-            await _all(self._fill_meanwhile(slot, operation, timeout_s=timeout_s) for slot in empty)
+            await _all(
+                self._fill_in_background(slot, operation, timeout_s=timeout_s) for slot in empty
+            )
             unprepared = [slot for slot in self._draft_slots if slot.name in self._unprepared]
             await _all(self._prepare(p, operation, timeout_s=timeout_s) for p in unprepared)
         finally:
@@ -358,8 +360,10 @@ class WorkerGroup:
         self.workers.kill(worker)
         self._unprepared.discard(worker.slot.name)
 
-    async def _fill_meanwhile(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
-        await self.workers.fill_meanwhile(slot, operation, timeout_s=timeout_s)
+    async def _fill_in_background(
+        self, slot: RankSlot, operation: str, *, timeout_s: float
+    ) -> None:
+        await self.workers.fill_in_background(slot, operation, timeout_s=timeout_s)
         self._unprepared.add(slot.name)
 
     async def _prepare(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:

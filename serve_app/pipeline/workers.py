@@ -185,7 +185,7 @@ class Workers:
             raise
         self._arrived(worker)
 
-    async def fill_meanwhile(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
+    async def fill_in_background(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
         """As `fill`, but cancelling or a timeout does not stop a worker that is being spawned."""
         coming = self._coming.get(slot.name) or self.start_spawn(slot, operation)
         await asyncio.wait({coming}, timeout=timeout_s)

@@ -77,6 +77,6 @@ class Drafter:
     def join(self, number: int) -> "Drafter":
         self.epoch = _numbered(self.epoch, number)
         self.leader.connect(self.epoch)
-        self.part = self.leader.join(self.epoch, anew=self._first)
+        self.part = self.leader.join(self.epoch, new_engine=self._first)
         self._first = False
         return self

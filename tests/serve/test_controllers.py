@@ -42,14 +42,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("target")
     write_byte_level(folder)
     save_target(folder, vocab_size=320, num_positions=4096)
-    elsewhere = tmp_path_factory.mktemp("heads")
+    heads = tmp_path_factory.mktemp("heads")
     shallow = TrainableExitHead.from_target(folder, ModelSpec.from_folder(folder), 1)
-    shallow.save(elsewhere / "shallow", dtype="float32")
+    shallow.save(heads / "shallow", dtype="float32")
     return {
         "target": folder,
         "never": save_head(folder, folder / "exit_head", "never"),
-        "always": save_head(folder, elsewhere / "always", "always"),
-        "shallow": elsewhere / "shallow",
+        "always": save_head(folder, heads / "always", "always"),
+        "shallow": heads / "shallow",
     }
 
 

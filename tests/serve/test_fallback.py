@@ -116,7 +116,7 @@ def _drafted(relieved: Running) -> int:
     return sum(stats.num_drafted for stats in rounds)
 
 
-def test_a_verify_rank_that_dies_meanwhile_is_replaced_too(relieved: Running) -> None:
+def test_a_verify_rank_that_dies_then_is_replaced_too(relieved: Running) -> None:
     undisturbed = tokens_of(relieved.items(_request(relieved, "four")))
     assert until(lambda: _full(relieved), timeout_s=90.0)
     before = relieved.state()

@@ -100,8 +100,8 @@ class PoisonedRank(ToyRank):
 
 
 class PoisonedLeader(ToyLeader):
-    def join(self, epoch: Epoch, *, anew: bool) -> PoisonedDrafter:
-        if anew or not isinstance(self._drafter, PoisonedDrafter):
+    def join(self, epoch: Epoch, *, new_engine: bool) -> PoisonedDrafter:
+        if new_engine or not isinstance(self._drafter, PoisonedDrafter):
             self._drafter = PoisonedDrafter(self._config)
         self._drafter.begin()
         return self._drafter

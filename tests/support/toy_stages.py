@@ -214,8 +214,8 @@ class ToyLeader:
     def disconnect(self) -> None:
         return
 
-    def join(self, epoch: Epoch, *, anew: bool) -> ToyDrafter:
-        if anew:
+    def join(self, epoch: Epoch, *, new_engine: bool) -> ToyDrafter:
+        if new_engine:
             self._drafter = ToyDrafter(self._config)
         return self._drafter
 

@@ -41,7 +41,7 @@ class BookCost:
     """Copying the pools for a checkpoint, which planning waits for."""
     save_ms: float
     """Writing the copy, in another thread."""
-    plan_meanwhile_ms: float
+    plan_during_save_ms: float
     """A round of 32, planned every few milliseconds while the copy is written; the median."""
     plan_alone_ms: float
     """The same when nothing is written."""
@@ -79,7 +79,7 @@ def run(options: RouterOptions, *, actor: RouterFactory | None = None) -> None:
     for line in provenance.lines():
         say(line)
     say(
-        "\nin process per request  per round  of a batch of 32   copy    save  meanwhile      alone"
+        "\nin process per request  per round  of a batch of 32   copy    save     saving      alone"
     )
     books = []
     for num_live in LOADS:
@@ -127,7 +127,7 @@ def book_cost(num_live: int, *, repeats: int) -> BookCost:
         batch_round_us=1e6 / 32 * _median_s(lambda: book.observe(_batch(rounds)), repeats // 10),
         copy_ms=1e3 * saving.copy_s,
         save_ms=1e3 * saving.save_s,
-        plan_meanwhile_ms=1e3 * saving.meanwhile_s,
+        plan_during_save_ms=1e3 * saving.during_save_s,
         plan_alone_ms=1e3 * saving.alone_s,
     )
 
@@ -138,16 +138,16 @@ def _saving(book: BeliefBook, rounds: Iterator[Outcome], file: Path) -> "_Saving
     copy_s = time.perf_counter() - began_s
     thread = threading.Thread(target=copy.save, args=(file,))
     thread.start()
-    meanwhile_s = [_paced_plan_s(book, rounds)]
+    during_save_s = [_paced_plan_s(book, rounds)]
     while thread.is_alive():
-        meanwhile_s.append(_paced_plan_s(book, rounds))
+        during_save_s.append(_paced_plan_s(book, rounds))
     save_s = time.perf_counter() - began_s - copy_s
     thread.join()
-    alone_s = [_paced_plan_s(book, rounds) for _ in meanwhile_s]
+    alone_s = [_paced_plan_s(book, rounds) for _ in during_save_s]
     return _Saving(
         copy_s=copy_s,
         save_s=save_s,
-        meanwhile_s=statistics.median(meanwhile_s),
+        during_save_s=statistics.median(during_save_s),
         alone_s=statistics.median(alone_s),
     )
 
@@ -155,7 +155,7 @@ def _saving(book: BeliefBook, rounds: Iterator[Outcome], file: Path) -> "_Saving
 class _Saving(NamedTuple):
     copy_s: float
     save_s: float
-    meanwhile_s: float
+    during_save_s: float
     alone_s: float
 
 
@@ -216,7 +216,7 @@ def _book_line(cost: BookCost) -> str:
     return (
         f"{cost.num_live:>6} live {cost.request_us:>9.1f} us {cost.round_us:>7.1f} us "
         f"{cost.batch_round_us:>15.1f} us {cost.copy_ms:>4.1f} ms {cost.save_ms:>6.0f} ms "
-        f"{cost.plan_meanwhile_ms:>10.2f} ms {cost.plan_alone_ms:>7.2f} ms"
+        f"{cost.plan_during_save_ms:>10.2f} ms {cost.plan_alone_ms:>7.2f} ms"
     )
 
 

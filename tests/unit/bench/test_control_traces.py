@@ -228,10 +228,10 @@ def test_recording_without_room_for_a_draft_says_so(model: Path) -> None:
 def test_the_clairvoyant_is_never_slower_than_a_controller(
     recorded: tuple[list[Text], list[Trace]],
 ) -> None:
-    everybody = [*fixed_variants(CEILING), *adaptive_variants(), *other_forms()]
+    variants = [*fixed_variants(CEILING), *adaptive_variants(), *other_forms()]
     for trace in recorded[1]:
         best = Clairvoyant.of(trace, cost=COST, ceiling=CEILING)
-        for variant in everybody:
+        for variant in variants:
             run = replay([Arrival(trace=trace)], variant, setting())
             lost = best.regret(run, trace)
             assert min(lost) > -1e-9

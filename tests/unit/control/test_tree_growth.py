@@ -15,7 +15,7 @@ from eesd_dist.types import (
     TreeShape,
 )
 
-WHO = RequestId("a")
+KEY = RequestId("a")
 
 
 def sure(probability: float, *, depth: int = 0) -> Evidence:
@@ -30,10 +30,10 @@ def offer(
     depth: int = 0,
     probability: float = 0.6,
     shape: TreeShape = "dynamic",
-    who: RequestId = WHO,
+    key: RequestId = KEY,
 ) -> Offer:
     evidence = sure(probability, depth=depth)
-    return Offer(request_id=who, evidence=evidence, parent=parent, rank=rank, shape=shape)
+    return Offer(request_id=key, evidence=evidence, parent=parent, rank=rank, shape=shape)
 
 
 def policy(*names: str, **config: object) -> DraftPolicy:
@@ -52,7 +52,7 @@ def policy(*names: str, **config: object) -> DraftPolicy:
 def test_a_static_tree_goes_as_deep_as_a_chain_and_as_wide_as_it_was_offered() -> None:
     made = policy("fixed", fixed_length=2)
     for depth, parents in enumerate([(-1,), (0, 1), (2, 3, 4, 5)]):
-        assert made.worth_a_guess([WHO]) == (frozenset() if depth == 2 else {WHO})
+        assert made.worth_a_guess([KEY]) == (frozenset() if depth == 2 else {KEY})
         offers = [
             offer(rank, parent=parent, depth=depth, shape="static")
             for rank in (0, 1)
@@ -89,7 +89,7 @@ def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
     # The third token is number 2: the survival of its children includes its own.
     third = made.choose([offer(0, parent=2, depth=2, probability=0.45)])
     assert third == [FLOOR < 0.6 * 0.5 * 0.45]
-    made.begin_round([WHO])
+    made.begin_round([KEY])
     assert made.choose([offer(0, probability=0.1)]) == [False]
 
 
@@ -97,10 +97,10 @@ def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
 def test_what_alternatives_are_worth_is_learnt_from_verdicts(hits: bool) -> None:
     made = policy("fixed", fixed_length=5)
     branch = Branch(depth=0, num_offered=2, chosen_rank=1 if hits else -1, evidence=sure(0.8))
-    outcome = Outcome(request_id=WHO, num_drafted=2, num_accepted=int(hits), branches=(branch,))
+    outcome = Outcome(request_id=KEY, num_drafted=2, num_accepted=int(hits), branches=(branch,))
     for _ in range(40):
         made.observe([outcome])
-    made.begin_round([WHO])
+    made.begin_round([KEY])
     assert made.choose([offer(0, probability=0.8), offer(1, probability=0.8)]) == [True, hits]
 
 
@@ -108,10 +108,10 @@ def test_requests_of_all_shapes_are_decided_together_and_apart() -> None:
     made = policy("fixed", "fixed", "fixed", fixed_length=1)
     a, b, c = (RequestId(name) for name in "abc")
     offers = [
-        offer(shape="none", who=a, probability=0.01),
-        offer(0, shape="dynamic", who=b, probability=0.01),
-        offer(0, shape="static", who=c, probability=0.01),
-        offer(1, shape="static", who=c, probability=0.01),
+        offer(shape="none", key=a, probability=0.01),
+        offer(0, shape="dynamic", key=b, probability=0.01),
+        offer(0, shape="static", key=c, probability=0.01),
+        offer(1, shape="static", key=c, probability=0.01),
     ]
     assert made.choose(offers) == [True, False, True, True]
     assert made.choose(offers) == [False] * 4
@@ -123,14 +123,14 @@ def test_a_belief_learns_of_first_choices_alone_and_only_where_they_were_judged(
 
     # The first choice is right, then an alternative, then no drafted token: one right, two wrong.
     tree = Outcome(
-        request_id=WHO,
+        request_id=KEY,
         num_drafted=9,
         num_accepted=2,
         branches=(branch(0, 0), branch(1, 1), branch(2, -1)),
     )
     belief = Belief().after(tree)
     assert (belief.num_accepted, belief.num_tested) == (1, 3)
-    whole = Outcome(request_id=WHO, num_drafted=3, num_accepted=1, branches=(branch(0, 0),))
+    whole = Outcome(request_id=KEY, num_drafted=3, num_accepted=1, branches=(branch(0, 0),))
     assert Belief().after(whole).num_tested == 1
-    chain = Outcome(request_id=WHO, num_drafted=5, num_accepted=2)
+    chain = Outcome(request_id=KEY, num_drafted=5, num_accepted=2)
     assert (chain.num_first_accepted, chain.num_first_rejected) == (2, 1)

@@ -86,7 +86,7 @@ def write_recording(
 @pytest.fixture
 def make_request(target: Path, head: Path, tmp_path: Path) -> MakeRequest:
     def make(recording: Path, **changes: object) -> RefreshRequest:
-        wishes: dict[str, object] = {
+        options: dict[str, object] = {
             "model": target,
             "recording": recording,
             "head": head,
@@ -96,7 +96,7 @@ def make_request(target: Path, head: Path, tmp_path: Path) -> MakeRequest:
             "learning_rate": 3e-3,
             "threads": 1,
         }
-        return RefreshRequest(**{**wishes, **changes})  # type: ignore[arg-type]
+        return RefreshRequest(**{**options, **changes})  # type: ignore[arg-type]
 
     return make
 

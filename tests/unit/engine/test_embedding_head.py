@@ -48,12 +48,12 @@ def reading_head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def make_reading(target: Path, reading_head: Path) -> MakeReading:
     def make(**speculation: object) -> EngineConfig:
-        wishes: dict[str, object] = {"max_draft_tokens": LENGTH, "fixed_length": LENGTH}
+        options: dict[str, object] = {"max_draft_tokens": LENGTH, "fixed_length": LENGTH}
         return EngineConfig(
             model=ModelConfig(path=target, head=reading_head, dtype="float32"),
             cache=CacheConfig(num_pages=96, page_size=16),
             scheduler=SchedulerConfig(prefill_chunk=24),
-            speculation=SpeculationConfig(**{**wishes, **speculation}),  # type: ignore[arg-type]
+            speculation=SpeculationConfig(**{**options, **speculation}),  # type: ignore[arg-type]
         )
 
     return make

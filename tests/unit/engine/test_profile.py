@@ -87,8 +87,8 @@ def test_no_registered_controller_changes_a_token(
     llm = LocalEngine(make_config(speculation=speculation))
     plain = llm.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), "plain"))
     for controller in CONTROLLER_NAMES:
-        wished = SpeculationParams(controller=controller)
-        done = llm.generate(requests(4, SAMPLING[name], wished, controller))
+        requested = SpeculationParams(controller=controller)
+        done = llm.generate(requests(4, SAMPLING[name], requested, controller))
         assert texts(done) == texts(plain), controller
         assert [g.logprobs for g in done] == [g.logprobs for g in plain], controller
 

@@ -648,9 +648,9 @@ def test_arrival_and_first_round_are_timed() -> None:
 
 def test_a_tree_has_room_for_its_tokens_and_a_chain_for_its_length() -> None:
     tree = TreeConfig(shape="static", max_nodes=9)
-    for wished, max_nodes in ((None, 9), ("dynamic", 9), ("none", 0)):
+    for requested, max_nodes in ((None, 9), ("dynamic", 9), ("none", 0)):
         scheduler = _scheduler(tree=tree)
-        scheduler.add(_request(speculation=SpeculationParams(tree=wished)))
+        scheduler.add(_request(speculation=SpeculationParams(tree=requested)))
         item = _only(_plan(scheduler))
         assert (item.max_draft, item.max_nodes) == (3, max_nodes)
         assert len(item.pages) == -(-(5 + (max_nodes or 3)) // 4)

@@ -100,9 +100,9 @@ def test_bytes_and_seconds_of_each_hop_add_up() -> None:
 def test_a_groups_counts_of_a_new_epoch_are_taken_as_they_are() -> None:
     old = Traffic(sent_bytes=900, received_bytes=90, wait_s=9.0)
     later = Traffic(sent_bytes=950, received_bytes=95, wait_s=9.5)
-    anew = Traffic(sent_bytes=10, received_bytes=1, wait_s=0.1)
+    new_engine = Traffic(sent_bytes=10, received_bytes=1, wait_s=0.1)
     assert later.since(old) == Traffic(sent_bytes=50, received_bytes=5, wait_s=0.5)
-    assert anew.since(old) == anew
+    assert new_engine.since(old) == new_engine
 
 
 def test_a_plain_round_is_no_draft() -> None:

@@ -52,10 +52,10 @@ def commands(draw: st.DrawFn) -> Command:
 
 def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
     prefix = wire.decode_prefix(message.frame, epoch=epoch)
-    beside = iter(message.beside)
+    separate = iter(message.separate)
     x = wire.inline_tensors(prefix, message.frame)[0] if prefix.tensors_are_inline else None
     return decode_command(
-        prefix, message.frame, message.overflow, x if x is not None else next(beside, None)
+        prefix, message.frame, message.overflow, x if x is not None else next(separate, None)
     )
 
 

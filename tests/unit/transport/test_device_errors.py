@@ -83,8 +83,8 @@ def test_what_follows_from_work_that_was_given_up_is_still_that_peers_loss() -> 
 def test_what_is_raised_after_work_was_given_up_is_that_peers_loss() -> None:
     plane = FailingPlane()
     ranks = group(plane)
-    with pytest.raises(ZeroDivisionError), ranks.names_who_is_lost():
+    with pytest.raises(ZeroDivisionError), ranks.raises_lost_peers():
         raise ZeroDivisionError
     plane.lost = "all_reduce of round 8"
-    with pytest.raises(PeerLost, match="all_reduce of round 8"), ranks.names_who_is_lost():
+    with pytest.raises(PeerLost, match="all_reduce of round 8"), ranks.raises_lost_peers():
         raise ZeroDivisionError

@@ -106,7 +106,7 @@ def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype)
     sent_TD, sent_KV = hidden(4, 16, dtype), torch.rand(3, 9)
     message = wire.encode_round(header(), sent_TD, sent_KV)
     prefix = wire.decode_prefix(message.frame, epoch=3)
-    assert message.beside == ()
+    assert message.separate == ()
     got_TD, got_KV = wire.inline_tensors(prefix, message.frame)
     assert got_TD is not None
     assert got_KV is not None
@@ -121,7 +121,7 @@ def test_large_tensors_are_announced_and_sent_after_the_frame() -> None:
     prefix = wire.decode_prefix(message.frame, epoch=3)
     assert not prefix.tensors_are_inline
     assert prefix.hidden == wire.TensorShape(rows=4, columns=5000, dtype="float32")
-    assert message.beside == (big_TD,)
+    assert message.separate == (big_TD,)
 
 
 def test_a_message_of_another_epoch_is_refused() -> None:

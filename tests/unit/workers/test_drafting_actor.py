@@ -125,7 +125,7 @@ async def _joined(
     drafter: ToyDrafter, *, ask_router: Router | None = None
 ) -> AsyncIterator[DraftActor]:
     class Leader(ToyLeader):
-        def join(self, epoch: Epoch, *, anew: bool) -> ToyDrafter:
+        def join(self, epoch: Epoch, *, new_engine: bool) -> ToyDrafter:
             return drafter
 
     config = EngineConfig.model_validate({"model": {"path": "."}})

@@ -150,7 +150,7 @@ def test_groups_without_an_engine_end_when_they_are_left(
     monkeypatch.setattr(leader, "_build", _lost)
     leader.connect(_epoch(1))
     with pytest.raises(PeerLost):
-        leader.join(_epoch(1), anew=True)
+        leader.join(_epoch(1), new_engine=True)
     leader.disconnect()
     assert meeting.left == [("rounds", 1)]
 
@@ -163,7 +163,7 @@ def test_groups_that_an_epoch_has_are_its_own_to_end(
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
     leader.connect(_epoch(1, num_ranks=2))
-    part = leader.join(_epoch(1, num_ranks=2), anew=True)
+    part = leader.join(_epoch(1, num_ranks=2), new_engine=True)
     leader.disconnect()
     assert meeting.left == []
     part.abort()

@@ -141,7 +141,7 @@ def test_a_pipeline_that_refuses_since_it_knows_another_is_made_to_take_the_stre
     assert lookout.refused == Counter({"draining": 1})
 
 
-def test_a_stream_behind_a_link_that_failed_is_let_go_and_sent_again_as_a_newer_attempt(
+def test_a_stream_behind_a_link_that_failed_is_cancelled_and_sent_again_as_a_newer_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:

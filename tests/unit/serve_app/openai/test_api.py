@@ -335,7 +335,7 @@ class _nothing:  # noqa: N801
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_speculation_wishes_reach_the_engine(api: Api) -> None:
+def test_speculation_parameters_reach_the_engine(api: Api) -> None:
     wish = {
         "mode": "auto",
         "controller": "beta",

@@ -31,7 +31,7 @@ class World:
         self.draining = Draining(
             pipeline="one",
             address="replica-1",
-            who_answers=self._who_answers,
+            answering_replica=self._answering_replica,
             find_peer_pipeline=self._find_peer_pipeline,
             publish_status=self._publish_status,
             migrate=self._migrate,
@@ -40,7 +40,7 @@ class World:
             keep_s=0.3,
         )
 
-    async def _who_answers(self) -> str | None:
+    async def _answering_replica(self) -> str | None:
         return self.answers
 
     async def _find_peer_pipeline(self) -> PipelineReport | None:
@@ -217,7 +217,7 @@ def test_a_replica_that_serve_does_not_count_on_yet_is_not_going() -> None:
 def test_a_single_wrong_answer_is_doubted() -> None:
     async def story(world: World) -> None:
         answers = iter(["replica-2", *["replica-1"] * 10**6])
-        world.draining._who_answers = lambda: _answered(next(answers))
+        world.draining._answering_replica = lambda: _answered(next(answers))
         await a_while()
         assert world.said == []
 

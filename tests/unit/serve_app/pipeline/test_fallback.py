@@ -216,7 +216,7 @@ def test_fallbacks_take_the_part_of_a_draft_stage_that_died_until_it_is_ready(
     asyncio.run(run())
 
 
-def test_a_verify_rank_that_dies_meanwhile_takes_its_fallback_along(tmp_path: Path) -> None:
+def test_a_verify_rank_that_dies_then_takes_its_fallback_along(tmp_path: Path) -> None:
     async def run() -> None:
         group = _Here(tmp_path, num_draft_ranks=1)
         await group.start_epoch(timeout_s=10.0)

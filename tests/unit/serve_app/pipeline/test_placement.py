@@ -65,12 +65,12 @@ def test_the_drafting_actor_comes_first_and_ranks_follow_in_order() -> None:
 
 
 def test_one_group_is_enough_where_one_strategy_says_it_all() -> None:
-    everyone = "draft and verify"
-    assert _groups() == [(everyone, "PACK", 3)]
-    assert _groups(strategy="STRICT_SPREAD") == [(everyone, "STRICT_SPREAD", 3)]
-    assert _groups(stages="SPREAD", verify={"strategy": "SPREAD"}) == [(everyone, "SPREAD", 3)]
+    stages = "draft and verify"
+    assert _groups() == [(stages, "PACK", 3)]
+    assert _groups(strategy="STRICT_SPREAD") == [(stages, "STRICT_SPREAD", 3)]
+    assert _groups(stages="SPREAD", verify={"strategy": "SPREAD"}) == [(stages, "SPREAD", 3)]
     assert _groups(stages="STRICT_PACK", verify={"strategy": "SPREAD"}) == [
-        (everyone, "STRICT_PACK", 3)
+        (stages, "STRICT_PACK", 3)
     ]
 
 

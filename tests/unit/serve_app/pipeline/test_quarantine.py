@@ -76,7 +76,7 @@ def test_suspects_are_admitted_one_at_a_time_and_all_others_wait() -> None:
     quarantine.release(a)
     assert [quarantine.may_admit(i) for i in (a, b, new)] == [False, True, False]
     quarantine.admit(b)
-    assert not quarantine.delivered(b), "nobody is left to be tested: it stays"
+    assert not quarantine.delivered(b), "no suspect is left to be tested: it stays"
     assert [quarantine.may_admit(i) for i in (a, new)] == [True, True]
 
 

@@ -82,7 +82,7 @@ def _run(
 
 
 @pytest.mark.parametrize("breaks", [[], [0], [4], [2, 2, 5], [0, 0, 9, 9]])
-def test_the_text_is_whole_wherever_it_was_broken_off(breaks: list[int]) -> None:
+def test_the_text_is_complete_wherever_it_was_broken_off(breaks: list[int]) -> None:
     source = Source(breaks)
     emissions = _run(source)
     assert tuple(token for e in emissions for token in e.tokens) == TEXT
