@@ -1,7 +1,8 @@
 """A toy behind `EngineClient`: tokens from a script or a hash, no model.
 
 Deterministic in (prompt, seed, position) and asynchronous, like the real engine. Records which
-requests ran, which were aborted and how many are live.
+requests ran, which were aborted and how many are live. Only a script ends a text early: a hash of a
+drawn seed would hit an end token in one run of fifty.
 """
 
 import asyncio
@@ -92,7 +93,10 @@ class ToyEngine:
     def _drawn(self, request: Request, position: int) -> int:
         seed = 0 if request.sampling.is_greedy else request.sampling.seed
         key = f"{request.prompt} {seed} {position}".encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") % self._vocab_size
+        token = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") % self._vocab_size
+        while token in request.sampling.stop_token_ids:
+            token = (token + 1) % self._vocab_size
+        return token
 
     def _logprobs(self, request: Request, group: Sequence[TokenId]) -> tuple[TokenLogprobs, ...]:
         num_top = request.sampling.top_logprobs

@@ -609,9 +609,11 @@ def test_a_key_is_asked_for_where_one_is_set() -> None:
         metrics=page,
         api_key="s3cret",
     )
-    with serving(app) as url:
-        good = openai.OpenAI(base_url=f"{url}/v1", api_key="s3cret", max_retries=0)
-        bad = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+    with (
+        serving(app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="s3cret", max_retries=0) as good,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as bad,
+    ):
         assert good.completions.create(model=MODEL, prompt="x").choices[0].finish_reason
         with pytest.raises(openai.AuthenticationError):
             bad.completions.create(model=MODEL, prompt="x")
