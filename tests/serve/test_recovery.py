@@ -101,14 +101,17 @@ def _toy_pipeline(
     folder: Path,
     *,
     stages: type[ToyStages] = ToyStages,
-    timeout_s: float = 20.0,
+    timeout_s: float | None = None,
     **sections: object,
 ) -> Running:
     tree: dict[str, object] = {
         "engine": {
             "model": {"path": str(folder)},
             "scheduler": {"max_waiting": 4 if stages is ToyStages else 16},
-            "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": timeout_s},
+            "parallel": {
+                "verify_tensor_parallel_size": 2,
+                **({} if timeout_s is None else {"timeout_s": timeout_s}),
+            },
         },
         "app_name": name,
         "router": {"name": f"{name}-router"},
@@ -154,12 +157,17 @@ def test_a_worker_that_hangs_is_found_out_and_replaced(toy: Running) -> None:
     assert after["verify rank 1"] != pids["verify rank 1"]
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "sections"),
+    [
+        pytest.param(5.0, {"recovery": {"stream_pause_s": 120.0}}, id="a deadline of 5 s"),
+        pytest.param(None, {}, id="the defaults", marks=pytest.mark.slow),
+    ],
+)
 def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
-    ray_port: int, tmp_path: Path
+    timeout_s: float | None, sections: dict[str, object], ray_port: int, tmp_path: Path
 ) -> None:
-    freezing = _toy_pipeline(
-        "freezing", tmp_path, timeout_s=5.0, recovery={"stream_pause_s": 120.0}
-    )
+    freezing = _toy_pipeline("freezing", tmp_path, timeout_s=timeout_s, **sections)
     request = _request("frozen", max_tokens=300)
     items = freezing.items(request)
     tokens = tokens_of([next(items)])
@@ -170,7 +178,7 @@ def test_a_drafting_actor_that_freezes_is_named_and_its_stream_goes_on(
     after = freezing.ready_after(before)
     assert re.fullmatch(
         rf"lost drafting actor \(pid {pid} on .*\) during call \(epoch 1\): "
-        r"no answer within 5 s",
+        rf"no answer within {20 if timeout_s is None else 5} s",
         after.last_trouble,
     ), after.last_trouble
     assert {m.name: m.pid for m in after.workers}["drafting actor"] != pid
