@@ -19,6 +19,7 @@ import httpx
 
 from eesd_dist.bench.options import OnlineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bench.streamed import Listener, stream
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.provenance import collect_provenance
 
@@ -42,46 +43,30 @@ async def ask(
     client: httpx.AsyncClient, model: str, body: dict[str, Any], *, mode: str, max_tokens: int
 ) -> Sample:
     """Sends one streamed request. Raises EngineError with the service's message if it fails."""
-    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    payload = body | {
+    listener = Listener(mode)
+    options = {
         "model": model,
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "return_token_ids": True,
         "speculation": {"mode": mode},
     }
-    started = time.perf_counter()
-    arrivals: list[float] = []
-    usage: dict[str, Any] = {}
-    async with client.stream("POST", route, json=payload) as response:
-        if response.status_code != 200:
-            text = (await response.aread()).decode()
-            raise EngineError(f"the service answered {response.status_code}: {text[:300]}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise EngineError(f"stream ended with {chunk['error']['message']}")
-            if chunk.get("usage"):
-                usage = chunk
-            if any(_has_text(choice) for choice in chunk["choices"]):
-                arrivals.append(time.perf_counter())
-    ended = time.perf_counter()
-    draft = (usage.get("metrics") or {}).get("speculative_decoding") or {}
+    await stream(client, listener, body | options)
+    answer = listener.heard()
+    if not answer.is_complete or answer.num_tokens is None:
+        raise EngineError(answer.error or "the stream ended before its text")
+    arrivals = answer.arrivals_s or (answer.ended_s,)
+    draft = answer.metrics.get("speculative_decoding") or {}
     return Sample(
-        first_token_s=(arrivals[0] if arrivals else ended) - started,
+        first_token_s=arrivals[0] - answer.asked_s,
         gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
-        total_s=ended - started,
-        num_tokens=usage["usage"]["completion_tokens"],
+        total_s=answer.ended_s - answer.asked_s,
+        num_tokens=answer.num_tokens,
         num_drafted=draft.get("num_draft_tokens", 0),
         num_accepted=draft.get("num_accepted_draft_tokens", 0),
     )
-
-
-def _has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
 
 
 async def offer(

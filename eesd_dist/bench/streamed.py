@@ -7,7 +7,7 @@ count them. Does not check the text.
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,8 @@ class Streamed:
     text: str
     num_tokens: int | None
     """The service's count; None if the stream ended before it arrived."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The service's figures, in the chunk of the usage."""
     finish_reason: str | None
     is_done: bool
     """Whether `[DONE]` was received."""
@@ -53,6 +55,7 @@ class Listener:
         self._tokens: list[int] = []
         self._text = ""
         self._num_tokens: int | None = None
+        self._metrics: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._is_done = False
         self._error: str | None = None
@@ -73,6 +76,7 @@ class Listener:
             tokens=tuple(self._tokens),
             text=self._text,
             num_tokens=self._num_tokens,
+            metrics=self._metrics,
             finish_reason=self._finish_reason,
             is_done=self._is_done,
             error=self._error,
@@ -87,6 +91,7 @@ class Listener:
             return
         if chunk.get("usage"):
             self._num_tokens = chunk["usage"]["completion_tokens"]
+            self._metrics = chunk.get("metrics") or {}
         for choice in chunk["choices"]:
             self._text += choice.get("text") or choice.get("delta", {}).get("content") or ""
             self._finish_reason = choice.get("finish_reason") or self._finish_reason

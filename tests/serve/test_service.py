@@ -294,3 +294,24 @@ def _learnt(router: Any) -> Any:
     known = ray.get(router.describe.remote(), timeout=10)
     workload = known["workloads"].get("completion/t1")
     return known if workload and workload["num_rounds"] else None
+
+
+def test_bench_online_reports_every_load_with_speculation_off_and_on(
+    service: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the dog {i}"}) + "\n" for i in range(6)))
+    where = ("--url", service.url, "--prompts", str(prompts), "--json")
+    size = ("--loads", "1", "2", "--per-load", "4", "--max-tokens", "8")
+    assert main(["bench", "online", *where, *size]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["load"], row["speculation"], row["requests"]) for row in report["rows"]] == [
+        *((1, "off", 4), (1, "auto", 4), (2, "off", 4), (2, "auto", 4)),
+    ]
+    assert all(0 < row["tokens"] <= 32 for row in report["rows"])
+    assert all(row["acceptance"] is None for row in report["rows"] if row["speculation"] == "off")
+    assert set(report["summary"]["tokens_per_s_on_over_off"]) == {"1", "2"}
+    assert report["alone"]["off"]["verify"] > 0.0
+    prompts.write_text(json.dumps({"prompt": "the dog", "max_tokens": 8}) + "\n")
+    assert main(["bench", "online", *where, "--max-tokens", "1000000"]) == 1
+    assert "ask for at most" in capsys.readouterr().err

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.bench import exact
+from eesd_dist.bench import exact, noise
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
+from eesd_dist.bench.options import NoiseOptions
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
@@ -123,3 +124,14 @@ def test_online_figures_are_taken_from_what_clients_saw() -> None:
     assert row["time_per_token_ms"]["p50"] == pytest.approx(100.0)
     assert percentiles([]) == {}
     assert overhead_of([]) == {}
+
+
+def test_noise_is_surveyed_and_its_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert noise.main(NoiseOptions(draws=2000, json=True)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert 0.0 < report["worst"] <= report["limit"]
+    assert {kind: row["num_draws"] for kind, row in report["surveys"].items()} == {
+        "xor": 2048,
+        "lag": 2048,
+    }
+    assert "wins at 0.2" in report["surveys"]["xor"]["statistics"]
