@@ -230,9 +230,6 @@ def _controllers(*, contenders_only: bool) -> list[Variant]:
     return [v for v in adaptive_variants() if not contenders_only or v.label in CONTENDERS]
 
 
-# -- the command --------------------------------------------------------------------------------
-
-
 def main(options: ControlOptions) -> None:
     say = say_unless(options.json)
     if options.traces is not None and options.record is not None:

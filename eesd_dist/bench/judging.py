@@ -305,8 +305,6 @@ class Judge:
             findings.priors[workload] = self.priors(traces)
         return findings
 
-    # -- rates ------------------------------------------------------------------------------------
-
     def class_rates(self, traces: Sequence[Trace], load: int) -> Rates:
         """Returns rates of one class with `load` requests at once, or one after the other for 1."""
         crowds: list[tuple[Arrival, ...]]
@@ -356,8 +354,6 @@ class Judge:
 
     def _engine(self, variant: Variant) -> Replayer:
         return Replayer(variant, self._setting, book=BeliefBook())
-
-    # -- one request at a time --------------------------------------------------------------------
 
     def alone(self, trace: Trace, variant: Variant) -> Replayed:
         """Replays one request on a cold engine."""

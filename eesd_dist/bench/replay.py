@@ -279,9 +279,6 @@ def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Leve
     return cost.batch_seconds(lengths, num_known=known) + wasted
 
 
-# -- the optimum with knowledge of the whole text -------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clairvoyant:
     """The fastest schedule for one text alone, with knowledge of all guesses."""

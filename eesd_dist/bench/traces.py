@@ -122,9 +122,6 @@ def joined(traces: Sequence[Trace]) -> Trace:
     )
 
 
-# -- recording ----------------------------------------------------------------------------------
-
-
 def chain_length(max_draft_tokens: int) -> int:
     """Returns `speculation.max_draft_tokens` of an engine that records guesses of K tokens."""
     return 2 * max_draft_tokens
@@ -233,9 +230,6 @@ class _Recorder:
             num_accepted=min(self._length, outcome.num_accepted - offset),
             evidence=tuple(replace(seen, depth=depth) for depth, seen in enumerate(chain)),
         )
-
-
-# -- files --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

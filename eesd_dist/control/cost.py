@@ -47,8 +47,6 @@ class CostModel:
                 "expected at least one positive verify time: run the start-up profile again"
             )
 
-    # -- one request ----------------------------------------------------------------------------
-
     def verify(self, num_drafted: int) -> float:
         """Returns v(k), the seconds to verify a draft of k tokens."""
         return self.verify_batch(num_drafted + 1, 1)
@@ -69,8 +67,6 @@ class CostModel:
         """Returns the best length's rate if every token is accepted with probability theta."""
         survival = list(accumulate([theta] * max_draft_tokens, mul))
         return self.rate(self.best_length(survival), survival)
-
-    # -- a batch --------------------------------------------------------------------------------
 
     def verify_batch(self, rows: int, requests: int = 1) -> float:
         """Returns the seconds of a verify pass over `rows` rows, known and drafted, in total."""
@@ -127,8 +123,6 @@ class CostModel:
         if points and points[-1][0] > 1:
             return _between([(1, one_s), *(p for p in points if p[0] > 1)], count)
         return one_s * self.verify_batch(count) / self.verify_s[0]
-
-    # -- files ----------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, object]:
         return {

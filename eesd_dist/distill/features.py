@@ -323,9 +323,6 @@ def identity_of(target_path: Path) -> VerifierIdentity:
     return VerifierIdentity.of(target_path, ModelSpec.from_folder(target_path))
 
 
-# -- inside ---------------------------------------------------------------------------------------
-
-
 def _tensors(sequences: Sequence[FeatureSequence]) -> dict[str, Tensor]:
     log_probs = [s.top_logits_TK.float() - s.lse_T.float().unsqueeze(-1) for s in sequences]
     tensors = {

@@ -175,8 +175,6 @@ class EngineCore:
         self._channel.close()
         self._draft.close()
 
-    # -- one turn -------------------------------------------------------------------------------
-
     def step(self, *, wait_s: float = 0.05) -> StepResult:
         """Runs one turn: receives the oldest verdict, then drafts the next round of its microbatch.
 

@@ -139,8 +139,6 @@ class DraftRun:
         self.ranks.append(rank)
         self.depths.append(self.depth_of(parent) + 1)
 
-    # -- rows and the exit head -----------------------------------------------------------------
-
     def last_rows(self, count: int) -> RowSegment:
         """Returns the newest `count` drafted tokens as rows to compute."""
         return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
@@ -177,8 +175,6 @@ class DraftRun:
             return
         self.num_seen = len(self.tokens)
         self.exit_AD = out_TD
-
-    # -- the verdict on a tree ------------------------------------------------------------------
 
     def keep_branch(self, path: Sequence[int], *, drafts: bool) -> None:
         """Turns the accepted branch into known text; rows the exit head has not seen lag behind."""

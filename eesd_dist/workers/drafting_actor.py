@@ -302,8 +302,6 @@ class DraftActor:
         drafted, accepted = self._watch.acceptance()
         return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
 
-    # -- KV migration; the pipeline decides, see serve_app.pipeline.kv_migration ------------------
-
     async def kv_layout(self) -> KvLayout:
         """Returns the layout that must match another pipeline's before pages can migrate."""
         return await asyncio.to_thread(lambda: self._leader.pages.layout())

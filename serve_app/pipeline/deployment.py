@@ -178,8 +178,6 @@ class Pipeline:
         self._drain_watch = asyncio.ensure_future(self._draining.watch())
         self._heart = asyncio.ensure_future(self._beat())
 
-    # -- what ingresses call --------------------------------------------------------------------
-
     async def stream(
         self,
         request: Request,
@@ -346,13 +344,9 @@ class Pipeline:
         except RayError as error:
             raise lost(drafter, error, operation=method) from error
 
-    # -- what Serve calls -----------------------------------------------------------------------
-
     async def check_health(self) -> None:
         """Raises when this pipeline cannot recover: Serve then starts another."""
         await self._supervisor.check()
-
-    # -- status ---------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         """Sends heartbeats to the router."""
@@ -384,8 +378,6 @@ class Pipeline:
         return await find_peer_pipeline(
             self._router, app=self._config.app_name, excluded=[PipelineId(self._name)]
         )
-
-    # -- health ---------------------------------------------------------------------------------
 
     async def _why_unhealthy(self) -> str:
         if not self._supervisor.is_ready:

@@ -117,9 +117,6 @@ def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount > 0}
 
 
-# -- which groups ---------------------------------------------------------------------------------
-
-
 def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bundles, ...]:
     """Returns one group if one strategy is enough; else one per stage, the verify stage first.
 
@@ -174,9 +171,6 @@ def _emptied(node: Node) -> Node:
         free=node.resources,
         labels=node.labels,
     )
-
-
-# -- why not --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,8 +123,6 @@ class RecorderFolder:
             self._lock.notify_all()
             self._lock.wait_for(lambda: not self._waiting and not self._is_writing, _FLUSH_WAIT_S)
 
-    # -- the writing thread ---------------------------------------------------------------------
-
     def _run(self) -> None:
         while True:
             pieces = self._next_batch()
@@ -215,8 +213,6 @@ class RecorderFolder:
                 "recorder.top_k: name another folder, or remove this one"
             )
         return present.num_bytes
-
-    # -- sizes and forms ------------------------------------------------------------------------
 
     def _sequence(self, piece: VerifiedPiece) -> FeatureSequence:
         (exit_layer,) = self._empty.exits

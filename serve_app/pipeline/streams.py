@@ -119,8 +119,6 @@ class Streams:
         """Suspects, which are tested alone before the others go on."""
         return self._quarantine.num_suspects
 
-    # -- what happens to the pipeline -----------------------------------------------------------
-
     def paused(self, trouble: EesdError) -> None:
         """The pipeline is unavailable: streams outside the engine wait."""
         self._trouble = trouble
@@ -186,8 +184,6 @@ class Streams:
         self._is_ready = False
         self._given_up = EngineError(str(error))  # streams would wait after a PeerLost
         self._tell()
-
-    # -- what a stream does ---------------------------------------------------------------------
 
     async def stream(
         self, request: Request, *, attempt: int = 0, sender: str = ""
@@ -328,8 +324,6 @@ class Streams:
             if not is_over:
                 drafter.handle.cancel.remote(request.request_id, request.submission)
 
-    # -- admission -------------------------------------------------------------------------------
-
     async def _admit(self, request_id: RequestId) -> None:
         """Waits until the stream is admitted; raises why it will not be."""
         since_s = time.monotonic()
@@ -410,8 +404,6 @@ class Streams:
 
     async def _no_wait(self, error: EesdError) -> None:
         """Streams wait for admission instead."""
-
-    # -- messages -------------------------------------------------------------------------------
 
     def _refuse(self, request_id: RequestId, trouble: EesdError) -> None:
         error = PoisonRequest(

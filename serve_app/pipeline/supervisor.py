@@ -195,8 +195,6 @@ class Supervisor:
         )
         return report
 
-    # -- epoch after epoch ------------------------------------------------------------
-
     async def _supervise(self) -> None:
         """Runs until an epoch cannot be started any more; then everything that waits is told."""
         try:
@@ -428,8 +426,6 @@ class Supervisor:
                 f"pipeline {self._pipeline} is given up: it broke {self._patience.num_failures} "
                 f"times in a row without a token in between, the last time: {self._trouble}"
             )
-
-    # -- callbacks of the streams ---------------------------------------------------------------
 
     async def _drafter(self) -> Worker:
         return (await self.worker_group()).drafter

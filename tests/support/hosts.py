@@ -267,9 +267,6 @@ def _ip(*words: str) -> str:
     return done.stdout
 
 
-# -- command line -------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     if rest and options.command not in ("chaos", "exact"):

@@ -197,9 +197,6 @@ def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
         control.main(ControlOptions(model=tmp_path))
 
 
-# -- figures that are known in advance ----------------------------------------------------------
-
-
 def trace(accepted: Sequence[int], *, ceiling: int = 4, workload: str = "a") -> Trace:
     """Returns a text with the given accepted drafts and constant evidence."""
     seen = tuple(
@@ -285,9 +282,6 @@ def test_the_change_of_class_goes_from_the_easiest_to_the_hardest_and_back() -> 
     assert plain[2]["later"] > 0
 
 
-# -- races --------------------------------------------------------------------------------------
-
-
 def passes(**seconds: float) -> dict[str, Pass]:
     text = [(TokenId(1), TokenId(2))]
     return {
@@ -322,9 +316,6 @@ def test_a_changed_token_is_counted() -> None:
     block = passes(plain=1.0, wrong=1.0)
     block["wrong"].texts[0] = (TokenId(1), TokenId(3))
     assert Race(blocks=(block, passes(plain=1.0, wrong=1.0))).texts_unlike_plain == 1
-
-
-# -- crowds -------------------------------------------------------------------------------------
 
 
 def test_mixed_traffic_comes_in_bursts_and_repeats_no_text_before_all_were_drawn() -> None:

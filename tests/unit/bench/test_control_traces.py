@@ -222,9 +222,6 @@ def test_recording_without_room_for_a_draft_says_so(model: Path) -> None:
         record(engine, texts()[:1], max_draft_tokens=CEILING)
 
 
-# -- the oracle ---------------------------------------------------------------------------------
-
-
 def test_the_clairvoyant_is_never_slower_than_a_controller(
     recorded: tuple[list[Text], list[Trace]],
 ) -> None:

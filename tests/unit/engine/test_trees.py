@@ -306,9 +306,6 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
         assert run(engine, batch).in_order(batch) == wanted, shape
 
 
-# -- the use of trees -----------------------------------------------------------------------------
-
-
 def accepted_per_round(told: Told) -> float:
     drafted = [outcome for outcome in told.outcomes if outcome.num_drafted]
     return sum(outcome.num_accepted for outcome in drafted) / len(drafted)

@@ -173,9 +173,6 @@ def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
         ]
 
 
-# -- the same bits --------------------------------------------------------------------------------
-
-
 def chain_rows(stages: Stages, tokens: list[int], *, pages: range) -> Tensor:
     """Returns the logits of plain decoding: one row at a time, on consecutive pages."""
     return stages.run_in_pieces(torch.tensor(tokens), pages=pages, pieces=[1] * len(tokens))
@@ -312,9 +309,6 @@ def test_rows_and_branches_attend_in_groups_where_the_self_check_allows(
         device=CPU,
         num_threads=torch.get_num_threads(),
     )
-
-
-# -- moves ----------------------------------------------------------------------------------------
 
 
 def twelve_slots() -> LayerPages:

@@ -124,9 +124,6 @@ def test_labels_match_as_ray_says(selector: str, value: str | None) -> None:
     assert matches(selector, value) == node_labels_match_selector(labels, {"k": selector})
 
 
-# -- why a bundle has no place --------------------------------------------------------------------
-
-
 def _all(slots: tuple[RankSlot, ...], strategy: str = "PACK") -> Bundles:
     config = PlacementConfig.model_validate({"strategy": strategy})
     (group,) = groups_of(slots, config)

@@ -73,9 +73,6 @@ def _fault(
     )
 
 
-# -- fates --------------------------------------------------------------------------------------
-
-
 def test_the_same_stream_is_the_same() -> None:
     assert fate_of(_streamed(1, 2, 3), _streamed(1, 2, 3)) == "same"
 
@@ -131,9 +128,6 @@ def test_where_tokens_were_left_out_is_said_and_how_many() -> None:
 def test_text_count_and_reason_have_to_agree_too(field: dict[str, object]) -> None:
     other = replace(_streamed(1, 2, 3), **field)  # type: ignore[arg-type]
     assert fate_of(_streamed(1, 2, 3), other) == "changed"
-
-
-# -- silence ------------------------------------------------------------------------------------
 
 
 def test_silence_lasts_from_the_fault_to_the_token_after_the_longest_pause() -> None:
@@ -255,9 +249,6 @@ def test_the_summary_counts_fates_kills_and_interruptions() -> None:
     assert "failed: 1 streams lost" in text
     assert "4 requests, 3 kills: 1 lost, 1 repeated, 1 changed" in text
     assert "router                1        -" in text
-
-
-# -- the client ---------------------------------------------------------------------------------
 
 
 def _chunk(*tokens: int, finish_reason: str | None = None) -> bytes:
