@@ -44,7 +44,10 @@ class StepResult:
     emissions: tuple[Emission, ...] = ()
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
-    finished: tuple[RequestId, ...] = ()
+
+    @property
+    def finished(self) -> tuple[RequestId, ...]:
+        return tuple(e.request_id for e in self.emissions if e.finish_reason is not None)
 
 
 class EngineCore:
@@ -145,7 +148,7 @@ class EngineCore:
         self._heads.check(head)
         with self._requests.lock:
             self._heads.offer(head, calibrator)
-        self._requests.arrived.set()
+        self._requests.wake()
 
     def load(self) -> EngineLoad:
         return self._requests.load()
@@ -200,10 +203,8 @@ class EngineCore:
             if has_begun or waiting is not None:
                 self._next_microbatch = (microbatch + 1) % count
                 return result
-        idle_from = self._meter.now()
-        self._requests.arrived.wait(wait_s)
-        self._requests.arrived.clear()
-        self._meter.idled(self._meter.now() - idle_from)
+        with self._meter.idle():
+            self._requests.wait(wait_s)
         return StepResult()
 
     def _begin_or_break(self, microbatch: int) -> bool:
@@ -257,10 +258,10 @@ class EngineCore:
 
     def _finish(self, waiting: RoundInFlight) -> StepResult:
         """Receives the verdict, settles the drafts, commits and observes."""
-        wait_from = self._meter.now()
+        waiting.waited_from = self._meter.now()
         reply = self._channel.receive()
         self._draft.check()  # results computed with a rank that is lost must not be emitted
-        received = self._meter.now()
+        waiting.received_at = self._meter.now()
         del self._in_flight[waiting.plan.microbatch]
         accepted = self._settle(waiting, reply)
         outcomes = [a.outcome for a in accepted if a.outcome is not None]
@@ -274,20 +275,8 @@ class EngineCore:
                     num_requests=len(accepted),
                 )
             self._requests.committed(waiting.plan.items, emissions, outcomes)
-        stats = self._meter.finished(
-            waiting,
-            reply,
-            outcomes=outcomes,
-            emissions=emissions,
-            wait_from=wait_from,
-            received=received,
-        )
-        return StepResult(
-            emissions=tuple(emissions),
-            rounds=(stats,),
-            outcomes=tuple(outcomes),
-            finished=tuple(e.request_id for e in emissions if e.finish_reason is not None),
-        )
+        stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
+        return StepResult(emissions=tuple(emissions), rounds=(stats,), outcomes=tuple(outcomes))
 
     def _settle(self, waiting: RoundInFlight, reply: VerifyReply) -> list[Accepted]:
         """Rolls every draft back to its accepted tokens, here and in the verify stage."""
@@ -302,8 +291,7 @@ class EngineCore:
             if not run.item.is_final:
                 self._draft.settle(run, path=(), next_token=-1)
         if self._recorder is not None:
-            for a in accepted:
-                self._recorder.stage(a.run, reply, first=a.first_row, path=a.path)
+            self._recorder.stage(accepted, reply)
         self._draft.move(moves)
         self._headers.settle(reply.round_id, moves)
         return accepted

@@ -8,7 +8,7 @@ pieces; without one nothing is recorded.
 # Shapes: T verified positions of one text, D hidden size, K best tokens.
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eesd_dist.engine.acceptance import Accepted
 from eesd_dist.engine.draft import DraftRun
 from eesd_dist.transport.contracts import Floats, Ints, VerifyReply
 from eesd_dist.types import Request, RequestId
@@ -150,11 +151,14 @@ class RecorderTap:
         """Returns how many best tokens to record per row of this request; 0 if not recorded."""
         return self._sink.top_k if request_id in self._texts else 0
 
-    def stage(self, run: DraftRun, reply: VerifyReply, *, first: int, path: Sequence[int]) -> None:
+    def stage(self, accepted: Iterable[Accepted], reply: VerifyReply) -> None:
         """Stages the rows that a verdict confirmed, until `commit` has the number emitted."""
-        text = self._texts.get(run.request_id)
-        if text is not None:
-            text.staged = verified_rows(run, reply, first=first, path=path, top_k=self._sink.top_k)
+        for a in accepted:
+            text = self._texts.get(a.run.request_id)
+            if text is not None:
+                text.staged = verified_rows(
+                    a.run, reply, first=a.first_row, path=a.path, top_k=self._sink.top_k
+                )
 
     def commit(self, request_id: RequestId, num_left: int) -> None:
         """Keeps the staged rows of the `num_left` emitted tokens, one row per token."""

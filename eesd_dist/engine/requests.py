@@ -47,8 +47,7 @@ class EngineRequests:
         speculation: SpeculationConfig,
     ) -> None:
         self.lock = threading.Lock()
-        self.arrived = threading.Event()
-        """Set when the round loop has new work."""
+        self._arrived = threading.Event()
         self._scheduler = scheduler
         self._policy = policy
         self._draft = draft
@@ -72,7 +71,7 @@ class EngineRequests:
                 self._admit(request, plan)
             else:  # aborted, and its round still uses this id
                 self._returning[request.request_id] = request, plan
-        self.arrived.set()
+        self.wake()
 
     def abort(self, request_id: RequestId) -> None:
         with self.lock:
@@ -80,11 +79,20 @@ class EngineRequests:
             self._returning.pop(request_id, None)
             if self._scheduler.live(request_id) is None:
                 self._end(request_id)
-        self.arrived.set()
+        self.wake()
 
     def advise(self, plans: Mapping[RequestId, DraftPlan]) -> None:
         with self.lock:
             self._policy.advise({request_id: plan.belief for request_id, plan in plans.items()})
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the round loop has new work, or after `timeout_s`."""
+        self._arrived.wait(timeout_s)
+        self._arrived.clear()
+
+    def wake(self) -> None:
+        """Ends `wait`; from any thread."""
+        self._arrived.set()
 
     def load(self) -> EngineLoad:
         with self.lock:

@@ -4,7 +4,8 @@ The loop reports the time of its named parts; the rest is `other`: delivering re
 the interpreter's lock, other processes on a busy core.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from eesd_dist.engine.draft import DraftedRound
@@ -26,8 +27,11 @@ class RoundInFlight:
     draft_s: float
     send_s: float
     sent_at: float
-    """Start of sending, by the meter's clock."""
+    """Start of sending; this and the times below by the meter's clock."""
     ahead_s: float = 0.0
+    waited_from: float = 0.0
+    """Start of waiting for the verdict."""
+    received_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,12 @@ class RoundMeter:
         """Adds time that the statistics of a round name."""
         self._loop.spent(seconds)
 
-    def idled(self, seconds: float) -> None:
-        self._loop.idled(seconds)
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Counts the time inside as time without work."""
+        idle_from = self.now()
+        yield
+        self._loop.idled(self.now() - idle_from)
 
     def stages_changed(self) -> None:
         """Restarts the traffic count: traffic between epochs belongs to no round."""
@@ -89,14 +97,11 @@ class RoundMeter:
         *,
         outcomes: Sequence[Outcome],
         emissions: Sequence[Emission],
-        wait_from: float,
-        received: float,
     ) -> RoundStats:
-        """Returns the statistics of a round just committed; the loop waited for its reply from
-        `wait_from` on."""
-        committed = self.now()
-        self.spent(committed - wait_from)
-        blocked_s, in_flight_s = received - wait_from, received - waiting.sent_at
+        """Returns the statistics of a round just committed."""
+        committed, received = self.now(), waiting.received_at
+        self.spent(committed - waiting.waited_from)
+        blocked_s, in_flight_s = received - waiting.waited_from, received - waiting.sent_at
         queued_s = max(self._last_reply_at - waiting.sent_at, 0.0)
         self._last_reply_at = received
         unnamed = self._loop.verdict(now_s=committed)

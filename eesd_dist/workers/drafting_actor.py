@@ -68,7 +68,7 @@ class _RunningEpoch:
         num_empty = 0
         while not self._stopping.is_set():
             result = self.part.step(wait_s=_IDLE_WAIT_S)
-            if result.rounds or result.emissions or result.finished:
+            if result.rounds or result.emissions:
                 self._event_loop.call_soon_threadsafe(self._deliver, result)
                 num_empty = 0
             elif self._halting.is_set():
