@@ -292,6 +292,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from tests.support.ray_hosts import bench_chaos, bench_exact
 
+    # As after Ctrl-C, the hosts are removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return (bench_chaos if options.command == "chaos" else bench_exact)(hosts, rest)
 
 
