@@ -33,6 +33,7 @@ test-hosts: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'hypothesis and not slow and not gpu' --hypothesis-profile search tests/unit tests/dist
 
 check: install
 	$(BIN)/ruff format --check $(SOURCES)

@@ -23,6 +23,8 @@ for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 # No test needs files from a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# No deadline per example: on a busy machine examples are slow.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+# No deadline per example: on a busy machine examples are slow. `make test` has the same examples
+# each time, `make test-slow` others.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=300)
+settings.load_profile("same")

@@ -77,10 +77,10 @@ def test_of_several_levels_no_lengths_of_all_requests_earn_more(
     verify_row_s: float,
     rate: float,
 ) -> None:
-    """The cost of a level does not depend on its requests, and grows a little with their number;
-    all rows cost the same."""
+    """A level has a fixed cost, and all rows cost the same."""
     survival = [[first * theta**level for level in range(3)] for first, theta in requests]
-    prices = _prices([level_s] + [draft_row_s] * 8, [verify_row_s] * 9, rate=rate)
+    rows = [draft_row_s] * 8
+    prices = _prices([level_s + draft_row_s, *rows], [verify_row_s] * 9, rate=rate)
     best = 0.0
     for lengths in product(range(4), repeat=len(requests)):
         counts = [sum(length > level for length in lengths) for level in range(3)]
