@@ -37,10 +37,6 @@ class Belief:
         return self.alpha / (self.alpha + self.beta)
 
     @property
-    def num_rejected(self) -> float:
-        return max(self.num_tested - self.num_accepted, 0.0)
-
-    @property
     def weight(self) -> float:
         """Number of judged tokens that this belief is worth."""
         return max(self.alpha + self.beta - 2 * _UNIFORM, 0.0)
