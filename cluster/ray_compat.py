@@ -21,6 +21,16 @@ def available_resources() -> Mapping[str, Mapping[str, float]]:
     return dict(available_resources_per_node())
 
 
+def is_actor_dead(actor_id: str) -> bool:
+    """Returns whether the actor with this id (hex) has died; one that Ray has forgotten has, too.
+
+    The state API needs the dashboard.
+    """
+    from ray._private.state import actors
+
+    return bool(actors(actor_id).get("State", "DEAD") == "DEAD")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeStatus:
     """The Serve instance of the connected cluster."""

@@ -9,6 +9,8 @@
     |   +-- QueueFull
     +-- EngineError          a failure of the service or its machines
         +-- PeerLost         a rank, actor or link does not answer; names the peer
+        +-- EngineCrashed    the engine reported a crash with this request in it
+        +-- LeaseLost        another supervisor has claimed a worker of this one
         +-- PoisonRequest    the request crashed the engine repeatedly: not tried again
         +-- Migrated         the stream continues in another pipeline: submit it again there
         +-- WireError        a message that is invalid in this epoch
@@ -116,25 +118,26 @@ class PeerLost(EngineError):
 class Migrated(EngineError):
     """The stream continues in another pipeline, from its tokens so far.
 
-    `to` is the pipeline that expects it; None: any but `by`. Crashes are those it had at `by`, see
-    `types.Request`.
+    `to` is the pipeline that expects it; None: any but `by`, and empty `by`: any.
     """
 
-    def __init__(
-        self,
-        *,
-        by: str,
-        to: str | None,
-        reason: str,
-        crashes: int = 0,
-        attributable_crashes: int = 0,
-    ) -> None:
+    def __init__(self, *, by: str, to: str | None, reason: str) -> None:
         super().__init__(f"{by} migrated its stream to {to or 'another pipeline'}: {reason}")
         self.by = by
         self.to = to
         self.reason = reason
-        self.crashes = crashes
-        self.attributable_crashes = attributable_crashes
+
+
+class EngineCrashed(EngineError):
+    """The engine, by the report of its own process, crashed while this request was in it."""
+
+    def __init__(self, message: str, *, was_alone: bool) -> None:
+        super().__init__(message)
+        self.was_alone = was_alone
+
+
+class LeaseLost(EngineError):
+    """Another supervisor has claimed the worker: this one was taken for dead."""
 
 
 class PoisonRequest(EngineError):

@@ -100,9 +100,9 @@ class Request:
     traceparent: str | None = None
     """W3C trace context of the HTTP request this belongs to."""
     crashes: int = 0
-    """How often an engine crashed with it since its last token, in any pipeline."""
-    attributable_crashes: int = 0
-    """Of these, the crashes that a request can have caused."""
+    """How often an engine reported a crash with it since its last token, in any pipeline."""
+    is_suspect: bool = False
+    """Whether it may be the cause: it runs alone until its next token."""
     submission: int = 0
     """Number of this submission to an engine; later ones are higher. Emissions have it too, since
     those of an earlier submission may still arrive."""

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.request_routing import NamedReplicaRouter
 from serve_app.pipeline.deployment import Pipeline
 from serve_app.pipeline.stage_factory import stages_of
 
 _MANY = 100_000
 """Serve's limit on live requests, out of reach: the engine's queue is the only bound."""
+
+_RELEASE_S = 15.0
 
 
 def build_app(args: Mapping[str, object] | ServiceConfig) -> Application:
@@ -47,9 +47,9 @@ def application_of(
         ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
         max_ongoing_requests=_MANY,
         health_check_period_s=2.0,
-        graceful_shutdown_timeout_s=config.recovery.drain_s,
+        # Streams leave within `drain_s`; then the workers are ended.
+        graceful_shutdown_timeout_s=config.recovery.drain_s + _RELEASE_S,
         max_constructor_retry_count=1,
-        request_router_config=RequestRouterConfig(request_router_class=NamedReplicaRouter),
         **_how_many(config),
     ).bind(config, stages)
     ingress = serve.deployment(

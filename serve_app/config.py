@@ -31,6 +31,9 @@ BUNDLED_MODEL = Path(__file__).parent / "demo_model"
 _MIN_HEARTBEATS = 3
 """Heartbeats that have to fit into the time after which a pipeline is forgotten."""
 
+_MIN_PAUSE_S = 60.0
+_STARTS_WAITED = 3.0
+
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Ray's strategies: on one node or on several if possible; STRICT_*: or not at all."""
 
@@ -131,8 +134,9 @@ class PipelinesConfig(Section):
 class RecoveryConfig(Section):
     """What happens when a process or link of a pipeline is lost."""
 
-    stream_pause_s: PositiveFloat = 30.0
-    """Longest a stream waits for the pipeline to be ready again; then it ends with an error."""
+    stream_pause_s: PositiveFloat | None = None
+    """Longest a stream waits for a pipeline without a token; then it ends with an error. None: three
+    times as long as the slowest pipeline took to start, and at least a minute."""
 
     load_timeout_s: PositiveFloat = 900.0
     """Longest a start may take: processes, weights, first rounds."""
@@ -145,23 +149,24 @@ class RecoveryConfig(Section):
     or recomputed from their tokens. Pages are copied only between pipelines that serve the same
     model in the same way; otherwise, and where copying fails, streams are recomputed too."""
 
+    lease_s: PositiveFloat = 60.0
+    """How long the workers of a pipeline wait for a new supervisor when theirs has died; then they
+    exit and free their GPUs. Longer than Serve takes to replace a replica."""
+
     max_interruptions: PositiveInt = 4
-    """Maximum interruptions in a row without a token. After more, a stream ends with an error, and
-    a pipeline from which no stream has a token is given up."""
+    """Interruptions in a row, with requests and without a token, after which a pipeline is given
+    up."""
 
     suspect_after: PositiveInt = 2
-    """Crashes since its last token that make a request a suspect: it then runs alone, is refused
-    if the engine crashes again, and the other requests go on."""
+    """Crashes since its last token, reported by the engine's own process, that make a request a
+    suspect: it then runs alone, is refused if the engine crashes again, and the other requests go
+    on."""
 
-
-class HealthConfig(Section):
-    """When the service reports that it is healthy."""
-
-    fresh_s: PositiveFloat = 10.0
-    """A round this recent proves health; otherwise one token is generated as a probe."""
-
-    probe_timeout_s: PositiveFloat = 5.0
-    """How long the probe may take."""
+    def pause_for(self, start_s: float | None) -> float:
+        """Returns the longest pause of a stream, where pipelines take `start_s` to start."""
+        if self.stream_pause_s is not None:
+            return self.stream_pause_s
+        return max(_MIN_PAUSE_S, _STARTS_WAITED * (start_s or 0.0))
 
 
 class RouterConfig(Section):
@@ -195,8 +200,7 @@ class RouterConfig(Section):
     """Interval of a pipeline's heartbeats."""
 
     expiry_s: float = Field(default=5.0, ge=1.5)
-    """Silence after which a pipeline is forgotten; an ingress is after twice as long. At least
-    three heartbeats, and three of an ingress's polls of the router (every 0.5 s)."""
+    """Silence after which a pipeline is forgotten: at least three heartbeats."""
 
     @model_validator(mode="after")
     def _a_late_heartbeat_is_no_silence(self) -> Self:
@@ -267,7 +271,6 @@ class ServiceConfig(Section):
     pipelines: PipelinesConfig = PipelinesConfig()
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
-    health: HealthConfig = HealthConfig()
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,7 +30,6 @@ from eesd_dist.routing.beliefs import (
     read_snapshot,
 )
 from eesd_dist.routing.directory import (
-    IngressRoll,
     Listed,
     PipelineDirectory,
     PipelineId,
@@ -56,7 +56,10 @@ class Router:
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
-        self._ingresses = IngressRoll(clock=time.monotonic, expiry_s=config.expiry_s)
+        self._membership = 0
+        """Counts the changes that ingresses should know at once."""
+        self._changed = asyncio.Event()
+        """Set at every such change, and then replaced."""
         self._born = uuid4().hex[:8]
         """Tells version numbers of this router from those of an earlier one."""
         self._turned_s = time.monotonic()
@@ -83,18 +86,32 @@ class Router:
             plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
         )
 
-    async def heartbeat(self, report: PipelineReport) -> frozenset[str]:
-        """Takes a pipeline's heartbeat; returns the ingresses that have become silent."""
-        self._directory.heartbeat(report)
+    async def heartbeat(self, report: PipelineReport) -> None:
+        """Takes a pipeline's heartbeat."""
+        if self._directory.heartbeat(report):
+            self._membership += 1
+            self._changed.set()
+            self._changed = asyncio.Event()
         if time.monotonic() - self._turned_s >= _SILENT_S:
             self._turned_s = time.monotonic()
             self._book.turn_page()
-        return self._ingresses.silent()
 
-    async def pipelines(self, app: str, ingress: str) -> tuple[Listed, ...]:
-        """Returns the latest reports of one service's pipelines; `ingress` is the caller."""
-        self._ingresses.heard(ingress)
-        return self._directory.listed(app)
+    async def pipelines(
+        self, app: str, known: str, wait_s: float
+    ) -> tuple[str, tuple[Listed, ...]]:
+        """Returns the latest reports of one service's pipelines, and the number of the membership.
+
+        Waits up to `wait_s` while that number is the `known` one.
+        """
+        if known == self._membership_id:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+        return self._membership_id, self._directory.listed(app)
+
+    @property
+    def _membership_id(self) -> str:
+        return f"{self._born}-{self._membership}"
 
     async def choose(
         self, app: str, excluded: Collection[PipelineId] = ()
@@ -252,19 +269,20 @@ async def promotion_of(
 
 
 async def pipelines_of(
-    handle: Any, *, app: str, ingress: str, timeout_s: float = 1.0
-) -> tuple[Listed, ...]:
-    """Returns the directory's reports of a service. Raises EngineError without an answer.
+    handle: Any, *, app: str, known: str, wait_s: float, timeout_s: float = 1.0
+) -> tuple[str, tuple[Listed, ...]]:
+    """Returns the directory's reports of a service, and the number of its membership, as soon as
+    it is not the `known` one or `wait_s` is over. Raises EngineError without an answer.
 
-    The call is also the heartbeat of `ingress`. A restarted router lists no pipelines before their
-    next heartbeats.
+    A restarted router lists no pipelines before their next heartbeats.
     """
+    answer: tuple[str, tuple[Listed, ...]]
     try:
-        async with asyncio.timeout(timeout_s):
-            listed: tuple[Listed, ...] = await handle.pipelines.remote(app, ingress)
+        async with asyncio.timeout(wait_s + timeout_s):
+            answer = await handle.pipelines.remote(app, known, wait_s)
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not list the pipelines: {error!r}") from error
-    return listed
+    return answer
 
 
 async def find_peer_pipeline(
@@ -280,20 +298,19 @@ async def find_peer_pipeline(
     return found
 
 
-async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> frozenset[str]:
-    """Sends one heartbeat; returns the ingresses that have become silent.
+async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> None:
+    """Sends one heartbeat.
 
     Raises PeerLost when the router's actor is dead, or not restarted yet, and has to be found again
     by its name; EngineError when it does not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            silent: frozenset[str] = await handle.heartbeat.remote(report)
+            await handle.heartbeat.remote(report)
     except ray.exceptions.RayActorError as error:
         raise PeerLost(peer="router", operation="heartbeat", reason=PROCESS_DIED) from error
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not take the heartbeat: {error!r}") from error
-    return silent
 
 
 async def found_again(handle: Any, config: ServiceConfig) -> Any:

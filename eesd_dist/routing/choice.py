@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
+from typing import Any
 
 from eesd_dist.routing.directory import Listed, PipelineId, PipelineReport
 
@@ -40,7 +41,8 @@ class PipelineChoice:
     """The pipeline chosen for a request."""
 
     pipeline: PipelineId
-    address: str
+    leader: str
+    address: Any
     num_cached_tokens: int
     """Estimated number of its prompt tokens in the pipeline's cache."""
 
@@ -105,8 +107,12 @@ class _Pipeline:
         return max(self.num_own, reported + self.num_unheard)
 
     @property
+    def is_ready(self) -> bool:
+        return self.report.is_ready and self.heard_s > self.suspected_s
+
+    @property
     def is_usable(self) -> bool:
-        return self.report.takes_requests and self.heard_s > self.suspected_s
+        return self.is_ready and not self.report.draining
 
     def change(self, by: int, *, now_s: float) -> None:
         self.num_own += by
@@ -147,11 +153,6 @@ class PipelineChooser:
         self._request_tokens = request_tokens
         self._max_imbalance = max_imbalance
         self._pipelines: dict[PipelineId, _Pipeline] = {}
-        self._heard_s: dict[PipelineId, float] = {}
-        """Time of each pipeline's last report; kept longer than the report."""
-        self._refreshed_s = float("-inf")
-        self._answering_s = float("-inf")
-        """Since when the directory has answered without a long pause."""
 
     def refresh(self, listed: Iterable[Listed]) -> None:
         """Takes over the directory's list.
@@ -160,12 +161,8 @@ class PipelineChooser:
         directory that was just restarted lists none.
         """
         now_s = self._clock()
-        if now_s - self._refreshed_s > self._expiry_s:
-            self._answering_s = now_s
-        self._refreshed_s = now_s
         for each in listed:
             heard_s = now_s - each.age_s
-            self._heard_s[each.report.pipeline_id] = heard_s
             known = self._pipelines.get(each.report.pipeline_id)
             if known is None:
                 self._pipelines[each.report.pipeline_id] = _Pipeline(
@@ -177,8 +174,6 @@ class PipelineChooser:
                 known.hear(each.report, heard_s=heard_s)
         oldest_s = now_s - self._expiry_s
         self._pipelines = {i: p for i, p in self._pipelines.items() if p.heard_s >= oldest_s}
-        oldest_s -= self._expiry_s
-        self._heard_s = {i: heard_s for i, heard_s in self._heard_s.items() if heard_s >= oldest_s}
 
     def choose(
         self,
@@ -189,14 +184,19 @@ class PipelineChooser:
     ) -> PipelineChoice | None:
         """Returns the pipeline for a request with these known tokens, and counts it as sent there.
 
-        With `only` no other pipeline is considered. Returns None when no known pipeline takes
-        requests.
+        With `only` no other pipeline is considered. A draining pipeline, or an excluded one, is
+        chosen only if there is no other. Returns None when no known pipeline is ready.
         """
-        usable = {
+        ready = {
             name: pipeline
             for name, pipeline in self._pipelines.items()
-            if pipeline.is_usable and name not in excluded and only in (None, name)
+            if pipeline.is_ready and only in (None, name)
         }
+        usable = {
+            name: pipeline
+            for name, pipeline in ready.items()
+            if pipeline.is_usable and name not in excluded
+        } or ready
         if not usable:
             return None
         digests = self._digests(tokens)
@@ -213,17 +213,11 @@ class PipelineChooser:
         pipeline.change(+1, now_s=self._clock())
         pipeline.memory.remember(digests)
         return PipelineChoice(
-            pipeline=chosen, address=pipeline.report.address, num_cached_tokens=cached[chosen]
+            pipeline=chosen,
+            leader=pipeline.report.leader,
+            address=pipeline.report.address,
+            num_cached_tokens=cached[chosen],
         )
-
-    def admitted(self, choice: PipelineChoice | None, *, by: PipelineId) -> None:
-        """Records that pipeline `by` has the request, which may differ from the chosen one."""
-        if choice is not None and choice.pipeline == by:
-            return
-        if choice is not None:
-            self.ended(choice.pipeline)
-        if by in self._pipelines:
-            self._pipelines[by].change(+1, now_s=self._clock())
 
     def ended(self, pipeline: PipelineId, tokens: Sequence[int] = ()) -> None:
         """Records that a request left a pipeline; `tokens`: its computed ones, prompt included."""
@@ -238,14 +232,14 @@ class PipelineChooser:
         if known is not None:
             known.suspected_s = self._clock()
 
-    def is_gone(self, pipeline: PipelineId) -> bool:
-        """Returns whether the pipeline has sent no report for twice `expiry_s` while the directory
-        answered: waiting for it is useless."""
-        now_s = self._clock()
-        is_answering = now_s - self._refreshed_s <= self._expiry_s
-        has_looked = now_s - self._answering_s > 2 * self._expiry_s
-        heard_s = self._heard_s.get(pipeline, float("-inf"))
-        return is_answering and has_looked and now_s - heard_s > 2 * self._expiry_s
+    def leaders(self) -> dict[str, str]:
+        """Returns the leader of each known pipeline."""
+        return {name: pipeline.report.leader for name, pipeline in self._pipelines.items()}
+
+    def slowest_start_s(self) -> float | None:
+        """Returns the longest start of a known pipeline; None if none was measured."""
+        starts = [p.report.start_s for p in self._pipelines.values()]
+        return max((start_s for start_s in starts if start_s is not None), default=None)
 
     def describe(self) -> list[dict[str, object]]:
         """Returns plain JSON, for tests and operators."""

@@ -6,17 +6,14 @@ Between two heartbeats the directory counts its own assignments, so that a burst
 the pipeline that was idle at the last heartbeat.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from random import Random
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 from eesd_dist.errors import CapacityError
 
 PipelineId = NewType("PipelineId", str)
-
-_KEPT_FOR = 24.0
-"""A silent ingress is reported for this many times `expiry_s`, then forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +32,21 @@ class PipelineReport:
     """A pipeline's heartbeat."""
 
     pipeline_id: PipelineId
-    address: str
-    """How callers reach it; not interpreted here."""
+    leader: str
+    """Name of the process that takes its requests; a replaced process has another."""
+    address: Any
+    """How callers reach that process; not interpreted here."""
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+    """All its processes, by rank name, the leader first: for KV migration."""
+    epoch: int = 0
     app: str = ""
     """The service it belongs to; requests never go to another service's pipelines."""
     num_running: int = 0
     num_waiting: int = 0
     is_ready: bool = True
-    """False while workers are missing: it generates no tokens now."""
+    """False while workers are missing or make no progress: it generates no tokens now."""
+    start_s: float | None = None
+    """Seconds that its start took, weights included; None before it was ready."""
     draining: bool = False
     """True: takes no new requests and finishes the old ones."""
     weight: float | None = None
@@ -53,6 +57,11 @@ class PipelineReport:
     @property
     def takes_requests(self) -> bool:
         return self.is_ready and not self.draining
+
+    @property
+    def membership(self) -> tuple[object, ...]:
+        """What callers should know at once when it changes."""
+        return (self.leader, self.epoch, self.is_ready, self.draining)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +107,13 @@ class PipelineDirectory:
         self._promotions: dict[str, Promotion] = {}
         """The latest for each configuration; kept when the reporting pipeline is gone."""
 
-    def heartbeat(self, report: PipelineReport) -> None:
-        """Adds a pipeline, or updates its record."""
+    def heartbeat(self, report: PipelineReport) -> bool:
+        """Adds a pipeline, or updates its record; returns whether its membership has changed."""
         if report.promotion is not None:
             self._note(report.promotion)
+        known = self._records.get(report.pipeline_id)
         self._records[report.pipeline_id] = PipelineRecord(report=report, heard_s=self._clock())
+        return known is None or known.report.membership != report.membership
 
     def leave(self, pipeline_id: PipelineId) -> None:
         self._records.pop(pipeline_id, None)
@@ -162,7 +173,7 @@ class PipelineDirectory:
         """Returns plain JSON, for operators."""
         now_s = self._clock()
         return [
-            asdict(record.report) | {"load": record.load, "silent_s": now_s - record.heard_s}
+            {**_as_json(record.report), "load": record.load, "silent_s": now_s - record.heard_s}
             for record in self.records()
         ]
 
@@ -181,36 +192,9 @@ class PipelineDirectory:
         return report
 
 
-class IngressRoll:
-    """Tracks which ingresses ask for the pipelines, and which have stopped asking.
-
-    Silence is measured on a clock that runs only while the roll is called: of a pause between two
-    calls at most half of `expiry_s` counts, since a process that was stopped or starved could not
-    hear any ingress. A new roll reports no ingress as silent.
-    """
-
-    def __init__(self, *, clock: Callable[[], float], expiry_s: float = 5.0) -> None:
-        self._clock = clock
-        self._expiry_s = expiry_s
-        self._called_s = clock()
-        self._turned_s = 0.0
-        """Time so far on that clock."""
-        self._heard_s: dict[str, float] = {}
-        """Time of each ingress's last call on that clock."""
-
-    def heard(self, ingress: str) -> None:
-        self._heard_s[ingress] = self._turn()
-
-    def silent(self) -> frozenset[str]:
-        """Returns ingresses without a call for twice `expiry_s`; forgets those silent for long."""
-        now_s = self._turn()
-        oldest_s = now_s - _KEPT_FOR * self._expiry_s
-        self._heard_s = {i: heard_s for i, heard_s in self._heard_s.items() if heard_s >= oldest_s}
-        latest_s = now_s - 2 * self._expiry_s
-        return frozenset(i for i, heard_s in self._heard_s.items() if heard_s < latest_s)
-
-    def _turn(self) -> float:
-        now_s = self._clock()
-        self._turned_s += min(now_s - self._called_s, self._expiry_s / 2)
-        self._called_s = now_s
-        return self._turned_s
+def _as_json(report: PipelineReport) -> dict[str, object]:
+    """Returns a report without its address, which is no JSON."""
+    content = {each.name: getattr(report, each.name) for each in fields(report)}
+    del content["address"], content["ranks"]
+    promotion = report.promotion
+    return content | {"promotion": None if promotion is None else asdict(promotion)}

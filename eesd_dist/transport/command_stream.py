@@ -91,6 +91,7 @@ class DistCommandSource:
         self._post_next_frame()
 
     def next_command(self) -> Command | None:
+        self._group.doing(None)
         frame = self._frame.finish(timeout_s=None)
         prefix = wire.decode_prefix(frame, epoch=self._group.epoch)
         if prefix.kind is wire.Kind.CLOSE:

@@ -124,6 +124,7 @@ class ProcessGroup:
         self._gloo = gloo
         self._nccl = nccl
         self._aborted: str | None = None
+        self._number: int | None = None
         self._round_id: int | None = None
         self._of_round = ""
         self._all_reduce = Tally("all_reduce")
@@ -142,8 +143,14 @@ class ProcessGroup:
     def doing(self, number: int | None, *, of: str = "round") -> None:
         """Sets the round that errors of the following collectives name; None: no round. `of` is the
         word for what is counted where that is not rounds."""
+        self._number = number
         self._round_id = number if of == "round" else None
         self._of_round = "" if number is None else f" of {of} {number}"
+
+    @property
+    def number(self) -> int | None:
+        """What `doing` was last called with. From any thread."""
+        return self._number
 
     def counts(self) -> GroupCounts:
         """Returns a snapshot. From any thread."""

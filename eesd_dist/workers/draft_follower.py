@@ -88,5 +88,8 @@ class FollowerEpoch:
         finally:
             self.abort()  # so that ranks that wait for this one fail before their deadline
 
+    def number(self) -> int | None:
+        return self._group.number
+
     def abort(self) -> None:
         self._group.abort("the epoch was ended")

@@ -135,6 +135,12 @@ class EngineLeader:
             address=self._groups.address, kv_sharing=lambda: self._engine().kv_sharing
         )
 
+    @property
+    def head_folder(self) -> str:
+        """Folder of the exit head that later engines get; empty for none."""
+        head = self._config.model.head
+        return "" if head is None else str(head)
+
     def host_store(self) -> Address:
         return self._groups.host_store()
 

@@ -1,7 +1,9 @@
-"""The drafting actor: the round loop of one pipeline, and its token streams.
+"""The drafting actor: the round loop of one pipeline, and the streams of its requests.
 
-Live requests survive epochs: when a verify rank is replaced, their streams pause and continue. The
-pipeline decides which ranks belong to an epoch. The actor never waits for the router.
+It gives its clients, the ingresses, what its rounds have made, and its supervisor a heartbeat: the
+progress of the loop, which runs in a thread. Requests live for one epoch: when it ends, each stream
+ends with the reason, and its ingress submits the request again, here or in another pipeline. The
+actor never waits for the router.
 """
 
 import asyncio
@@ -9,24 +11,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, EngineError, PeerLost
+from eesd_dist.errors import EesdError, EngineCrashed, EngineError, Migrated, PeerLost, QueueFull
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.types import Request, RequestId, RoundStats
+from eesd_dist.workers.admission import Admission
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
-from eesd_dist.workers.mailboxes import Mailboxes
 from eesd_dist.workers.messages import (
     Address,
     ControlReport,
+    Delivery,
     DraftStats,
     Epoch,
     HeadReport,
+    Lease,
     LoadReport,
     LoopEnd,
     PageLink,
@@ -34,20 +38,30 @@ from eesd_dist.workers.messages import (
     Reservation,
     RouterAdvice,
     RouterNews,
-    StreamItem,
     TelemetryOptions,
+    Tenancy,
+    WorkerIdentity,
+    WorkerStatus,
 )
+from eesd_dist.workers.outboxes import Outboxes
 from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
+from eesd_dist.workers.tenure import Tenure
 from eesd_dist.workers.watch import DraftWatch
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.25
 _ABORT_WAIT_S = 5.0
-_NUM_EMPTY = 2
+_NUM_QUIET = 2
 """Steps in a row without a result: one may have begun a round; after two none is in flight."""
+_QUIET_POLL_S = 0.02
+_UNREAD_S = 10.0
+"""A client that reads nothing for so long has died, or has lost its streams."""
+_LOOK_S = 1.0
+_TAKE_WAIT_S = 2.0
+"""After so long a call of a client without streams to read returns empty."""
 _LEASE_MARGIN_S = 5.0
 _NUM_CANCELLED = 256
 """Cancelled submissions to remember: more than can be cancelled before they arrive."""
@@ -56,25 +70,47 @@ _NUM_CANCELLED = 256
 class _RunningEpoch:
     """Owns the round loop of one epoch, and stops it."""
 
-    def __init__(self, part: DraftEpoch, *, name: str, deliver: Callable[[StepLike], None]) -> None:
+    def __init__(
+        self, part: DraftEpoch, *, epoch: int, name: str, deliver: Callable[[StepLike], None]
+    ) -> None:
         self.part = part
+        self.epoch = epoch
+        self._num_computed = 0
+        """Tokens committed and prompt rows computed; written by the loop's thread alone."""
         self._deliver = deliver
         self._event_loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
         self._halting = threading.Event()
+        self._num_turns = 0
+        self._loud_turn = 0
+        """The last turn with a result; both are written by the loop's thread alone."""
+        self._disturbed_turn = 0
         self.thread = LoopThread(self._turn, name=name)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Returns whether no round is in flight with a request that was there at `disturb`."""
+        return self._num_turns - max(self._loud_turn, self._disturbed_turn) > _NUM_QUIET
+
+    def progress_of(self, *, has_work: bool) -> int:
+        """Returns a number that changes as long as the loop makes progress: with work, a turn that
+        computes nothing is none."""
+        return self._num_computed if has_work else -self._num_turns
+
+    def disturb(self) -> None:
+        """Notes that the engine's requests have changed."""
+        self._disturbed_turn = self._num_turns
+
     def _turn(self) -> None:
-        num_empty = 0
         while not self._stopping.is_set():
             result = self.part.step(wait_s=_IDLE_WAIT_S)
+            self._num_turns += 1
             if result.rounds or result.emissions:
+                self._loud_turn = self._num_turns
+                self._num_computed += sum(r.num_emitted + r.num_prefill_rows for r in result.rounds)
                 self._event_loop.call_soon_threadsafe(self._deliver, result)
-                num_empty = 0
-            elif self._halting.is_set():
-                num_empty += 1
-                if num_empty == _NUM_EMPTY:
-                    return
+            elif self._halting.is_set() and self._num_turns - self._loud_turn >= _NUM_QUIET:
+                return
 
     async def halt(self) -> bool:
         """Ends the loop once no round is in flight; returns whether it has ended."""
@@ -109,25 +145,33 @@ class DraftActor:
         stages: StageFactory,
         telemetry: TelemetryOptions,
         ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None = None,
+        tenure: Callable[[], Tenure] | None = None,
     ) -> None:
+        """`tenure` makes its lease; a fallback has none, and ends with its host."""
         prepare_process()
         self._name = name
+        self._max_waiting = config.scheduler.max_waiting
         tracing = tracing_of(telemetry, process=name)
         self._leader = stages.draft_leader(config, tracing)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
-        self._mail = Mailboxes()
+        self._mail = Outboxes()
+        self._admission = Admission()
+        self._waiting: dict[RequestId, Request] = {}
+        """Submitted requests that the engine has not got yet."""
         self._joining = Joining(name=name)
         self._running: _RunningEpoch | None = None
         """None between epochs."""
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
-        """Requests with a reader that left between epochs."""
+        """Requests that left between epochs."""
         self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
         """Latest submissions that were cancelled while they were not here."""
-        self._leases: set[asyncio.Task[None]] = set()
-        """Expiry tasks of page leases and reservations."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Expiry of page leases and reservations, and the look after clients."""
+        self._is_looking = False
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
+        self._tenure = None if tenure is None else tenure()
         self._router: RouterLink | None = None
         if ask_router is not None:
             self._router = RouterLink(
@@ -141,8 +185,38 @@ class DraftActor:
         return process_info()
 
     async def forever(self) -> None:
-        """Never returns: a pending call is how the pipeline learns that this process has died."""
+        """Never returns: a pending call is how the supervisor learns that this process has died."""
         await asyncio.Event().wait()
+
+    async def claim(self, lease: Lease, of: str) -> WorkerIdentity:
+        """Passes this worker from a dead supervisor to another. Raises LeaseLost when a third one
+        was faster."""
+        assert self._tenure is not None, "a fallback is not claimed"
+        return self._tenure.claim(lease, of=of)
+
+    async def tenancy(self) -> Tenancy:
+        """Returns what another supervisor needs to know to claim this worker."""
+        assert self._tenure is not None, "a fallback is not claimed"
+        return self._tenure.tenancy(
+            epoch=0 if self._running is None else self._running.epoch,
+            is_degraded=False,
+            head=self._leader.head_folder,
+        )
+
+    async def beat(self, lease: Lease) -> WorkerStatus:
+        """Renews the lease, and reports progress. Raises LeaseLost for an earlier supervisor."""
+        if self._tenure is not None:
+            self._tenure.renew(lease)
+        running = self._running
+        if running is None:
+            return self._joining.status(self._leader.loading.report())
+        load = running.part.load()
+        return WorkerStatus(
+            epoch=running.epoch,
+            progress=running.progress_of(has_work=load.num_running + load.num_waiting > 0),
+            is_busy=True,
+            num_live=len(self._mail),
+        )
 
     async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
         """Loads the weights before there is an epoch to join, so that joining is fast. With a
@@ -172,23 +246,26 @@ class DraftActor:
             part.drop(self._dropped.pop())
         if self._router is not None:
             self._router.start()
+        if not self._is_looking:
+            self._is_looking = True
+            self._keep(self._look_after_clients())
         self._running = _RunningEpoch(
-            part, name=f"drafting loop of {self._name}", deliver=self._deliver
+            part,
+            epoch=epoch.number,
+            name=f"drafting loop of {self._name}",
+            deliver=self._deliver,
         )
         logger.info("joined: pipeline=%s epoch=%d", self._name, epoch.number)
 
     async def ended(self) -> LoopEnd:
-        """Waits for the end of the loop. After a lost peer live requests are kept. After any other
-        error they are evicted, and the next epoch gets a new engine."""
+        """Waits for the end of the loop. After any error but a lost peer the next epoch gets a new
+        engine."""
         running = self._running
         if running is None:
             return LoopEnd(error=None)
         end = await running.thread.end()
         if end.error is not None and not isinstance(end.error, PeerLost):
             self._needs_new_engine = True
-            await self.evict(
-                None, PeerLost(peer=self._name, operation="rounds", reason=str(end.error))
-            )
         return end
 
     async def halt(self) -> bool:
@@ -197,62 +274,111 @@ class DraftActor:
         running = self._running
         return running is None or await running.halt()
 
-    async def leave(self) -> bool:
-        """Leaves the epoch. Returns False when the loop, a load or connecting does not stop."""
+    async def leave(self, trouble: EesdError | None = None, is_crash: bool = False) -> bool:
+        """Leaves the epoch; its streams end with the `trouble` that broke it. With `is_crash` it
+        counts against the requests that were in the engine.
+
+        Returns False when the loop, a load or connecting does not stop.
+        """
         running = self._running
         self._running = None
         self._leader.disconnect()
+        self._end_streams(trouble or EngineError("its epoch is over"), is_crash=is_crash)
         has_left = await self._joining.leave()
         return has_left and (running is None or await running.stop())
 
-    async def submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """Yields the request's emissions as they are made; the last item may be an error."""
-        running = self._running
-        if running is None or self._needs_new_engine:
-            yield PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
-            return
+    def _end_streams(self, trouble: EesdError, *, is_crash: bool) -> None:
+        inside = set(self._admission.inside)
+        for request_id in self._mail.names():
+            error: EesdError = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
+            if is_crash and request_id in inside:
+                error = EngineCrashed(str(trouble), was_alone=len(inside) == 1)
+            self._send_on(request_id, error)
+
+    async def submit(self, request: Request, client: str) -> None:
+        """Takes a request; `take` of this client returns its emissions, and the error that ends it
+        if it is refused."""
         request_id, submission = request.request_id, request.submission
-        if (request_id, submission) in self._cancelled:  # the cancellation arrived first
-            yield EngineError(f"request {request_id} was cancelled")
-            return
         earlier = self._mail.submission_of(request_id)
         if earlier is not None and earlier < submission:  # its cancellation has yet to arrive
             await self.cancel(request_id, earlier)
         try:
-            box = self._mail.open(request)
+            self._refuse(request_id, submission)
+            self._mail.open(request, client=client)
         except EesdError as error:
-            yield error
+            self._mail.refuse(request, client=client, error=error)
             return
-        is_admitted = is_over = False
+        self._waiting[request_id] = request
+        self._admission.arrive(request_id, is_suspect=request.is_suspect)
+        self._admit()
+
+    def _refuse(self, request_id: RequestId, submission: int) -> None:
+        """Raises why a request cannot be taken now."""
+        if self._running is None or self._needs_new_engine:
+            raise PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
+        if (request_id, submission) in self._cancelled:  # the cancellation arrived first
+            raise EngineError(f"request {request_id} was cancelled")
+        if self._admission.num_waiting >= self._max_waiting:
+            raise QueueFull(num_waiting=self._admission.num_waiting, limit=self._max_waiting)
+
+    def _admit(self) -> None:
+        """Passes waiting requests to the engine, as far as they may enter."""
+        running = self._running
+        if running is None:
+            return
+        for request_id in self._admission.to_evict():
+            again = Migrated(by="", to=None, reason="a request is tested alone")
+            self._send_on(request_id, again)
+        if self._admission.next_suspect() is not None and not running.is_quiet:
+            asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
+            return
+        for request_id in self._admission.admit():
+            self._enter(running, self._waiting.pop(request_id))
+
+    def _enter(self, running: _RunningEpoch, request: Request) -> None:
         try:
             running.part.add(request)
-            is_admitted = True
-            self._watch.arrived(request)
-            if self._router is not None:
-                self._router.admitted(request_id, request.workload)
-            while not is_over:
-                item = await box.take()
-                is_over = isinstance(item, EesdError) or item[-1].finish_reason is not None
-                yield item
         except EesdError as error:
-            is_over = True
-            yield error
-        finally:
-            was_open = self._mail.close(request_id, submission)
-            if request_id not in self._mail:  # otherwise a later submission is live
-                self._watch.left(request_id)
-                if is_admitted and self._router is not None:
-                    self._router.observed((), (request_id,))
-            if was_open and not is_over:  # otherwise it is dropped already
-                self._drop(request_id)
+            self._admission.leave(request.request_id)
+            self._mail.fail(request.request_id, error)
+            return
+        self._watch.arrived(request)
+        if self._router is not None:
+            self._router.admitted(request.request_id, request.workload)
+
+    async def take(self, client: str, last: tuple[str, int]) -> Delivery:
+        """Returns what the client's streams have to read, as soon as there is something.
+
+        `last` are outbox and number of the last batch that the client has. The batch is empty after
+        two seconds without news. Streams of a client that does not read are ended.
+        """
+        return await self._mail.take(client, last=last, wait_s=_TAKE_WAIT_S)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
         """Ends this submission of the request and frees its resources. If it is not here, it has
         ended or is yet to arrive: Ray may reorder calls with arguments of different size."""
         if self._mail.close(request_id, submission):
+            self._watch.left(request_id)
             self._drop(request_id)
         else:
             self._cancelled.append((request_id, submission))
+
+    async def _look_after_clients(self) -> None:
+        """Ends the streams of clients that have died: nothing else tells this process."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            unread = self._mail.unread(after_s=_UNREAD_S, passed_s=_LOOK_S)
+            for request_id in unread:
+                self._watch.left(request_id)
+                self._drop(request_id)
+            if unread:
+                logger.warning(
+                    "unread streams ended: pipeline=%s streams=%d", self._name, len(unread)
+                )
+
+    async def live(self) -> tuple[RequestId, ...]:
+        """Returns the requests with an open stream."""
+        return self._mail.names()
 
     async def stats(self) -> DraftStats:
         running = self._running
@@ -362,14 +488,18 @@ class DraftActor:
         cannot continue here; returns how many."""
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
         for request_id in moved:
-            self._mail.fail(request_id, error)
-            self._watch.sent_on(request_id)
-            self._drop(request_id)
+            self._send_on(request_id, error)
         return len(moved)
 
-    def _keep(self, lease: Coroutine[Any, Any, None]) -> None:
-        self._leases.add(task := asyncio.ensure_future(lease))
-        task.add_done_callback(self._leases.discard)
+    def _send_on(self, request_id: RequestId, error: EesdError) -> None:
+        """Ends a stream that continues elsewhere, or here later."""
+        self._mail.fail(request_id, error)
+        self._watch.sent_on(request_id)
+        self._drop(request_id)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._tasks.discard)
 
     async def _expire_lease(self, number: str, *, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -384,10 +514,17 @@ class DraftActor:
             await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:
+        """Takes a request that has left out of the queue or the engine."""
+        self._waiting.pop(request_id, None)
+        if not self._admission.leave(request_id):
+            return
+        if self._router is not None:
+            self._router.observed((), (request_id,))
         if self._running is None:
             self._dropped.add(request_id)
-        else:
-            self._running.part.drop(request_id)
+            return
+        self._running.disturb()
+        self._running.part.drop(request_id)
 
     def _apply_plans(self, plans: Plans) -> None:
         if self._running is not None:
@@ -395,6 +532,12 @@ class DraftActor:
 
     def _deliver(self, result: StepLike) -> None:
         late = self._mail.deliver(result.emissions)
+        for emission in result.emissions:
+            if emission.request_id in late:
+                continue
+            self._admission.delivered(emission.request_id)
+            if emission.finish_reason is not None:
+                self._admission.leave(emission.request_id)
         if result.rounds:
             self._num_rounds += len(result.rounds)
             self._last_round_unix_s = time.time()
@@ -403,7 +546,10 @@ class DraftActor:
             read = [
                 outcome
                 for outcome in result.outcomes
-                if outcome.request_id in self._mail and outcome.request_id not in late
+                if outcome.request_id not in late
+                and (outcome.request_id in self._mail or outcome.request_id in result.finished)
             ]
             self._router.observed(read, [name for name in result.finished if name not in late])
         self._watch.saw(result, late=late)
+        if self._admission.num_waiting:
+            self._admit()

@@ -10,7 +10,12 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.workers.messages import Epoch
+from eesd_dist.workers.messages import Epoch, LoadReport, WorkerStatus
+
+_LOAD_STALL_S = 60.0
+"""Longest that loading may go without a byte, as on a slow file system."""
+_BUILD_S = 300.0
+"""Longest from loaded weights to a joined epoch: compiling kernels, measuring costs."""
 
 
 class Abortable(Protocol):
@@ -52,6 +57,24 @@ class Joining:
                 return True
         except TimeoutError:
             return False
+
+    def status(self, load: LoadReport | None) -> WorkerStatus:
+        """Returns the heartbeat of a worker between two epochs."""
+        if load is not None and not load.is_over:
+            return WorkerStatus(
+                epoch=0,
+                progress=load.bytes_done,
+                is_busy=True,
+                phase="loading",
+                allowed_s=_LOAD_STALL_S,
+            )
+        return WorkerStatus(
+            epoch=0,
+            progress=self._newest,
+            is_busy=self._loading.locked(),
+            phase="joining an epoch",
+            allowed_s=_BUILD_S,
+        )
 
     def _refuse_if_over(self, epoch: Epoch) -> None:
         if epoch.number < self._newest:

@@ -78,6 +78,75 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One batch of a client's unread items."""
+
+    outbox: str
+    """A new name means that the streams of the earlier one have ended, since nothing read them."""
+    number: int
+    """Counts the batches of this outbox; the next call confirms it."""
+    items: tuple[tuple[RequestId, int, StreamItem], ...]
+    """Request, submission and what it has to read, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """What a worker is, for a supervisor that did not start it."""
+
+    app: str
+    pipeline: str
+    slot: str
+    digest: str
+    """Of the configuration that it was started with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenancy:
+    """A worker's state, for a supervisor that may claim it."""
+
+    identity: WorkerIdentity
+    owner: str
+    """Its supervisor; empty if it never had one."""
+    process_info: ProcessInfo
+    epoch: int
+    """The epoch that it is in; 0: none."""
+    is_degraded: bool
+    """Its epoch has fallbacks; only verify ranks know."""
+    head: str = ""
+    """Folder of the exit head that it drafts with; empty for none."""
+    start_s: float | None = None
+    """As in its lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A supervisor's claim on a worker, for so long as it is renewed."""
+
+    owner: str
+    seconds: float
+    start_s: float | None = None
+    """How long the pipeline took to start, for the supervisor after this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker's answer to a heartbeat."""
+
+    epoch: int
+    """The epoch that it has joined; 0: none."""
+    progress: int
+    """Grows with every token, prompt row or round; unchanged work is no progress."""
+    is_busy: bool
+    """Whether it has work, so that its progress must grow."""
+    phase: str = ""
+    """A long phase that it is in, such as loading; empty: none."""
+    allowed_s: float = 0.0
+    """How long that phase may go without progress."""
+    num_live: int = 0
+    """Open streams; only of a drafting actor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopEnd:
     """Why an actor's data-plane loop has ended; no error when it was stopped."""
 

@@ -10,29 +10,31 @@ actor.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.types import Request
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
 from eesd_dist.workers.messages import (
     Epoch,
+    Lease,
     LoadReport,
     LoopEnd,
     PageLink,
     ProcessInfo,
     StageName,
-    StreamItem,
     TelemetryOptions,
+    Tenancy,
+    WorkerIdentity,
+    WorkerStatus,
 )
 from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftFollower, RankEpoch, RankWorker, StageFactory
+from eesd_dist.workers.tenure import Tenure
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,16 @@ _ABORT_WAIT_S = 5.0
 
 
 class _RunningEpoch:
-    def __init__(self, part: RankEpoch, *, name: str) -> None:
+    def __init__(self, part: RankEpoch, *, epoch: Epoch, name: str) -> None:
         self._part = part
+        self.epoch = epoch
         self.thread = LoopThread(part.run, name=name)
+
+    def status(self) -> WorkerStatus:
+        number = self._part.number()
+        return WorkerStatus(
+            epoch=self.epoch.number, progress=number or 0, is_busy=number is not None
+        )
 
     async def stop(self) -> bool:
         self._part.abort()
@@ -59,9 +68,12 @@ class RankActor:
         rank: int,
         stages: StageFactory,
         telemetry: TelemetryOptions,
+        tenure: Callable[[], Tenure] | None = None,
     ) -> None:
+        """`tenure` makes its lease; a fallback has none, and ends with its host."""
         prepare_process()
         self._name = name
+        self._tenure = None if tenure is None else tenure()
         self._tracing = tracing_of(telemetry, process=name)
         self._worker, self._draft = _worker_of(
             stages, config, self._tracing, stage=stage, rank=rank
@@ -79,8 +91,31 @@ class RankActor:
         return process_info()
 
     async def forever(self) -> None:
-        """Never returns: a pending call is how the pipeline learns that this process has died."""
+        """Never returns: a pending call is how the supervisor learns that this process has died."""
         await asyncio.Event().wait()
+
+    async def claim(self, lease: Lease, of: str) -> WorkerIdentity:
+        """Passes this worker from a dead supervisor to another. Raises LeaseLost when a third one
+        was faster."""
+        assert self._tenure is not None, "a fallback is not claimed"
+        return self._tenure.claim(lease, of=of)
+
+    async def tenancy(self) -> Tenancy:
+        """Returns what another supervisor needs to know to claim this worker."""
+        assert self._tenure is not None, "a fallback is not claimed"
+        running = self._running
+        return self._tenure.tenancy(
+            epoch=0 if running is None else running.epoch.number,
+            is_degraded=running is not None and running.epoch.is_degraded,
+        )
+
+    async def beat(self, lease: Lease) -> WorkerStatus:
+        """Renews the lease, and reports progress. Raises LeaseLost for an earlier supervisor."""
+        if self._tenure is not None:
+            self._tenure.renew(lease)
+        if self._running is None:
+            return self._joining.status(self._worker.loading.report())
+        return self._running.status()
 
     async def prepare(self) -> None:
         """Loads the weights of a draft rank before there is an epoch to join."""
@@ -91,14 +126,6 @@ class RankActor:
         answer: object = await getattr(self._require_fallback(), method)(*args)
         return answer
 
-    async def fallback_submit(self, request: Request) -> AsyncGenerator[StreamItem, None]:
-        """Yields the token stream of the drafting actor's fallback."""
-        fallback = self._require_fallback()
-        assert isinstance(fallback, DraftActor), "requests are for verify rank 0"
-        async with aclosing(fallback.submit(request)) as items:
-            async for item in items:
-                yield item
-
     def _require_fallback(self) -> "DraftActor | RankActor":
         if self._fallback is None:
             raise EngineError(f"{self._name} has no fallback: set engine.parallel.fallback")
@@ -106,7 +133,7 @@ class RankActor:
 
     async def join(self, epoch: Epoch) -> None:
         part = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
-        self._running = _RunningEpoch(part, name=f"loop of {self._name}")
+        self._running = _RunningEpoch(part, epoch=epoch, name=f"loop of {self._name}")
         logger.info("joined: rank=%s epoch=%d", self._name, epoch.number)
 
     def _draft_follower(self) -> DraftFollower:
@@ -128,8 +155,9 @@ class RankActor:
             return LoopEnd(error=None)
         return await running.thread.end()
 
-    async def leave(self) -> bool:
+    async def leave(self, trouble: EesdError | None = None, is_crash: bool = False) -> bool:
         """Leaves the epoch. Returns False when the loop or a load cannot be stopped."""
+        del trouble, is_crash  # streams are the drafting actor's
         running = self._running
         self._running = None
         self._worker.disconnect()

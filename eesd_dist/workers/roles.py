@@ -108,6 +108,11 @@ class RankEpoch(Protocol):
         """Blocks in the loop; returns when the drafting actor has closed the channel."""
         ...
 
+    def number(self) -> int | None:
+        """Returns the round or command it is in; None while it waits for the next. From any
+        thread."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -174,6 +179,8 @@ class EpochLeader(Protocol):
 class DraftLeader(EpochLeader, DraftControl, Protocol):
     """Draft rank 0: the engine, its pages, its exit head."""
 
+    @property
+    def head_folder(self) -> str: ...
     @property
     def pages(self) -> PageTransfer: ...
     @property

@@ -106,6 +106,10 @@ class VerifyEpoch:
         finally:
             self.abort()  # so that ranks that wait for this one fail before their deadline
 
+    def number(self) -> int | None:
+        # Rank 0 has the rounds' group first; a follower has that of its stage alone.
+        return self._groups[0].number
+
     def abort(self) -> None:
         abort_all(self._groups, "the epoch was ended")
 

@@ -54,9 +54,9 @@ class ActorRunner:
         pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
         client = ServiceClient(
             pipelines,
-            recovery=self._config.recovery,
+            config=self._config,
             tracing=Tracing(),
-            load_balancer=LoadBalancer(self._config),
+            load_balancer=LoadBalancer(self._config, pipelines=pipelines),
         )
 
         async def one(request: Request) -> Generation:

@@ -78,10 +78,10 @@ class _Clients:
 
         self._operator = ServiceConnection(router=None, app_name=config.app_name)
         self._pipelines: Any = serve.get_deployment_handle("Pipeline", config.app_name)
-        self._load_balancer = LoadBalancer(config)
+        self._load_balancer = LoadBalancer(config, pipelines=self._pipelines)
         self._client = ServiceClient(
             self._pipelines,
-            recovery=config.recovery,
+            config=config,
             tracing=Tracing(),
             load_balancer=self._load_balancer,
         )

@@ -40,11 +40,11 @@ class Ingress:
         self._api_key = api_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
         self._load_balancer = LoadBalancer(
-            config, ingress=serve.get_replica_context().replica_id.unique_id
+            config, pipelines=pipelines, ingress=serve.get_replica_context().replica_id.unique_id
         )
         self._client = ServiceClient(
             pipelines,
-            recovery=config.recovery,
+            config=config,
             tracing=self._tracing,
             load_balancer=self._load_balancer,
         )
@@ -77,9 +77,8 @@ class Ingress:
 
     async def _health(self) -> str | None:
         """Healthy if one pipeline is healthy; degraded if all healthy ones are degraded."""
-        timeout_s = self._config.health.probe_timeout_s + _ANSWER_TIMEOUT_S
         try:
-            answers = await self._client.health(timeout_s=timeout_s)
+            answers = await self._client.health(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError as error:
             return str(error)
         healthy = [answer for answer in answers if answer.is_healthy]

@@ -1,38 +1,43 @@
 """Load balancing in an ingress: which pipeline a request goes to.
 
-Asks the router's directory twice a second and decides from the latest answer: a choice makes no
-call, and while the router is silent the last answer stays in use. Where it cannot decide, Serve
-does. The decision itself is `eesd_dist.routing.choice`.
+The router's directory answers as soon as a pipeline comes, goes or stops taking requests. A choice
+makes no call; while the router is silent the pipelines themselves are asked. The decision itself is
+`eesd_dist.routing.choice`.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
-from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from ray.exceptions import RayError
 
-from eesd_dist.errors import EesdError, Migrated
+from eesd_dist.errors import EesdError
 from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
-from eesd_dist.routing.directory import PipelineId
+from eesd_dist.routing.directory import Listed, PipelineId
 from serve_app.config import ServiceConfig
+from serve_app.ingress.replicas import of_all
+from serve_app.ingress.retry import Attempts
 from serve_app.router import find_router, pipelines_of
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+"""How long the router may keep an answer back that changes no membership."""
+_ASK_S = 2.0
 
 
 class LoadBalancer:
     """Chooses pipelines for one ingress."""
 
-    def __init__(self, config: ServiceConfig, *, ingress: str = "") -> None:
-        """`ingress` is the label of its metrics."""
+    def __init__(self, config: ServiceConfig, *, pipelines: Any, ingress: str = "") -> None:
+        """`pipelines` is Serve's handle, `ingress` the label of its metrics."""
         self._config = config
+        self._pipelines = pipelines
         cache = config.engine.cache
         self._chooser = PipelineChooser(
             block_size=cache.page_size,
@@ -41,31 +46,34 @@ class LoadBalancer:
             rng=Random(),
             expiry_s=config.router.expiry_s,
         )
-        self.sender = uuid4().hex
-        """Identifies this ingress to the router and pipelines; unique even if `ingress` is not."""
         self._counts = _Counts(ingress)
+        self._changed = asyncio.Event()
+        """Set at every answer, and then replaced."""
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
 
     def start(self) -> None:
-        """Starts to poll the router; needs a running event loop."""
+        """Starts to ask the router; needs a running event loop."""
         if self._polling is None:
             self._polling = asyncio.ensure_future(self._poll())
 
-    def choose(
-        self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str] = ()
-    ) -> PipelineChoice | None:
-        """Returns the pipeline for a request with these tokens, new or `migrated`, none of those
-        that have `refused` it; None leaves the choice to Serve."""
-        if migrated is not None:
-            self._counts.migrations.inc()
-        choice = self._chosen(tokens, migrated, refused)
-        self._counts.count(choice)
+    def choose(self, attempts: Attempts) -> PipelineChoice | None:
+        """Returns the pipeline for the next attempt at a request; None if none is ready."""
+        tokens = attempts.tokens
+        choice = None
+        if attempts.target is not None:
+            choice = self._chooser.choose(tokens, only=attempts.target)
+            attempts.target = None
+        if choice is None:
+            choice = self._chooser.choose(tokens, excluded=attempts.refused)
+        if choice is not None:
+            self._counts.count(choice)
         return choice
 
-    def admitted(self, choice: PipelineChoice | None, *, by: str) -> None:
-        self._chooser.admitted(choice, by=PipelineId(by))
+    def migrated(self) -> None:
+        """Counts a stream that another pipeline continues."""
+        self._counts.migrations.inc()
 
     def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
         """A stream is over; `tokens` are all that its pipeline has computed."""
@@ -74,45 +82,63 @@ class LoadBalancer:
     def lost(self, pipeline: str) -> None:
         self._chooser.lost(PipelineId(pipeline))
 
-    def is_gone(self, pipeline: str) -> bool:
-        """Returns whether the pipeline is gone, as far as the router can tell."""
-        return self._chooser.is_gone(PipelineId(pipeline))
+    async def news(self, *, timeout_s: float) -> None:
+        """Waits for the next answer about the pipelines."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    @property
+    def leaders(self) -> dict[str, str]:
+        """The process that takes requests, by pipeline."""
+        return self._chooser.leaders()
+
+    @property
+    def slowest_start_s(self) -> float | None:
+        """The longest start of a pipeline; None if none was measured."""
+        return self._chooser.slowest_start_s()
 
     @property
     def num_usable(self) -> int:
-        """Pipelines that take requests, by the latest answer of the router."""
+        """Pipelines that take requests, by the latest answer."""
         return sum(bool(each["is_usable"]) for each in self._chooser.describe())
 
     def page(self) -> bytes:
         """Returns the counters as Prometheus text."""
         return generate_latest(self._counts.registry)
 
-    def _chosen(
-        self, tokens: Sequence[int], migrated: Migrated | None, refused: Collection[str]
-    ) -> PipelineChoice | None:
-        if migrated is None:
-            return self._chooser.choose(tokens, excluded=refused)
-        if migrated.to is not None:
-            there = self._chooser.choose(tokens, only=migrated.to)
-            if there is not None:
-                return there
-        return self._chooser.choose(tokens, excluded={migrated.by, *refused})
-
     async def _poll(self) -> None:
         router: Any = None
+        known = ""
         while True:
             try:
                 if router is None:
                     router = await asyncio.to_thread(find_router, self._config.router)
-                listed = await pipelines_of(router, app=self._config.app_name, ingress=self.sender)
-                self._chooser.refresh(listed)
+                known, listed = await pipelines_of(
+                    router, app=self._config.app_name, known=known, wait_s=_POLL_S
+                )
+                self._refresh(listed)
                 self._is_silent = False
             except (EesdError, RayError) as error:
                 router = None  # it may have been restarted under its name
                 if not self._is_silent:
-                    logger.warning("router silent, its last answer is used: error=%s", error)
+                    logger.warning("router silent, pipelines are asked: error=%s", error)
                 self._is_silent = True
-            await asyncio.sleep(_POLL_S)
+                await self._ask_pipelines()
+                await asyncio.sleep(_POLL_S)
+
+    async def _ask_pipelines(self) -> None:
+        try:
+            reports = await of_all(self._pipelines, "report", timeout_s=_ASK_S)
+        except EesdError as error:
+            logger.info("no answer from the pipelines: error=%s", error)
+            return
+        self._refresh([Listed(report=report, age_s=0.0) for report in reports])
+
+    def _refresh(self, listed: Sequence[Listed]) -> None:
+        self._chooser.refresh(listed)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class _Counts:
@@ -125,17 +151,14 @@ class _Counts:
             return Counter(name, what, ["ingress"], registry=self.registry).labels(ingress)
 
         self.requests = counter("eesd_router_requests", "Requests sent to a pipeline.")
-        self.unchosen = counter("eesd_router_unchosen", "Requests left to Serve's choice.")
         self.hits = counter("eesd_router_prefix_hits", "Requests sent to a cached prefix.")
         self.tokens = counter("eesd_router_prefix_tokens", "Prompt tokens expected in that cache.")
         self.migrations = counter(
             "eesd_router_migrations", "Streams migrated from one pipeline to another."
         )
 
-    def count(self, choice: PipelineChoice | None) -> None:
+    def count(self, choice: PipelineChoice) -> None:
         self.requests.inc()
-        if choice is None:
-            self.unchosen.inc()
-        elif choice.num_cached_tokens:
+        if choice.num_cached_tokens:
             self.hits.inc()
             self.tokens.inc(choice.num_cached_tokens)

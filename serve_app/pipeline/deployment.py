@@ -1,65 +1,48 @@
-"""A pipeline: one draft stage and one verify stage, kept ready, and the streams they feed.
+"""A pipeline: one draft stage and one verify stage, kept ready.
 
-The Serve replica is thin: it answers for a pipeline to ingresses, Serve, the router and operators.
-Its `Supervisor` owns the actors and replaces what breaks; its `Streams` are the ledger from which a
-live request can be resumed. It computes nothing and never sees text.
+The Serve replica is thin: it answers for a pipeline to Serve, the router, ingresses and operators.
+Its `Supervisor` replaces what breaks. It computes nothing, and no token passes through it: when it
+dies, streams go on, and the next replica claims its workers.
 """
 
 import asyncio
 import logging
 import os
-import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray import serve
+import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import EesdError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
-from eesd_dist.types import (
-    PROBE,
-    Request,
-    RequestId,
-    RoundStats,
-    SamplingParams,
-    SpeculationParams,
-    TokenId,
-)
+from eesd_dist.types import RequestId, RoundStats
 from eesd_dist.workers.messages import (
     ControlReport,
     DraftStats,
     HeadReport,
+    Lease,
     LoadReport,
     ProcessInfo,
-    StreamItem,
 )
 from eesd_dist.workers.process import prepare_process, process_info
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
-from serve_app.pipeline.drain import AskServe, Drained, Draining
+from serve_app.pipeline.assembly import Assembly
+from serve_app.pipeline.claim import orphans_of
+from serve_app.pipeline.drain import Drained, Draining
 from serve_app.pipeline.fallback import degraded_page
 from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
-from serve_app.pipeline.streams import lost
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
+from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.workers import Worker
-from serve_app.router import beat, find_peer_pipeline, found_again, router_handle
+from serve_app.router import beat, find_peer_pipeline, found_again, promotion_of, router_handle
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """First item of a stream: from here on this pipeline is responsible for the request."""
-
-    pipeline: str
-    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +99,8 @@ class PipelineState:
     """What interrupted it last; empty if nothing has."""
     recovery_s: float | None
     """Seconds from that to the next token; None before the first."""
-    address: str
-    """Its Serve replica's id."""
+    leader: str
+    """Name of the process that takes its requests; empty while there is none."""
     weight: float | None
     """Its speed, as measured at the start of its epoch; None if it was not measured."""
     draining: str
@@ -141,97 +124,64 @@ class Ledger:
 class Pipeline:
     """Deployed by `serve_app.app`; Serve builds it inside a running event loop."""
 
-    def __init__(self, config: ServiceConfig, stages: StageFactory) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServiceConfig, stages: StageFactory
+    ) -> None:
         prepare_process()
         self._config = config
         self._router = router_handle(config)
-        self._name = f"{config.app_name}-{uuid.uuid4().hex[:8]}"
+        owner = ray.get_runtime_context().get_actor_id() or ""
+        lease = Lease(owner=owner, seconds=config.recovery.lease_s)
+        orphans = await orphans_of(config, lease)
+        name = f"{config.app_name}-{uuid.uuid4().hex[:8]}"
+        self._name = name if orphans is None else orphans.pipeline
+        promotion = await promotion_of(self._router, in_place_of=_head_key(config))
+        self._speed = SpeedOf(self._of_leader)
         self._supervisor = Supervisor(
-            config,
-            stages,
+            Assembly(
+                config,
+                stages,
+                pipeline=self._name,
+                owner=owner,
+                router=self._router,
+                orphans=orphans,
+                head=None if promotion is None else promotion.head,
+            ),
             pipeline=self._name,
-            router=self._router,
-            find_peer_pipeline=self._find_peer_pipeline,
+            timings=timings_of(config),
+            max_interruptions=config.recovery.max_interruptions,
             publish_status=self._publish_status,
         )
-        self._streams = self._supervisor.streams
-        self._address: str = serve.get_replica_context().replica_id.unique_id
-        self._speed = SpeedOf(self._of_drafter)
+        self._supervisor.promotion = promotion
         self._draining = Draining(
             pipeline=self._name,
-            address=self._address,
-            answering_replica=AskServe(
-                app=config.app_name,
-                deployment=serve.get_replica_context().deployment,
-                address=self._address,
-            ),
+            num_live=self._num_live,
             find_peer_pipeline=self._find_peer_pipeline,
             publish_status=self._publish_status,
             migrate=KvMigration(
-                app=config.app_name,
-                deployment=serve.get_replica_context().deployment,
                 contacts=self.contacts,
                 how=config.recovery.kv_migration,
                 timeout_s=config.engine.parallel.timeout_s,
             ),
         )
-        self._drain_watch = asyncio.ensure_future(self._draining.watch())
         self._heart = asyncio.ensure_future(self._beat())
 
-    async def stream(
-        self,
-        request: Request,
-        target: str | None = None,
-        attempt: int = 0,
-        must_take: bool = False,
-        sender: str = "",
-    ) -> AsyncGenerator[Admitted | StreamItem, None]:
-        """Yields `Admitted` at once, then the tokens to the last, or as last item the error.
+    async def __del__(self) -> None:
+        """Called by Serve before it stops this replica: streams leave, then the workers end."""
+        await self._draining.leave(timeout_s=self._config.recovery.drain_s)
+        await self._supervisor.stop()
+        self._heart.cancel()
 
-        `target` is for Serve, which has used it by now: this replica, if it existed. A higher
-        `attempt` of the same sender displaces a lower one; `must_take` keeps a draining pipeline
-        from migrating the stream at once. The stream ends when the router no longer hears of the
-        `sender`.
-        """
-        del target
-        try:
-            yield Admitted(pipeline=self._name, address=self._address)
-            stream = self._streams.stream(request, attempt=attempt, sender=sender)
-            watched = self._draining.watched(stream, request.request_id, must_take=must_take)
-            async with aclosing(watched) as parts:
-                async for emissions in parts:
-                    yield emissions
-        except EesdError as error:
-            yield error
-        # At the end of a call Ray stops this whole process for as long as the caller is frozen.
-        await self._streams.heard_again(sender)
+    async def report(self) -> PipelineReport:
+        """Returns what the router is told: for ingresses while the router is silent."""
+        return self._report()
 
-    async def cancel(
-        self, request_id: RequestId, attempt: int, sender: str, target: str | None = None
-    ) -> str:
-        """Cancels a stream, up to this attempt, that its sender cannot read any more. Returns the
-        address of this replica."""
-        del target
-        self._streams.cancel(request_id, attempt=attempt, sender=sender)
-        return self._address
-
-    async def whoami(self, target: str | None = None) -> str:
-        """Returns the address of the replica that a call for `target` reaches."""
-        del target
-        return self._address
-
-    async def contacts(self, target: str | None = None) -> Contacts:
-        """Returns its actors, for another pipeline that migrates its streams to this one.
-
-        Raises PeerLost while the drafting actor is being replaced.
-        """
-        del target
+    async def contacts(self) -> Contacts:
+        """Returns its actors, for a KV migration. Raises PeerLost while the drafting actor is being
+        replaced."""
         group = await self._supervisor.worker_group()
-        leader = group.drafter
-        if group.is_degraded:  # fallbacks have no peer rank: their streams are recomputed
-            ranks = {f"{leader.slot.name} of {self._name}": leader.handle}
-            return Contacts(pipeline=self._name, ranks=ranks)
-        return Contacts(pipeline=self._name, ranks={m.slot.name: m.handle for m in group.workers})
+        group.leader  # noqa: B018  # raises
+        return Contacts(pipeline=self._name, ranks=self._ranks())
 
     async def drain(self, name: str) -> Drained | None:
         """Drains this pipeline: its live requests continue in others, and it takes no more.
@@ -248,15 +198,17 @@ class Pipeline:
         return name
 
     async def health(self) -> Health:
-        """Healthy if a round was completed lately, or is when it is tried now."""
-        reason = await self._why_unhealthy()
-        degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded and not reason else ""
+        """Healthy if every worker of the present epoch answers and makes progress."""
+        reason = self._supervisor.why_unavailable()
+        if reason and (loading := await self._supervisor.loading()):
+            reason = f"{reason}; loading: {loading}"
+        degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded else ""
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
 
     async def metrics(self) -> MetricsPage:
         """The drafting actor's metrics; an empty page while there is none."""
         try:
-            text = await self._of_drafter("metrics")
+            text = await self._of_leader("metrics")
         except EesdError as error:
             logger.warning("no metrics: pipeline=%s error=%s", self._name, error)
             text = b""
@@ -268,16 +220,16 @@ class Pipeline:
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """The latest rounds' statistics, oldest first."""
-        rounds: tuple[RoundStats, ...] = await self._of_drafter("rounds")
+        rounds: tuple[RoundStats, ...] = await self._of_leader("rounds")
         return rounds
 
     async def control(self) -> PipelineControl:
         """Returns what the controllers of this pipeline decide from."""
-        control: ControlReport = await self._of_drafter("control")
+        control: ControlReport = await self._of_leader("control")
         if control.head is not None:
             control = replace(control, head=replace(control.head, pipeline=self._name))
         return PipelineControl(
-            pipeline=self._name, num_live=self._streams.num_live, control=control
+            pipeline=self._name, num_live=await self._num_live(), control=control
         )
 
     async def load_head(self, folder: str) -> HeadReport:
@@ -285,7 +237,10 @@ class Pipeline:
 
         Raises CheckpointError or ConfigError for a head that does not fit; the old one stays.
         """
-        report = await self._supervisor.load_head(folder)
+        pause_s = self._config.recovery.pause_for(self._supervisor.start_s)
+        report = await self._supervisor.load_head(
+            folder, in_place_of=_head_key(self._config), pause_s=pause_s
+        )
         await self._publish_status()
         logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
         return report
@@ -307,13 +262,13 @@ class Pipeline:
             pid=os.getpid(),
             epoch=group.epoch,
             is_ready=self._supervisor.is_ready,
-            num_live=self._streams.num_live,
+            num_live=await self._num_live(),
             num_interruptions=self._supervisor.num_interruptions,
             last_trouble=str(self._supervisor.trouble)
             if self._supervisor.num_interruptions
             else "",
             recovery_s=self._supervisor.recovery_s,
-            address=self._address,
+            leader=self._leader_name(),
             weight=self._speed.value,
             draining=self._draining.reason,
             workers=tuple(
@@ -324,25 +279,35 @@ class Pipeline:
         )
 
     async def ledger(self) -> Ledger:
-        return Ledger(pipeline=self._name, process_info=process_info(), live=self._streams.live)
+        try:
+            live: tuple[RequestId, ...] = await self._of_leader("live")
+        except EesdError:
+            live = ()
+        return Ledger(pipeline=self._name, process_info=process_info(), live=live)
 
     async def stats(self) -> DraftStats:
-        stats: DraftStats = await self._of_drafter("stats")
+        stats: DraftStats = await self._of_leader("stats")
         return stats
 
-    async def _of_drafter(self, method: str) -> Any:
-        drafter = (await self._supervisor.worker_group()).drafter
+    async def _of_leader(self, method: str) -> Any:
+        leader = (await self._supervisor.worker_group()).leader
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                return await getattr(drafter.handle, method).remote()
+                return await leader.ask(method, method)
         except TimeoutError as error:
             raise PeerLost(
-                peer=drafter.label,
+                peer=leader.label,
                 operation=method,
                 reason=f"no answer within {_ANSWER_TIMEOUT_S:g} s",
             ) from error
-        except RayError as error:
-            raise lost(drafter, error, operation=method) from error
+
+    async def _num_live(self) -> int:
+        """Returns the number of open streams; 0 if the drafting actor does not answer."""
+        try:
+            live: tuple[RequestId, ...] = await self._of_leader("live")
+        except EesdError:
+            return 0
+        return len(live)
 
     async def check_health(self) -> None:
         """Raises when this pipeline cannot recover: Serve then starts another."""
@@ -352,68 +317,64 @@ class Pipeline:
         """Sends heartbeats to the router."""
         while True:
             if self._supervisor.is_ready and not self._supervisor.is_degraded:
-                await self._speed.ask((await self._supervisor.worker_group()).epoch)
+                await self._speed.ask(self._supervisor.epoch)
             await self._publish_status()
             await asyncio.sleep(self._config.router.heartbeat_s)
 
     async def _publish_status(self) -> None:
-        report = PipelineReport(
-            pipeline_id=PipelineId(self._name),
-            address=self._address,
-            app=self._config.app_name,
-            num_running=self._streams.num_live,
-            is_ready=self._supervisor.is_ready,
-            draining=bool(self._draining.reason),
-            weight=self._speed.value,
-            promotion=self._supervisor.promotion,
-        )
         try:
-            self._streams.cancel_silent(await beat(self._router, report))
+            await beat(self._router, self._report())
         except PeerLost:
             self._router = await found_again(self._router, self._config)
         except EngineError as error:  # the pipeline works without the router
             logger.debug("heartbeat failed: error=%s", error)
 
+    def _report(self) -> PipelineReport:
+        supervisor = self._supervisor
+        leader = self._leader()
+        return PipelineReport(
+            pipeline_id=PipelineId(self._name),
+            leader="" if leader is None else leader.name,
+            address=None if leader is None else leader.handle,
+            ranks=self._ranks(),
+            epoch=supervisor.epoch,
+            app=self._config.app_name,
+            num_running=0 if leader is None else leader.status.num_live,
+            is_ready=leader is not None and supervisor.is_ready,
+            start_s=supervisor.start_s,
+            draining=bool(self._draining.reason),
+            weight=self._speed.value,
+            promotion=supervisor.promotion,
+        )
+
+    def _leader(self) -> Worker | None:
+        """Returns the process that takes requests; None while there is none."""
+        group = self._supervisor.present_group
+        if group is None:
+            return None
+        try:
+            return group.leader
+        except PeerLost:
+            return None
+
+    def _leader_name(self) -> str:
+        leader = self._leader()
+        return "" if leader is None else leader.name
+
+    def _ranks(self) -> dict[str, Any]:
+        """Returns the handles of all workers; of fallbacks only the leader, since they have no
+        peers in other pipelines: their streams are recomputed."""
+        group, leader = self._supervisor.present_group, self._leader()
+        if group is None or leader is None:
+            return {}
+        if group.is_degraded:
+            return {f"{leader.slot.name} of {self._name}": leader.handle}
+        return {worker.slot.name: worker.handle for worker in group.workers}
+
     async def _find_peer_pipeline(self) -> PipelineReport | None:
         return await find_peer_pipeline(
             self._router, app=self._config.app_name, excluded=[PipelineId(self._name)]
         )
-
-    async def _why_unhealthy(self) -> str:
-        if not self._supervisor.is_ready:
-            loading = await self._supervisor.loading()
-            why = self._supervisor.why_unavailable()
-            return f"{why}; loading: {loading}" if loading else why
-        try:
-            stats = await self.stats()
-        except EesdError as error:
-            return str(error)
-        if time.time() - stats.last_round_unix_s < self._config.health.fresh_s:
-            return ""
-        if self._streams.num_suspects:
-            return f"tests {self._streams.num_suspects} requests alone: one may break the engine"
-        return await self._probe()
-
-    async def _probe(self) -> str:
-        """Generates one token to see whether rounds go through."""
-        timeout_s = self._config.health.probe_timeout_s
-        request = Request(
-            request_id=RequestId(f"probe-{uuid.uuid4().hex}"),
-            prompt=(TokenId(0),),
-            sampling=SamplingParams(temperature=0.0, max_tokens=1),
-            speculation=SpeculationParams(mode="off"),
-            workload=PROBE,
-        )
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for item in self._streams.probe(request):
-                    if isinstance(item, EesdError):
-                        return f"a probe failed: {item}"
-        except TimeoutError:
-            return f"no round went through within {timeout_s:g} s"
-        except EesdError as error:
-            return f"a probe failed: {error}"
-        return ""
 
 
 def _worker_report(worker: Worker, load: LoadReport | None) -> WorkerReport:
@@ -426,3 +387,9 @@ def _worker_report(worker: Worker, load: LoadReport | None) -> WorkerReport:
         load_s=None if load is None else load.seconds,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,
     )
+
+
+def _head_key(config: ServiceConfig) -> str:
+    """Returns what a promoted head replaces; a service with another configured head differs."""
+    model = config.engine.model
+    return f"{config.app_name}:{model.path}:{model.head or ''}"

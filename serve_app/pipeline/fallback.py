@@ -19,24 +19,19 @@ class FallbackHandle:
     def __getattr__(self, method: str) -> "_Method":
         if method.startswith("__"):  # lookups by copying and pickling
             raise AttributeError(method)
-        if method == "submit":
-            return _Method(self.host.fallback_submit)
         return _Method(self.host.fallback, method)
 
 
+@dataclass(frozen=True, slots=True)
 class _Method:
     """One remote method of a fallback."""
 
-    def __init__(self, call: Any, *first: str) -> None:
-        self._call = call
-        self._first = first
-
-    def options(self, **options: object) -> "_Method":
-        return _Method(self._call.options(**options), *self._first)
+    call: Any
+    name: str
 
     @property
     def remote(self) -> Callable[..., Any]:
-        return lambda *arguments: self._call.remote(*self._first, *arguments)
+        return lambda *arguments: self.call.remote(self.name, *arguments)
 
 
 def degraded_page(*, is_degraded: bool, seconds: float) -> bytes:

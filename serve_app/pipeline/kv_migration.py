@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
-from ray import serve
-from ray.serve.exceptions import RayServeException
 
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.routing.directory import PipelineReport
@@ -291,43 +289,15 @@ class KvMigration:
     """Migrates a pipeline's live requests when it is drained."""
 
     def __init__(
-        self,
-        *,
-        app: str,
-        deployment: str,
-        contacts: Callable[[], Awaitable[Contacts]],
-        how: How,
-        timeout_s: float,
+        self, *, contacts: Callable[[], Awaitable[Contacts]], how: How, timeout_s: float
     ) -> None:
         """`contacts` returns those of this pipeline."""
-        self._app = app
-        self._deployment = deployment
         self._contacts = contacts
         self._how: How = how
         self._timeout_s = timeout_s
-        self._handle: Any = None
-        """None before the first call: making it asks Serve's controller."""
 
-    async def __call__(
-        self, other: PipelineReport, request_ids: Collection[RequestId]
-    ) -> MigrationReport:
+    async def __call__(self, other: PipelineReport, reason: str) -> MigrationReport:
         """Raises EngineError if the other pipeline or this one's drafting actor does not answer."""
         mine = await self._contacts()
-        theirs = await self._of(other)
-        return await migrate(
-            mine, theirs, request_ids=request_ids, how=self._how, timeout_s=self._timeout_s
-        )
-
-    async def _of(self, other: PipelineReport) -> Contacts:
-        try:
-            if self._handle is None:
-                self._handle = await asyncio.to_thread(
-                    serve.get_deployment_handle, self._deployment, self._app
-                )
-            async with asyncio.timeout(self._timeout_s):
-                found: Contacts = await self._handle.contacts.remote(target=other.address)
-        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-            raise EngineError(f"{other.pipeline_id} does not answer: {error!r}") from error
-        if found.pipeline != other.pipeline_id:
-            raise EngineError(f"{other.pipeline_id} has gone: {found.pipeline} answers instead")
-        return found
+        theirs = Contacts(pipeline=other.pipeline_id, ranks=other.ranks)
+        return await migrate(mine, theirs, how=self._how, timeout_s=self._timeout_s, reason=reason)

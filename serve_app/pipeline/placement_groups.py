@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray.util.placement_group import (
@@ -26,7 +27,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ray_compat import available_resources
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.workers.tenure import placement_groups_named
 from serve_app.config import PlacementConfig, Strategy
 from serve_app.pipeline.placement import (
     Bundles,
@@ -124,10 +126,27 @@ class PlacementGroups:
         return _asked(replace(placed.bundles, kept_to=None), name=self._name)
 
 
+def present_placement_groups(
+    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
+) -> PlacementGroups:
+    """Returns the groups that an earlier supervisor of the pipeline has placed. Raises EngineError
+    when one of them is gone."""
+    placed = []
+    for bundles in groups_of(slots, placement):
+        present = placement_groups_named(_prefix(name, bundles))
+        if not present:
+            raise EngineError(f"the placement group {_prefix(name, bundles)} is gone")
+        placed.append(_Placed(bundles=bundles, group=next(iter(present.values()))))
+    return PlacementGroups(placed, name=name)
+
+
 async def placement_groups_for(
     slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
 ) -> PlacementGroups:
-    """Places every slot. Raises ConfigError that says which bundle lacks what, and where."""
+    """Places every slot, in groups that outlive the caller.
+
+    `name` is how their names in Ray begin. Raises ConfigError that says which bundle lacks what,
+    and where."""
     groups = groups_of(slots, placement)
     placing = _Placing(placement, name=name)
     try:
@@ -216,12 +235,18 @@ def _asked(bundles: Bundles, *, name: str) -> _Placed:
         group = placement_group(
             [slot.resources for slot in bundles.slots],
             strategy=bundles.strategy,
-            name=f"{name}: {bundles.stages}",
+            # A group that replaces another exists beside it for a moment.
+            name=f"{_prefix(name, bundles)}{uuid4().hex[:8]}",
+            lifetime="detached",
             bundle_label_selector=selectors if any(selectors) else None,
         )
     except ValueError as error:  # a selector that Ray does not understand
         raise ConfigError(f"placement of the {bundles.stages} stage: {error}") from error
     return _Placed(bundles=bundles, group=group)
+
+
+def _prefix(name: str, bundles: Bundles) -> str:
+    return f"{name}/{bundles.stages}/"
 
 
 def _is_placed(group: PlacementGroup) -> bool:

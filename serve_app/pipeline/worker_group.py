@@ -3,8 +3,8 @@
 An epoch is full, with a worker in every slot, or degraded: fallbacks, which live in the verify
 ranks' processes, take the draft stage's part while its own processes are replaced.
 
-A group handles workers and epochs. `workers` fills slots; neither depends on what the workers
-compute, and for which requests.
+A group carries out what the supervisor decides. `workers` fills slots; neither depends on what the
+workers compute, and for which requests.
 """
 
 import asyncio
@@ -16,16 +16,11 @@ from typing import Any
 
 from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
 from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
+from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.workers import LEAVE_TIMEOUT_S, Worker, Workers
+from serve_app.pipeline.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 0.3
-"""A killed rank's peers notice a moment before Ray reports which process died."""
-_CALL_EVERY_S = 1.0
-_BUSY_S = 10.0
-"""Minimum timeout of a starting worker: opening libraries may block a process for seconds."""
 
 
 class WorkerGroup:
@@ -33,14 +28,14 @@ class WorkerGroup:
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
-        self._pipeline = workers.spec.pipeline
+        self._timings = workers.spec.timings
         self._parallel = workers.spec.engine.parallel
         self._as_configured = workers.spec
         self._draft_slots = tuple(slot for slot in workers.slots if slot.stage == "draft")
         self._verify_slots = tuple(slot for slot in workers.slots if slot.stage == "verify")
         self._broken: set[str] = set()
         """Slots with a worker that cannot stay: its loop ended with a bug, with unknown damage, or
-        it does not answer."""
+        it makes no progress."""
         self._fallbacks: tuple[Worker, ...] = ()
         """Fallbacks of a degraded epoch, rank 0 first; empty in a full one."""
         self._unprepared: set[str] = set()
@@ -51,20 +46,21 @@ class WorkerGroup:
         self._cost: tuple[str, Mapping[str, object]] | None = None
         """Node of the last drafting actor, and what its engine measured there."""
         self._epoch = 0
-        self._spawned_s = 0.0
+        self.kind = EpochKind.NONE
+        """Of the present epoch."""
+        self.claimed_trouble: EesdError | None = None
+        """Why the epoch of claimed workers cannot go on; None if it can, and without claims."""
+        self.spawned_s = 0.0
         """When the last slot was filled, by the clock of `time.monotonic`."""
 
     @property
     def epoch(self) -> int:
+        """The present epoch, or the last one."""
         return self._epoch
 
     @property
-    def spawned_s(self) -> float:
-        return self._spawned_s
-
-    @property
-    def drafter(self) -> Worker:
-        """Leader of the present epoch, or the last one. Raises PeerLost if it is gone."""
+    def leader(self) -> Worker:
+        """Draft rank 0 of the present epoch, or the last one. Raises PeerLost if it is gone."""
         if not self._fallbacks:
             return self.workers.at(self.workers.slots[0])
         leader = self._fallbacks[0]
@@ -74,19 +70,30 @@ class WorkerGroup:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether the present epoch, or the last one, has fallbacks."""
-        return bool(self._fallbacks)
+        return self.kind is EpochKind.DEGRADED
+
+    @property
+    def is_draft_ready(self) -> bool:
+        """Whether every draft slot has a worker with loaded weights."""
+        is_empty = self.workers.is_empty
+        return not any(is_empty(p) or p.name in self._unprepared for p in self._draft_slots)
 
     @property
     def can_fall_back(self) -> bool:
-        """Whether the draft stage is missing, or not ready, and all verify ranks are there."""
-        is_empty = self.workers.is_empty
+        """Whether the draft stage is not ready, and all verify ranks are there with fallbacks."""
         return (
             self._parallel.fallback
             and self._has_been_full
-            and not any(is_empty(slot) for slot in self._verify_slots)
-            and any(is_empty(p) or p.name in self._unprepared for p in self._draft_slots)
+            and not any(self.workers.is_empty(slot) for slot in self._verify_slots)
+            and not self.is_draft_ready
         )
+
+    @property
+    def engaged(self) -> tuple[Worker, ...]:
+        """Workers of the present epoch."""
+        if not self._fallbacks:
+            return tuple(self.workers)
+        return (*self._fallbacks, *(m for m in self.workers if m.slot.stage == "verify"))
 
     @property
     def has_other_head(self) -> bool:
@@ -116,34 +123,31 @@ class WorkerGroup:
                 f"{folder} is not the same exit head on every node of the draft ranks: found "
                 f"{' and '.join(sorted({digest[:12] for digest in digests}))}; copy it again"
             )
-        report: HeadReport = await self.drafter.ask(
+        report: HeadReport = await self.leader.ask(
             "load_head", "load_head", folder, digests[0] if digests else None
         )
         self.set_head(folder)
-        return replace(report, pipeline=self._pipeline)
+        return replace(report, pipeline=self.workers.spec.pipeline)
+
+    def adopt(self, *, epoch: int, kind: EpochKind, trouble: EesdError | None) -> None:
+        """Goes on with the epoch that the claimed workers are in, or were in last. `trouble`: they
+        are not all in it."""
+        self._epoch, self.kind, self.claimed_trouble = epoch, kind, trouble
+        self._has_been_full = kind is not EpochKind.NONE
+        if kind is EpochKind.DEGRADED:
+            self._set_fallbacks()
+            self._unprepared = {slot.name for slot in self._draft_slots}
 
     async def start_epoch(self, *, timeout_s: float) -> None:
         """Fills empty slots and brings all workers into a new epoch."""
         self._epoch += 1
-        self._fallbacks = ()
         operation = f"start of epoch {self._epoch}"
         keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._while_all_answer(self._gather(operation))
-        except TimeoutError as error:
-            raise PeerLost(
-                peer=f"pipeline {self._pipeline}",
-                operation=operation,
-                reason=". ".join(
-                    [
-                        f"not all workers were there after {timeout_s:g} s",
-                        *self.workers.placement_groups.missing,
-                    ]
-                ),
-            ) from error
+            await self._within(timeout_s, self._gather(operation), operation)
         finally:
             keeping.cancel()
+        self.kind = EpochKind.FULL
         self._has_been_full = True
         self._unprepared.clear()
         self._prepare_for_deaths()
@@ -155,22 +159,15 @@ class WorkerGroup:
         """
         self._epoch += 1
         operation = f"start of epoch {self._epoch} with fallbacks"
+        self._set_fallbacks()
+        self.spawned_s = time.monotonic()
         verify = [self.workers.at(slot) for slot in self._verify_slots]
-        self._fallbacks = tuple(host.fallback() for host in verify[: len(self._draft_slots)])
-        self._spawned_s = time.monotonic()
-        drafter, *followers = self._fallbacks
-        try:
-            async with asyncio.timeout(timeout_s):
-                meeting = self._meet(drafter, [*followers, *verify], operation)
-                await self._while_all_answer(meeting)
-        except TimeoutError as error:
-            raise PeerLost(
-                peer=f"pipeline {self._pipeline}",
-                operation=operation,
-                reason=f"not all workers were there after {timeout_s:g} s",
-            ) from error
+        leader, *followers = self._fallbacks
+        meeting = self._meet(leader, [*followers, *verify], operation)
+        await self._within(timeout_s, meeting, operation)
+        self.kind = EpochKind.DEGRADED
 
-    async def replace_drafters(self, *, timeout_s: float) -> None:
+    async def restore_draft(self, *, timeout_s: float) -> None:
         """Fills the draft stage's empty slots during a degraded epoch, and loads weights. When
         cancelled, it continues from there the next time.
 
@@ -188,26 +185,100 @@ class WorkerGroup:
         finally:
             keeping.cancel()
 
+    async def trouble(self) -> EesdError:
+        """Waits until the present epoch is broken; returns the cause."""
+        ends = {
+            worker: asyncio.ensure_future(worker.ask("ended", f"epoch {self._epoch}"))
+            for worker in self.engaged
+        }
+        deaths = [worker.death for worker in self.engaged]
+        failures = [worker.failure for worker in self.engaged]
+        try:
+            await asyncio.wait(
+                {*ends.values(), *deaths, *failures}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not any(worker.is_dead for worker in self.engaged):
+                await asyncio.wait(
+                    deaths, timeout=self._timings.grace_s, return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            for pending in ends.values():
+                pending.cancel()  # no effect on those that are done
+        errors = {m: _result(end) for m, end in ends.items() if end.done()}
+        self._broken = {
+            m.slot.name
+            for m, error in errors.items()
+            if error is not None and not isinstance(error, PeerLost)
+        }
+        for worker in self.engaged:
+            if worker.failure.done():
+                errors[worker] = worker.failure.result()
+                self._broken.add((worker.host or worker).slot.name)
+        return self._culprit(errors)
+
+    async def end_epoch(self, trouble: EesdError, *, is_crash: bool = False) -> None:
+        """Ends the epoch: streams end with its trouble, survivors leave, and workers that cannot
+        are killed."""
+        leaving = [self._leave_or_go(worker, trouble, is_crash=is_crash) for worker in self.engaged]
+        await asyncio.gather(*leaving)
+        for fallback in self._fallbacks:
+            fallback.stop_beating()
+        self._broken.clear()
+        self._fallbacks = ()
+        self.kind = EpochKind.NONE
+
+    async def send_streams_on(self, reason: EesdError) -> None:
+        """Ends all streams with a reason to continue elsewhere, and lets the last round end: a rank
+        that leaves in the middle of a round may wait for one that has left."""
+        try:
+            async with asyncio.timeout(self._timings.leave_s):
+                await self.leader.ask("evict", "evict", None, reason)
+                await self.leader.ask("halt", "halt")
+        except (EngineError, TimeoutError) as error:
+            logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
+
+    async def stop(self) -> None:
+        await self.workers.release_all()
+        self.workers.placement_groups.remove()
+
+    def _set_fallbacks(self) -> None:
+        verify = [self.workers.at(slot) for slot in self._verify_slots]
+        self._fallbacks = tuple(host.fallback() for host in verify[: len(self._draft_slots)])
+
+    async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
+        host = worker.host or worker
+        is_broken = host.slot.name in self._broken
+        if not is_broken and await worker.leaves(trouble, is_crash=is_crash):
+            return
+        if is_broken:
+            # Its loop has failed, but its event loop may still tell its streams why.
+            await worker.leaves(trouble, is_crash=is_crash)
+        if host not in self.workers:
+            return  # killed together with its fallback or host
+        self.workers.kill(host)
+        self._unprepared.discard(host.slot.name)
+        self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
+
     async def _gather(self, operation: str) -> None:
         workers = self.workers
-        self._spawned_s = time.monotonic()
+        self.spawned_s = time.monotonic()
         empty = [slot for slot in workers.slots if workers.is_empty(slot)]
         await _all(self._fill(slot, operation) for slot in empty)
-        drafter, *ranks = [workers.at(slot) for slot in workers.slots]
-        await self._meet(drafter, ranks, operation)
+        leader, *ranks = [workers.at(slot) for slot in workers.slots]
+        await self._meet(leader, ranks, operation)
 
     async def _fill(self, slot: RankSlot, operation: str) -> None:
         """Fills a slot; a draft rank loads at once, a verify rank when the epoch begins."""
         await self.workers.fill(slot, operation)
-        self._spawned_s = time.monotonic()
+        self.spawned_s = time.monotonic()
         if slot.stage == "draft":
             self._unprepared.add(slot.name)
             worker = self.workers.at(slot)
             await worker.ask("prepare", operation, *self._cost_known_to(worker))
             self._unprepared.discard(slot.name)
 
-    async def _meet(self, drafter: Worker, ranks: Sequence[Worker], operation: str) -> None:
-        store = await drafter.ask("host_store", operation)
+    async def _meet(self, leader: Worker, ranks: Sequence[Worker], operation: str) -> None:
+        store = await leader.ask("host_store", operation)
         epoch = Epoch(
             number=self._epoch,
             store=store,
@@ -215,15 +286,15 @@ class WorkerGroup:
             num_draft_ranks=len(self._draft_slots),
             timeout_s=self._parallel.timeout_s,
             shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self.workers.slots),
-            is_degraded=self.is_degraded,
+            is_degraded=bool(self._fallbacks),
         )
         await _all(
             [
-                self._take_part(drafter, "connect", operation, epoch),
+                self._take_part(leader, "connect", operation, epoch),
                 *[self._take_part(rank, "join", operation, epoch) for rank in ranks],
             ]
         )
-        await self._take_part(drafter, "join", operation, epoch)
+        await self._take_part(leader, "join", operation, epoch)
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
         """Marks a worker that fails by itself as broken, since it would fail in the next epoch too;
@@ -237,128 +308,40 @@ class WorkerGroup:
                 self._broken.add(worker.slot.name)
             raise
 
-    async def trouble(self) -> EesdError:
-        """Waits until this epoch is broken; returns the cause."""
-        ends = {
-            worker: asyncio.ensure_future(worker.ask("ended", f"epoch {self._epoch}"))
-            for worker in self._engaged
-        }
-        timeout_s = self._parallel.timeout_s
-        silences = {
-            m: asyncio.ensure_future(self._silence_of(m, timeout_s=timeout_s))
-            for m in self._engaged
-        }
-        deaths = [worker.death for worker in self._engaged]
-        waiting = {*ends.values(), *silences.values(), *deaths}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not any(worker.is_dead for worker in self._engaged):
-                await asyncio.wait(deaths, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pending in (*ends.values(), *silences.values()):
-                pending.cancel()  # no effect on those that are done
-        errors = {m: _result(end) for m, end in ends.items() if end.done()}
-        self._broken = {
-            m.slot.name
-            for m, error in errors.items()
-            if error is not None and not isinstance(error, PeerLost)
-        }
-        for worker, silence in silences.items():
-            if silence.done() and not silence.cancelled() and worker not in errors:
-                errors[worker] = silence.result()
-                self._broken.add(worker.slot.name)
-        return self._culprit(errors)
-
-    async def _while_all_answer(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs the work; raises PeerLost as soon as a worker that takes part is frozen. Loading is
-        done in threads, so a worker that loads answers calls."""
+    async def _within(
+        self, timeout_s: float, work: Coroutine[Any, Any, None], operation: str
+    ) -> None:
+        """Runs the work; raises PeerLost when it takes too long, or as soon as a worker that takes
+        part is lost."""
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._first_silence())
+        watching = asyncio.ensure_future(self._first_failure())
         try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait(
+                {working, watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if working.done():
+                return working.result()
+            if watching.done():
                 raise watching.result()
-            working.result()
+            missing = self.workers.placement_groups.missing
+            raise PeerLost(
+                peer=f"pipeline {self.workers.spec.pipeline}",
+                operation=operation,
+                reason=". ".join([f"not all workers were there after {timeout_s:g} s", *missing]),
+            )
         finally:
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
 
-    async def _first_silence(self) -> EesdError:
+    async def _first_failure(self) -> EesdError:
         """Watches all workers, those that are spawned during the wait too."""
-        calls: dict[Worker, asyncio.Task[EesdError]] = {}
-        try:
-            while True:
-                for worker in {m.host or m: None for m in self._engaged if not m.is_dead}:
-                    if worker not in calls:
-                        calls[worker] = asyncio.ensure_future(self._silence_while_busy(worker))
-                await asyncio.sleep(_CALL_EVERY_S)
-                for call in calls.values():
-                    if call.done():
-                        return call.result()
-        finally:
-            for call in calls.values():
-                call.cancel()
-
-    async def _silence_while_busy(self, worker: Worker) -> EesdError:
-        timeout_s = max(self._parallel.timeout_s, _BUSY_S)
-        return await self._silence_of(worker, timeout_s=timeout_s)
-
-    async def _silence_of(self, worker: Worker, *, timeout_s: float) -> EesdError:
-        """Returns when it has not answered a call in time: it is frozen, or cut off. Its peers
-        cannot always tell: they wait for rounds as long as the link is up."""
         while True:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await worker.ask("process_info", "call")
-            except TimeoutError:
-                return PeerLost(
-                    peer=worker.label,
-                    operation="call",
-                    reason=f"no answer within {timeout_s:g} s",
-                    epoch=self._epoch,
-                )
-            except EngineError as error:  # `death` reports its death too
-                return error
-            await asyncio.sleep(_CALL_EVERY_S)
-
-    async def halt(self) -> None:
-        """Lets the last round end, after its streams were evicted: a rank that leaves in the middle
-        of a round may wait for one that has left."""
-        try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self.drafter.ask("halt", "halt")
-        except (EngineError, TimeoutError) as error:
-            logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
-
-    async def end_epoch(self) -> None:
-        """Ends the epoch: survivors leave it, and workers that cannot are killed."""
-        await asyncio.gather(*[self._leave_or_go(worker) for worker in self._engaged])
-        self._broken.clear()
-
-    async def _leave_or_go(self, worker: Worker) -> None:
-        if worker.slot.name not in self._broken and await worker.leaves():
-            return
-        host = worker.host or worker
-        if host not in self.workers:
-            return  # killed together with its fallback or host
-        self._kill(host)
-        self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
-
-    async def stop(self) -> None:
-        await self.workers.release_all()
-        self.workers.placement_groups.remove()
-
-    @property
-    def _engaged(self) -> tuple[Worker, ...]:
-        """Workers of the present epoch."""
-        if not self._fallbacks:
-            return tuple(self.workers)
-        return (*self._fallbacks, *(m for m in self.workers if m.slot.stage == "verify"))
-
-    def _kill(self, worker: Worker) -> None:
-        self.workers.kill(worker)
-        self._unprepared.discard(worker.slot.name)
+            for worker in self.engaged:
+                if worker.failure.done():
+                    self._broken.add((worker.host or worker).slot.name)
+                    return worker.failure.result()
+            await asyncio.sleep(self._timings.beat_s)
 
     async def _fill_in_background(
         self, slot: RankSlot, operation: str, *, timeout_s: float
@@ -370,32 +353,30 @@ class WorkerGroup:
         worker = self.workers.at(slot)
         known = self._cost_known_to(worker)
         preparing = asyncio.ensure_future(worker.ask("prepare", operation, *known))
-        silence = asyncio.ensure_future(self._silence_while_busy(worker))
         try:
             await asyncio.wait(
-                {preparing, silence}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {preparing, worker.failure},
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
-            if not preparing.done():
-                self._kill(worker)
-                raise (
-                    silence.result()
-                    if silence.done()
-                    else PeerLost(
-                        peer=worker.label,
-                        operation=operation,
-                        reason=f"its weights are not loaded after {timeout_s:g} s",
-                    )
-                )
-            try:
+            if preparing.done():
                 preparing.result()
-            except (PeerLost, ConfigError):
-                raise
-            except EesdError:  # it would fail again
-                self._kill(worker)
-                raise
+            elif worker.failure.done():
+                raise worker.failure.result()
+            else:
+                raise PeerLost(
+                    peer=worker.label,
+                    operation=operation,
+                    reason=f"its weights are not loaded after {timeout_s:g} s",
+                )
+        except ConfigError:
+            raise
+        except EesdError:  # it would fail again
+            self.workers.kill(worker)
+            self._unprepared.discard(slot.name)
+            raise
         finally:
             preparing.cancel()
-            silence.cancel()
         self._unprepared.discard(slot.name)
 
     def _cost_known_to(self, worker: Worker) -> list[Mapping[str, object]]:
@@ -407,36 +388,36 @@ class WorkerGroup:
 
     def _prepare_for_deaths(self) -> None:
         """Prepares, during the first rounds, what streams would otherwise wait for."""
-        preparations = [self._learn_cost(self.drafter)]
+        preparations = [self._learn_cost(self.leader)]
         if self._parallel.fallback:
             verify = [m for m in self.workers if m.slot.stage == "verify"]
             hosts = verify[: len(self._draft_slots)]
-            preparations += [self._prepare_fallback(host.fallback()) for host in hosts]
+            preparations += [self._prepare_fallback(host) for host in hosts]
         for preparation in preparations:
             task = asyncio.ensure_future(preparation)
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
 
-    async def _prepare_fallback(self, fallback: Worker) -> None:
+    async def _prepare_fallback(self, host: Worker) -> None:
         try:
-            await fallback.ask("prepare", "preparation")
+            await host.ask("fallback", "preparation", "prepare")
         except EesdError as error:  # asked again when it is needed
-            logger.warning("not prepared: %s error=%s", fallback.label, error)
+            logger.warning("fallback not prepared: %s error=%s", host.label, error)
 
-    async def _learn_cost(self, drafter: Worker) -> None:
+    async def _learn_cost(self, leader: Worker) -> None:
         """Keeps the costs for the next drafting actor on the node: measuring delays streams."""
         try:
-            control: ControlReport = await drafter.ask("control", "preparation")
+            control: ControlReport = await leader.ask("control", "preparation")
         except EesdError as error:
-            logger.warning("costs not learnt: %s error=%s", drafter.label, error)
+            logger.warning("costs not learnt: %s error=%s", leader.label, error)
         else:
             cost = control.cost
-            self._cost = None if cost is None else (drafter.process_info.node_id, cost)
+            self._cost = None if cost is None else (leader.process_info.node_id, cost)
 
     def _culprit(self, ends: dict[Worker, EesdError | None]) -> EesdError:
         """Returns the most specific known cause: a death, then a bug, then an error of a rank."""
         operation = f"epoch {self._epoch}"
-        for worker in self._engaged:
+        for worker in self.engaged:
             if worker.is_dead:
                 death = worker.death
                 reason = PROCESS_DIED if death.cancelled() else death.result()
@@ -449,7 +430,7 @@ class WorkerGroup:
         for candidates in (bugs, of_ranks, errors):
             if candidates:
                 return candidates[0]
-        return EngineError(f"{operation} of pipeline {self._pipeline} ended by itself")
+        return EngineError(f"{operation} of this pipeline ended by itself")
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:

@@ -1,14 +1,18 @@
-"""The workers of a pipeline: actors, each started in the bundle of its slot, called and killed.
+"""The workers of a pipeline: detached actors, each started in the bundle of its slot.
 
-Their worker group starts epochs and finds out why they end.
+A worker outlives the supervisor that started it: it holds a lease, which heartbeats renew, and
+another supervisor may claim it. The worker group starts epochs and finds out why they end.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 
@@ -24,44 +28,51 @@ from eesd_dist.errors import (
 )
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
+    Lease,
     LoadReport,
     ProcessInfo,
     RouterAdvice,
     RouterNews,
     TelemetryOptions,
+    Tenancy,
+    WorkerIdentity,
+    WorkerStatus,
 )
 from eesd_dist.workers.process import PROCESS_LOST, thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
+from eesd_dist.workers.tenure import detached_tenure, pipeline_prefix
 from serve_app.pipeline.fallback import FallbackHandle
 from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.pulse import Pulse
+from serve_app.pipeline.timings import Timings
 
 logger = logging.getLogger(__name__)
 
 _NODE_DIED = "its node has died"
 """Why an actor died, if its node did; Ray's words for it."""
 
-LEAVE_TIMEOUT_S = 8.0
-"""A little longer than an actor waits until its loop ends."""
-_PING_S = 2.0
-"""An actor's event loop answers at once, whatever its loop of rounds does: an actor that does not
-is frozen or cut off, and is not waited for."""
 _LOAD_ANSWER_S = 1.0
-_SPAWN_S = 15.0
-"""First timeout of a new process, doubled for each retry. It may have been sent to a node that is
-cut off, which Ray has not noticed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """How an actor of this pipeline is made."""
 
+    app: str
+    namespace: str
+    """Ray's namespace of the workers' names."""
     pipeline: str
+    digest: str
+    """Of the configuration: only a supervisor with the same one may claim the workers."""
+    owner: str
+    """The supervisor's name in their leases."""
     engine: EngineConfig
     stages: StageFactory
     telemetry: TelemetryOptions
     ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
+    timings: Timings
 
     def with_head(self, folder: str) -> "WorkerSpec":
         """The same with another exit head."""
@@ -69,20 +80,29 @@ class WorkerSpec:
         return replace(self, engine=self.engine.model_copy(update={"model": model}))
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Worker:
-    """One actor in its slot."""
+    """One actor in its slot, with its heartbeats; built inside a running event loop."""
 
     slot: RankSlot
     handle: Any
     process_info: ProcessInfo
     death: asyncio.Future[str]
     """Done when the process behind the actor is gone; says why."""
-
+    lease: Callable[[], Lease]
+    timings: Timings
+    name: str = field(default_factory=lambda: uuid4().hex[:8])
+    """Unique; a worker that replaces it has another one."""
     load: LoadReport | None = None
     """Progress of its weights at the last call."""
     host: "Worker | None" = None
     """Of a fallback: the verify rank in the same process."""
+
+    def __post_init__(self) -> None:
+        self._pulse = Pulse(self.timings)
+        self.failure: asyncio.Future[EesdError] = asyncio.get_running_loop().create_future()
+        """Done when it does not answer, or makes no progress."""
+        self._beating = asyncio.ensure_future(self._beat())
 
     @property
     def label(self) -> str:
@@ -92,6 +112,55 @@ class Worker:
     def is_dead(self) -> bool:
         return self.death.done()
 
+    @property
+    def status(self) -> WorkerStatus:
+        """The last heartbeat."""
+        return self._pulse.status
+
+    @property
+    def still_s(self) -> float:
+        """Seconds without progress, or without an answer."""
+        return self._pulse.still_s
+
+    def stop_beating(self) -> None:
+        self._beating.cancel()
+
+    async def _beat(self) -> None:
+        """Renews the lease and takes the pulse, until the worker is lost."""
+        beat_s = self.timings.beat_s
+        last_s = time.monotonic()
+        call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
+        try:
+            while not (self.is_dead or self.failure.done()):
+                await asyncio.wait({call}, timeout=beat_s)
+                now_s = time.monotonic()
+                # This process may have been stopped, and could then hear nothing.
+                self._pulse.passed(min(now_s - last_s, 2 * beat_s))
+                last_s = now_s
+                if call.done():
+                    self._hear(call)
+                    await asyncio.sleep(beat_s)
+                    call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
+                if (failure := self._pulse.failure()) is not None and not self.failure.done():
+                    self.failure.set_result(self._lost(*failure))
+        finally:
+            call.cancel()
+
+    def _hear(self, call: "asyncio.Future[WorkerStatus]") -> None:
+        error = call.exception()
+        if error is None:
+            self._pulse.heard(call.result())
+        elif not isinstance(error, PeerLost) and not self.failure.done():
+            # Another supervisor has claimed it.
+            self.failure.set_result(error if isinstance(error, EesdError) else self._bug(error))
+
+    def _bug(self, error: BaseException) -> EesdError:
+        return EngineError(f"{self.label} failed during heartbeat: {error!r}")
+
+    def _lost(self, operation: str, reason: str) -> PeerLost:
+        epoch = self.status.epoch or None
+        return PeerLost(peer=self.label, operation=operation, reason=reason, epoch=epoch)
+
     def fallback(self) -> "Worker":
         """Returns the fallback in a verify rank's process; it dies with it."""
         name = f"fallback in {self.slot.name}"
@@ -100,6 +169,8 @@ class Worker:
             handle=FallbackHandle(self.handle),
             process_info=self.process_info,
             death=self.death,
+            lease=self.lease,
+            timings=self.timings,
             host=self,
         )
 
@@ -120,15 +191,15 @@ class Worker:
         except (EngineError, TimeoutError) as error:
             logger.info("loading progress unknown: %s error=%r", self.label, error)
 
-    async def leaves(self) -> bool:
-        """Asks it to leave its epoch; returns whether it did."""
+    async def leaves(self, trouble: EesdError | None = None, *, is_crash: bool = False) -> bool:
+        """Asks it to leave its epoch, for this reason; returns whether it did."""
         if self.is_dead:
             return False
         try:
-            async with asyncio.timeout(_PING_S):
+            async with asyncio.timeout(self.timings.ping_s):
                 await self.ask("process_info", "leave")
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                return bool(await self.ask("leave", "leave"))
+            async with asyncio.timeout(self.timings.leave_s):
+                return bool(await self.ask("leave", "leave", trouble, is_crash))
         except (EngineError, TimeoutError) as error:
             logger.warning("does not leave: %s error=%r", self.label, error)
             return False
@@ -144,9 +215,15 @@ class Workers:
         self.slots = tuple(slots)
         self.spec = spec
         """How later workers are made."""
+        self.start_s: float | None = None
+        """How long the start of all workers took; None before the first."""
         self._in_slot: dict[str, Worker] = {}
         self._coming: dict[str, asyncio.Task[Worker]] = {}
         """Tasks that spawn workers, by slot: they start while the survivors still leave."""
+
+    def lease(self) -> Lease:
+        spec = self.spec
+        return Lease(owner=spec.owner, seconds=spec.timings.lease_s, start_s=self.start_s)
 
     def __iter__(self) -> Iterator[Worker]:
         """Iterates over the present workers, in the order of the slots."""
@@ -206,7 +283,22 @@ class Workers:
         self._coming[slot.name] = coming
         return coming
 
+    async def claim(self, name: str, tenancy: Tenancy) -> Worker:
+        """Takes a worker over from a dead supervisor. Raises EngineError when another one was
+        faster, PeerLost when the worker does not answer."""
+        slot = next(slot for slot in self.slots if slot.name == tenancy.identity.slot)
+        handle = await asyncio.to_thread(ray.get_actor, name, namespace=self.spec.namespace)
+        async with asyncio.timeout(self.spec.timings.ping_s):
+            try:
+                await handle.claim.remote(self.lease(), tenancy.owner)
+            except Exception as error:
+                raise _ours(error, peer=slot.name, operation="claim") from error
+        worker = self._worker(slot, handle, tenancy.process_info)
+        self._in_slot[slot.name] = worker
+        return worker
+
     def kill(self, worker: Worker) -> None:
+        worker.stop_beating()
         ray.kill(worker.handle)
         self._in_slot.pop(worker.slot.name, None)
         if not worker.is_dead:
@@ -229,7 +321,7 @@ class Workers:
 
     async def _spawned(self, slot: RankSlot, operation: str) -> Worker:
         """Spawns a worker in the slot, with retries; raises what its start raised."""
-        timeout_s = _SPAWN_S
+        timeout_s = self.spec.timings.spawn_s
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -247,11 +339,16 @@ class Workers:
             if isinstance(error, Exception):
                 raise _ours(error, peer=slot.name, operation=operation) from error
             raise
+        return self._worker(slot, handle, process_info)
+
+    def _worker(self, slot: RankSlot, handle: Any, process_info: ProcessInfo) -> Worker:
         return Worker(
             slot=slot,
             handle=handle,
             process_info=process_info,
             death=asyncio.ensure_future(_death_of(handle)),
+            lease=self.lease,
+            timings=self.spec.timings,
         )
 
     def _create_actor(self, slot: RankSlot) -> Any:
@@ -263,12 +360,28 @@ class Workers:
             "resources": resources,
             # Restarted by the pipeline: Ray would report a death a second later.
             "max_restarts": 0,
+            "lifetime": "detached",
+            "name": f"{pipeline_prefix(how.app, how.pipeline)}{slot.name}/{uuid4().hex[:8]}",
+            "namespace": how.namespace,
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
             "scheduling_strategy": self.placement_groups.strategy_for(slot),
         }
-        name = f"{slot.name} of {how.pipeline}"
-        common = {"name": name, "stages": how.stages, "telemetry": how.telemetry}
+        identity = WorkerIdentity(
+            app=how.app, pipeline=how.pipeline, slot=slot.name, digest=how.digest
+        )
+        common = {
+            "name": f"{slot.name} of {how.pipeline}",
+            "stages": how.stages,
+            "telemetry": how.telemetry,
+            "tenure": partial(
+                detached_tenure,
+                identity,
+                namespace=how.namespace,
+                number=self.slots.index(slot),
+                lease_s=how.timings.lease_s,
+            ),
+        }
         if slot.rank is None:
             drafter = ray.remote(DraftActor).options(**options)
             return drafter.remote(how.engine, **common, ask_router=how.ask_router)
@@ -280,6 +393,7 @@ def _kill_spawned(coming: asyncio.Task[Worker]) -> None:
     """Ends a worker that is no longer needed: it would keep the bundle that the next one needs."""
     if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
         worker = coming.result()
+        worker.stop_beating()
         ray.kill(worker.handle)
         worker.death.cancel()
 

@@ -187,6 +187,9 @@ class ToyRank:
     def __init__(self) -> None:
         self._left = threading.Event()
 
+    def number(self) -> int | None:
+        return None
+
     def run(self) -> None:
         self._left.wait()
 
@@ -201,6 +204,10 @@ class ToyLeader:
         self._config = config
         self._drafter = ToyDrafter(config)
         self.loading = LoadWatch()
+
+    @property
+    def head_folder(self) -> str:
+        return ""
 
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)

@@ -1,0 +1,185 @@
+"""What a drafting actor has made and its clients have still to read: one outbox for each client.
+
+A client is an ingress. It reads all its streams with one call at a time, which returns as soon as
+there is something: a round costs one message for each client, however many requests it has. A batch
+is kept until the next call confirms it, so that a reply that is lost is sent again. Used in the
+actor's event loop only.
+
+Emissions are delivered while the next round is drafted. A request that was evicted and submitted
+again will generate those tokens again, so emissions of an earlier submission are not delivered.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from eesd_dist.errors import EesdError, RequestError
+from eesd_dist.types import Emission, Request, RequestId
+from eesd_dist.workers.messages import Delivery, StreamItem
+
+_Key = tuple[RequestId, int]
+"""A request and its submission."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """The unread items of one client."""
+
+    emissions: dict[_Key, list[Emission]] = field(default_factory=dict)
+    """In the order in which streams have something to read."""
+    ends: dict[_Key, EesdError] = field(default_factory=dict)
+    unconfirmed: Delivery | None = None
+    number: int = 0
+    num_readers: int = 0
+    unread_s: float = 0.0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    name: str = field(default_factory=lambda: uuid4().hex[:8])
+
+    def put(self, key: _Key, emission: Emission) -> None:
+        self.emissions.setdefault(key, []).append(emission)
+        self.arrived.set()
+
+    def end(self, key: _Key, error: EesdError) -> None:
+        self.ends[key] = error
+        self.arrived.set()
+
+    def batch(self) -> Delivery:
+        items: list[tuple[RequestId, int, StreamItem]] = []
+        for (request_id, submission), emissions in self.emissions.items():
+            items.append((request_id, submission, tuple(emissions)))
+        for (request_id, submission), error in self.ends.items():
+            items.append((request_id, submission, error))
+        self.emissions.clear()
+        self.ends.clear()
+        self.arrived.clear()
+        self.number += 1
+        return Delivery(outbox=self.name, number=self.number, items=tuple(items))
+
+
+class Outboxes:
+    """The open streams of one actor, and an outbox for each client."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, _Outbox] = {}
+        self._open: dict[RequestId, tuple[str, int]] = {}
+        """Client and submission of each open stream."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._open
+
+    def names(self) -> tuple[RequestId, ...]:
+        """Returns the requests with an open stream."""
+        return tuple(self._open)
+
+    def submission_of(self, request_id: RequestId) -> int | None:
+        """Returns the submission with an open stream for this id, or None."""
+        found = self._open.get(request_id)
+        return None if found is None else found[1]
+
+    def open(self, request: Request, *, client: str) -> None:
+        """Opens a stream. Raises RequestError while the id has one."""
+        if request.request_id in self._open:
+            raise RequestError(
+                f"request id {request.request_id} is already being served: choose another",
+                param="request_id",
+            )
+        self._clients.setdefault(client, _Outbox())
+        self._open[request.request_id] = (client, request.submission)
+
+    def refuse(self, request: Request, *, client: str, error: EesdError) -> None:
+        """Tells the client that this submission has no stream, and why."""
+        outbox = self._clients.setdefault(client, _Outbox())
+        outbox.end((request.request_id, request.submission), error)
+
+    def close(self, request_id: RequestId, submission: int | None = None) -> bool:
+        """Closes a stream that is read no longer, and drops what it has not read.
+
+        With a `submission` only that one's. Returns False when there is none: a later submission
+        may have replaced it.
+        """
+        found = self._open.get(request_id)
+        if found is None or submission not in (None, found[1]):
+            return False
+        client, opened = self._open.pop(request_id)
+        outbox = self._clients[client]
+        outbox.emissions.pop((request_id, opened), None)
+        outbox.ends.pop((request_id, opened), None)
+        return True
+
+    def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
+        """Puts emissions into their outboxes; drops those without an open stream. Returns requests
+        with late emissions, which belong to an earlier submission than the open one."""
+        late: set[RequestId] = set()
+        for emission in emissions:
+            request_id = emission.request_id
+            found = self._open.get(request_id)
+            if found is None:
+                continue
+            client, submission = found
+            if submission != emission.submission:
+                late.add(request_id)
+                continue
+            self._clients[client].put((request_id, submission), emission)
+            if emission.finish_reason is not None:
+                del self._open[request_id]
+        return frozenset(late)
+
+    def fail(self, request_id: RequestId, error: EesdError) -> None:
+        """Ends a stream with an error, after what it has not read yet, and frees the id."""
+        client, submission = self._open.pop(request_id)
+        self._clients[client].end((request_id, submission), error)
+
+    async def take(self, client: str, *, last: tuple[str, int], wait_s: float) -> Delivery:
+        """Returns the next batch for a client; an empty one after `wait_s`.
+
+        `last` are outbox and number of the last batch that the client has: a later one is sent
+        again.
+        """
+        outbox = self._clients.setdefault(client, _Outbox())
+        confirmed = last[1] if last[0] == outbox.name else 0
+        outbox.num_readers += 1
+        try:
+            again = _unconfirmed(outbox, confirmed)
+            if again is not None:
+                return again
+            try:
+                async with asyncio.timeout(wait_s):
+                    await outbox.arrived.wait()
+            except TimeoutError:
+                return Delivery(outbox=outbox.name, number=confirmed, items=())
+            again = _unconfirmed(outbox, confirmed)  # another call of this client has taken it
+            if again is None:
+                again = outbox.unconfirmed = outbox.batch()
+            return again
+        finally:
+            outbox.num_readers -= 1
+            outbox.unread_s = 0.0
+
+    def unread(self, *, after_s: float, passed_s: float) -> Collection[RequestId]:
+        """Forgets clients that have not read for `after_s`, and returns the streams they had open.
+
+        `passed_s` is the time since the last call in which this process has run: silence is counted
+        only while a client could have been heard.
+        """
+        for outbox in self._clients.values():
+            outbox.unread_s = 0.0 if outbox.num_readers else outbox.unread_s + passed_s
+        gone = {name for name, outbox in self._clients.items() if outbox.unread_s > after_s}
+        left = [request_id for request_id, (client, _) in self._open.items() if client in gone]
+        for request_id in left:
+            del self._open[request_id]
+        for name in gone:
+            del self._clients[name]
+        return left
+
+
+def _unconfirmed(outbox: _Outbox, confirmed: int) -> Delivery | None:
+    """Returns the batch whose reply was lost, if there is one."""
+    sent = outbox.unconfirmed
+    if sent is not None and confirmed < sent.number:
+        return sent
+    outbox.unconfirmed = None
+    return None

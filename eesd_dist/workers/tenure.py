@@ -1,0 +1,142 @@
+"""A worker's lease: who supervises it, and its end when nobody does any more.
+
+Workers outlive their supervisor, so that a lost replica reloads no model: the next one claims them.
+A worker whose lease is not renewed has no supervisor and will get none, and ends by itself. The
+lease runs down only while the process runs: a machine that was suspended loses no worker.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from eesd_dist.errors import LeaseLost
+from eesd_dist.workers.messages import Lease, Tenancy, WorkerIdentity
+from eesd_dist.workers.process import process_info
+
+logger = logging.getLogger(__name__)
+
+_STAGGER_S = 1.0
+"""Workers of one pipeline end one after the other: the last one removes the placement groups."""
+
+
+class Tenure:
+    """The lease of one worker process, run down by a thread of its own."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        lease_s: float,
+        expired: Callable[[], None],
+        tick_s: float = 1.0,
+    ) -> None:
+        """`expired` ends the process. The first lease begins now."""
+        self.identity = identity
+        self._expired = expired
+        self._tick_s = tick_s
+        self._owner = ""
+        self._start_s: float | None = None
+        self._left_s = lease_s
+        threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
+
+    def tenancy(self, *, epoch: int, is_degraded: bool, head: str = "") -> Tenancy:
+        return Tenancy(
+            identity=self.identity,
+            owner=self._owner,
+            process_info=process_info(),
+            epoch=epoch,
+            is_degraded=is_degraded,
+            head=head,
+            start_s=self._start_s,
+        )
+
+    def renew(self, lease: Lease) -> None:
+        """Raises LeaseLost for a supervisor that has lost the worker to another."""
+        if self._owner not in ("", lease.owner):
+            raise LeaseLost(
+                f"{self.identity.slot} of {self.identity.pipeline} has another supervisor: "
+                f"{self._owner}, not {lease.owner}"
+            )
+        self._hold(lease)
+
+    def claim(self, lease: Lease, *, of: str) -> WorkerIdentity:
+        """Passes the worker from the supervisor `of`, which is dead, to another one.
+
+        Raises LeaseLost when a third one was faster.
+        """
+        if self._owner not in (of, lease.owner):
+            raise LeaseLost(
+                f"{self.identity.slot} of {self.identity.pipeline} is claimed by {self._owner}"
+            )
+        logger.info("claimed: slot=%s owner=%s", self.identity.slot, lease.owner)
+        self._hold(lease)
+        return self.identity
+
+    def _hold(self, lease: Lease) -> None:
+        self._owner, self._left_s, self._start_s = lease.owner, lease.seconds, lease.start_s
+
+    def _run_down(self) -> None:
+        while self._left_s > 0:
+            began_s = time.monotonic()
+            time.sleep(self._tick_s)
+            # A process that was stopped could hear no renewal.
+            self._left_s -= min(time.monotonic() - began_s, 2 * self._tick_s)
+        logger.warning(
+            "no supervisor: slot=%s pipeline=%s owner=%s",
+            self.identity.slot,
+            self.identity.pipeline,
+            self._owner,
+        )
+        self._expired()
+
+
+def pipeline_prefix(app: str, pipeline: str) -> str:
+    """Returns how the Ray names of a pipeline's workers and placement groups begin."""
+    return f"{app}/{pipeline}/"
+
+
+def workers_named(prefix: str, *, namespace: str) -> dict[str, str]:
+    """Returns the Ray names of the workers that begin so, by the name of their pipeline."""
+    found: dict[str, str] = {}
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        if each["namespace"] == namespace and each["name"].startswith(prefix):
+            found[each["name"]] = each["name"].removeprefix(prefix).split("/")[0]
+    return found
+
+
+def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
+    """Returns the placement groups with such a name that are not removed, by name."""
+    return {
+        each["name"]: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
+        for number, each in placement_group_table().items()
+        if each["name"].startswith(prefix) and each["state"] != "REMOVED"
+    }
+
+
+def detached_tenure(
+    identity: WorkerIdentity, *, namespace: str, number: int, lease_s: float
+) -> Tenure:
+    """Returns the lease of a detached actor: when it expires, the process exits, and the last one
+    of its pipeline removes the placement groups. `number` orders the workers."""
+
+    def expired() -> None:
+        time.sleep(number * _STAGGER_S)
+        prefix = pipeline_prefix(identity.app, identity.pipeline)
+        try:
+            if len(workers_named(prefix, namespace=namespace)) <= 1:
+                for group in placement_groups_named(prefix).values():
+                    remove_placement_group(group)
+        except Exception:  # Ray's errors while its head is away; the process ends in any case
+            logger.exception("placement groups not removed: pipeline=%s", identity.pipeline)
+        os._exit(0)
+
+    return Tenure(identity, lease_s=lease_s, expired=expired)

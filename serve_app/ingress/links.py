@@ -1,0 +1,145 @@
+"""An ingress's links to drafting actors: requests go out, tokens come back.
+
+A link belongs to one drafting actor and lasts as long as its process. One call at a time reads all
+streams of the link, so a round costs one message, however many requests it has. No Serve replica
+takes part: a pipeline whose supervisor is being replaced goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+from uuid import uuid4
+
+from ray.exceptions import ActorUnavailableError, RayError
+
+from eesd_dist.errors import PROCESS_DIED, EesdError, PeerLost
+from eesd_dist.types import Request
+from eesd_dist.workers.mailboxes import Mailboxes
+from eesd_dist.workers.messages import Delivery, StreamItem
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+
+
+class Link:
+    """The link to one drafting actor; built inside a running event loop."""
+
+    def __init__(self, pipeline: str, address: Any, *, silence_s: float) -> None:
+        """A call without an answer for `silence_s` ends the link's streams as lost."""
+        self.pipeline = pipeline
+        self._address = address
+        self._silence_s = silence_s
+        self._client = uuid4().hex
+        self._mail = Mailboxes()
+        self._last = ("", 0)
+        """Outbox and number of the last batch."""
+        self._lost: PeerLost | None = None
+        self._reading: asyncio.Task[None] | None = None
+        """None before the first stream, and once the link is lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    @property
+    def num_live(self) -> int:
+        return len(self._mail)
+
+    async def stream(self, request: Request) -> AsyncGenerator[StreamItem, None]:
+        """Submits the request and yields what is made of it; the last item may be an error."""
+        if self._lost is not None:
+            yield self._lost
+            return
+        box = self._mail.open(request)
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._read())
+        self._address.submit.remote(request, self._client)
+        is_over = False
+        try:
+            while not is_over:
+                item = await box.take()
+                is_over = isinstance(item, EesdError) or item[-1].finish_reason is not None
+                yield item
+        finally:
+            self._mail.close(request.request_id, request.submission)
+            if not is_over and self._lost is None:
+                self._address.cancel.remote(request.request_id, request.submission)
+
+    def fail(self, reason: str) -> None:
+        """Ends the link: its process is gone, or another has its place."""
+        if self._lost is None:
+            self._lost = PeerLost(peer=self.pipeline, operation="stream", reason=reason)
+            self._mail.fail_all(self._lost)
+
+    async def close(self) -> None:
+        self.fail("the link was closed")
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Reads until the link is lost. A failed call is repeated: its batch is sent again."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        while self._lost is None:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    delivery: Delivery = await self._address.take.remote(self._client, self._last)
+            except (TimeoutError, ActorUnavailableError) as error:
+                if loop.time() - heard_s > self._silence_s:
+                    self.fail(f"no answer within {self._silence_s:g} s: {error!r}")
+                await asyncio.sleep(_RETRY_S)
+            except RayError as error:
+                logger.info("link lost: pipeline=%s error=%r", self.pipeline, error)
+                self.fail(PROCESS_DIED)
+            except Exception as error:  # a bug here or there: streams must not wait for it
+                logger.exception("link broke: pipeline=%s", self.pipeline)
+                self.fail(repr(error))
+            else:
+                heard_s = loop.time()
+                self._take(delivery)
+
+    def _take(self, delivery: Delivery) -> None:
+        if self._last[0] not in ("", delivery.outbox):
+            # This process was not heard for so long that its streams were ended there.
+            self._mail.fail_all(
+                PeerLost(peer=self.pipeline, operation="stream", reason="it was read too late")
+            )
+        self._last = (delivery.outbox, delivery.number)
+        for request_id, submission, item in delivery.items:
+            if self._mail.submission_of(request_id) != submission:
+                continue
+            if isinstance(item, EesdError):
+                self._mail.fail(request_id, item)
+            else:
+                self._mail.deliver(item)
+
+
+class Links:
+    """The links of one ingress, by drafting actor."""
+
+    def __init__(self, *, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._by_leader: dict[str, Link] = {}
+
+    def to(self, *, pipeline: str, leader: str, address: Any) -> Link:
+        """Returns the link to a drafting actor, by its unique name `leader`."""
+        link = self._by_leader.get(leader)
+        if link is None or link.is_lost:
+            link = Link(pipeline, address, silence_s=self._silence_s)
+            self._by_leader[leader] = link
+        return link
+
+    def keep(self, leaders: dict[str, str]) -> None:
+        """Drops links to replaced actors. `leaders`: the present one of each listed pipeline."""
+        present = set(leaders.values())
+        for leader, link in tuple(self._by_leader.items()):
+            if leader in present:
+                continue
+            if link.pipeline in leaders:
+                link.fail("another process has its place")
+            if link.num_live == 0:
+                del self._by_leader[leader]
+                asyncio.ensure_future(link.close())  # noqa: RUF006  # nothing depends on its end

@@ -1,0 +1,110 @@
+"""The one retry loop: what an ingress does when a stream breaks.
+
+A request is its prompt, its parameters, its seed and its tokens so far: with these any pipeline
+continues its text. A pipeline ends a broken stream with one reason, and the ingress, which has the
+request, submits it again until it has waited too long. Only a crash that an engine's own process
+reported counts against a request: a process that was killed, a lost node, a cut link or a loop
+without progress does not. Pure: it reads a clock that it is given, and waits for nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from eesd_dist.errors import (
+    CapacityError,
+    EesdError,
+    EngineCrashed,
+    EngineError,
+    Migrated,
+    PeerLost,
+    PoisonRequest,
+)
+from eesd_dist.types import Emission, Request, TokenId
+
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+
+
+class Attempts:
+    """The attempts at one request, each from its tokens so far."""
+
+    def __init__(self, request: Request, *, suspect_after: int, clock: Callable[[], float]) -> None:
+        """`suspect_after` crashes since its last token, the request runs alone; if the engine
+        crashes then, it is refused."""
+        self._request = request
+        self._suspect_after = suspect_after
+        self._clock = clock
+        self._num_failures = 0
+        """In a row, without a token."""
+        self._stuck_since_s: float | None = None
+        """When the first of them was; None with a token since."""
+        self._is_resumed = False
+        self.refused: set[str] = set()
+        """Pipelines that have sent it on since its last token."""
+        self.target: str | None = None
+        """The pipeline that expects it, with its KV pages."""
+        self.last_error: EesdError | None = None
+        """What ended the last attempt; None before, and with a token since."""
+
+    @property
+    def tokens(self) -> tuple[TokenId, ...]:
+        """The prompt and what was generated so far."""
+        return self._request.prompt + self._request.generated
+
+    @property
+    def num_failures(self) -> int:
+        return self._num_failures
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds since the first failure in a row."""
+        return 0.0 if self._stuck_since_s is None else self._clock() - self._stuck_since_s
+
+    def next(self, submission: int) -> Request:
+        """Returns the request for the next attempt."""
+        is_suspect = self._request.crashes >= self._suspect_after
+        return replace(self._request, submission=submission, is_suspect=is_suspect)
+
+    def heard(self, emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
+        """Adds emissions to the request; returns them as the client sees them.
+
+        A later attempt counts cached prompt tokens and queue time differently: they are dropped.
+        """
+        new = tuple(token for emission in emissions for token in emission.tokens)
+        if new:
+            generated = self._request.generated + new
+            self._request = replace(self._request, generated=generated, crashes=0)
+            self._num_failures, self._stuck_since_s, self.last_error = 0, None, None
+            self.refused.clear()
+        if not self._is_resumed:
+            return emissions
+        return tuple(replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions)
+
+    def failed(self, error: EesdError, *, patience_s: float) -> float:
+        """Returns how many seconds to wait before the next attempt; raises what ends the stream."""
+        is_new = not self._request.generated and not self._is_resumed
+        if isinstance(error, EngineCrashed):
+            self._crashed(error)
+        elif isinstance(error, Migrated):
+            self.target = error.to
+            if error.by:
+                self.refused.add(error.by)
+        elif not isinstance(error, PeerLost) and (not isinstance(error, CapacityError) or is_new):
+            raise error
+        self._is_resumed, self.last_error = True, error
+        if self._stuck_since_s is None:
+            self._stuck_since_s = self._clock()
+        if self.stuck_s > patience_s:
+            raise EngineError(f"no token within {patience_s:.0f} s, given up: {error}") from error
+        self._num_failures += 1
+        if isinstance(error, Migrated) and self._num_failures == 1:
+            return 0.0
+        return min(_FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), _MAX_PAUSE_S)
+
+    def _crashed(self, error: EngineCrashed) -> None:
+        crashes = self._request.crashes + 1
+        if error.was_alone and crashes >= self._suspect_after:
+            raise PoisonRequest(
+                request_id=self._request.request_id, crashes=crashes, reason=str(error)
+            ) from error
+        self._request = replace(self._request, crashes=crashes)

@@ -1,0 +1,110 @@
+"""Where a pipeline's workers come from: claimed from a dead supervisor, or placed anew."""
+
+import logging
+from typing import Any
+
+import ray
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.workers.roles import StageFactory
+from serve_app.config import ServiceConfig
+from serve_app.pipeline.claim import Orphans, claim, digest_of
+from serve_app.pipeline.placement import RankSlot, gpus_per_rank, rank_slots
+from serve_app.pipeline.placement_groups import (
+    PlacementGroups,
+    placement_groups_for,
+    present_placement_groups,
+)
+from serve_app.pipeline.timings import timings_of
+from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.pipeline.workers import Workers, WorkerSpec
+from serve_app.router import AskRouter
+
+logger = logging.getLogger(__name__)
+
+
+class Assembly:
+    """Makes the worker group of one pipeline."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        stages: StageFactory,
+        *,
+        pipeline: str,
+        owner: str,
+        router: Any,
+        orphans: Orphans | None,
+        head: str | None,
+    ) -> None:
+        """`owner` is this supervisor's actor id; `orphans` are claimed, unless another supervisor
+        is faster. `head` is the promoted exit head; None: that of the configuration."""
+        self._config = config
+        self._orphans = orphans
+        self._head = head
+        self._name = f"{config.app_name}/{pipeline}"
+        self._spec = WorkerSpec(
+            app=config.app_name,
+            namespace=config.router.namespace,
+            pipeline=pipeline,
+            digest=digest_of(config),
+            owner=owner,
+            engine=config.engine,
+            stages=stages,
+            telemetry=config.telemetry_options,
+            ask_router=AskRouter(router),
+            timings=timings_of(config),
+        )
+
+    async def __call__(self) -> WorkerGroup:
+        """Raises ConfigError when there is no room, LeaseLost when another supervisor has claimed
+        the workers of this pipeline."""
+        if self._orphans is not None:
+            slots = self._slots(_gpus_per_rank(self._config.engine))
+            groups = present_placement_groups(
+                slots, placement=self._config.placement, name=self._name
+            )
+            group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
+            logger.info("claimed: pipeline=%s epoch=%d", self._spec.pipeline, group.epoch)
+            return group
+        slots, groups = await self._placed()
+        group = WorkerGroup(Workers(groups, slots, spec=self._spec))
+        if self._head is not None:
+            group.set_head(self._head)
+        return group
+
+    async def _placed(self) -> tuple[tuple[RankSlot, ...], PlacementGroups]:
+        """Nodes may join during the wait for room: if that changes the GPUs per rank, the groups
+        are placed again."""
+        engine, placement = self._config.engine, self._config.placement
+        gpus = _gpus_per_rank(engine)
+        while True:
+            slots = self._slots(gpus)
+            groups = await placement_groups_for(slots, placement=placement, name=self._name)
+            counted, gpus = gpus, _gpus_per_rank(engine)
+            if counted == gpus:
+                return slots, groups
+            logger.info(
+                "placed again: pipeline=%s gpus_per_rank=%g, was %g", self._name, gpus, counted
+            )
+            groups.remove()
+
+    def _slots(self, gpus: float) -> tuple[RankSlot, ...]:
+        parallel = self._config.engine.parallel
+        return rank_slots(
+            self._config.placement,
+            num_verify_ranks=parallel.verify_tensor_parallel_size,
+            num_draft_ranks=parallel.draft_tensor_parallel_size,
+            gpus_per_rank=gpus,
+        )
+
+
+def _gpus_per_rank(engine: EngineConfig) -> float:
+    if engine.model.device == "cpu":
+        return 0.0
+    return gpus_per_rank(
+        num_gpus=ray.cluster_resources().get("GPU", 0.0),
+        num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
+        num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
+        must_have_one=engine.model.device == "cuda",
+    )

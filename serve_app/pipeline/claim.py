@@ -1,0 +1,167 @@
+"""Finds the workers of a dead supervisor and claims them, so that nothing is loaded again.
+
+A new replica looks for workers of its application whose supervisor has died. It takes over those
+with the same configuration and kills the others, which hold GPUs for nothing.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
+
+from cluster.ray_compat import is_actor_dead
+from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.workers.messages import Lease, Tenancy
+from eesd_dist.workers.tenure import pipeline_prefix, placement_groups_named, workers_named
+from serve_app.config import ServiceConfig
+from serve_app.pipeline.lifecycle import EpochKind
+from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.pipeline.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphans:
+    """The workers of a pipeline whose supervisor has died, by Ray name."""
+
+    pipeline: str
+    workers: Mapping[str, Tenancy]
+
+
+def digest_of(config: ServiceConfig) -> str:
+    """Returns the digest of what workers are started with."""
+    content = {
+        "engine": config.engine.model_dump(mode="json"),
+        "placement": config.placement.model_dump(mode="json"),
+        "recorder": config.recorder.model_dump(mode="json"),
+        "telemetry": config.telemetry.model_dump(mode="json"),
+        "weights": _weights_of(config),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _weights_of(config: ServiceConfig) -> list[tuple[str, int, int]]:
+    """Returns name, size and time of each weight file as this node sees it; none where the model's
+    folder is on the workers' nodes only."""
+    folders = [config.engine.model.path, config.engine.model.head]
+    return [
+        (str(file), (found := file.stat()).st_size, found.st_mtime_ns)
+        for folder in folders
+        if folder is not None
+        for file in sorted(folder.rglob("*.safetensors"))
+    ]
+
+
+async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
+    """Returns workers of a dead supervisor, the first of them claimed already, so that no other
+    supervisor takes them; None if there are none. Ends those of other configurations."""
+    found = await asyncio.to_thread(
+        workers_named, f"{config.app_name}/", namespace=config.router.namespace
+    )
+    tenancies = await asyncio.gather(*[_tenancy(name, config) for name in found])
+    by_pipeline: dict[str, dict[str, Tenancy]] = {}
+    for (name, pipeline), tenancy in zip(found.items(), tenancies, strict=True):
+        if tenancy is not None:
+            by_pipeline.setdefault(pipeline, {})[name] = tenancy
+    for pipeline, workers in by_pipeline.items():
+        if not await asyncio.to_thread(_are_dead, {t.owner for t in workers.values()}):
+            continue
+        if any(t.identity.digest != digest_of(config) for t in workers.values()):
+            logger.warning("workers of another configuration ended: pipeline=%s", pipeline)
+            await asyncio.to_thread(_end, config, pipeline, tuple(workers))
+        elif await _is_first(config, workers, lease):
+            return Orphans(pipeline=pipeline, workers=workers)
+    return None
+
+
+async def _is_first(config: ServiceConfig, workers: Mapping[str, Tenancy], lease: Lease) -> bool:
+    """Claims the worker that every supervisor would claim first; returns whether this one has."""
+    name = min(workers)
+    try:
+        handle = ray.get_actor(name, namespace=config.router.namespace)
+        async with asyncio.timeout(_ANSWER_S):
+            await handle.claim.remote(lease, workers[name].owner)
+    except (TimeoutError, ValueError, RayError) as error:
+        logger.info("not claimed: worker=%s error=%r", name, error)
+        return False
+    return True
+
+
+async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
+    """Takes the workers over, with the epoch they are in. A worker that does not answer is
+    killed."""
+    for name, tenancy in orphans.workers.items():
+        try:
+            await workers.claim(name, tenancy)
+        except (EesdError, TimeoutError, ValueError) as error:
+            logger.warning("not claimed: worker=%s error=%r", name, error)
+            await asyncio.to_thread(_kill, name, workers.spec.namespace)
+    group = WorkerGroup(workers)
+    tenancies = orphans.workers.values()
+    configured = workers.spec.engine.model.head
+    for head in {t.head for t in tenancies if t.head} - {str(configured)}:
+        group.set_head(head)
+    starts = [t.start_s for t in tenancies if t.start_s is not None]
+    workers.start_s = max(starts, default=None)
+    epoch = max(t.epoch for t in tenancies)
+    kind = EpochKind.FULL if epoch else EpochKind.NONE
+    trouble = _why_broken(workers, tenancies, epoch=epoch)
+    if trouble is None and any(t.is_degraded for t in tenancies):
+        kind = EpochKind.DEGRADED
+    group.adopt(epoch=epoch, kind=kind, trouble=trouble)
+    return group
+
+
+def _why_broken(
+    workers: Workers, tenancies: Collection[Tenancy], *, epoch: int
+) -> EesdError | None:
+    """Returns why the epoch of claimed workers cannot go on. In a degraded epoch, of which verify
+    ranks know, draft ranks are in none."""
+    by_slot = {t.identity.slot: t for t in tenancies}
+    is_degraded = any(t.is_degraded for t in tenancies)
+    for slot in workers.slots:
+        if is_degraded and slot.stage == "draft":
+            continue
+        tenancy = by_slot.get(slot.name)
+        if tenancy is None or workers.is_empty(slot) or tenancy.epoch != epoch:
+            reason = "its supervisor died during a change of the epoch"
+            return PeerLost(peer=slot.name, operation="claim", reason=reason)
+    return None
+
+
+async def _tenancy(name: str, config: ServiceConfig) -> Tenancy | None:
+    try:
+        handle = await asyncio.to_thread(ray.get_actor, name, namespace=config.router.namespace)
+        async with asyncio.timeout(_ANSWER_S):
+            tenancy: Tenancy = await handle.tenancy.remote()
+    except (TimeoutError, ValueError, RayError) as error:
+        logger.info("no answer: worker=%s error=%r", name, error)
+        return None
+    return tenancy
+
+
+def _are_dead(owners: set[str]) -> bool:
+    return all(is_actor_dead(owner) for owner in owners)
+
+
+def _end(config: ServiceConfig, pipeline: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        _kill(name, config.router.namespace)
+    for group in placement_groups_named(pipeline_prefix(config.app_name, pipeline)).values():
+        remove_placement_group(group)
+
+
+def _kill(name: str, namespace: str) -> None:
+    try:
+        ray.kill(ray.get_actor(name, namespace=namespace))
+    except ValueError:  # it has gone by itself
+        return

@@ -1,0 +1,60 @@
+"""A worker's heartbeats, and when they mean that it is lost.
+
+The heartbeat is progress: a token committed, prompt rows computed, a round finished while there is
+work. A process that answers but makes no progress is as lost as one that does not answer. Pure: it
+is told of answers and of the time that passes.
+"""
+
+from eesd_dist.workers.messages import WorkerStatus
+from serve_app.pipeline.timings import Timings
+
+
+class Pulse:
+    """The heartbeats of one worker."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._status = WorkerStatus(epoch=0, progress=0, is_busy=False)
+        self._silent_s = 0.0
+        self._still_s = 0.0
+
+    @property
+    def status(self) -> WorkerStatus:
+        """The last answer."""
+        return self._status
+
+    @property
+    def still_s(self) -> float:
+        """Seconds for which the worker has had work and made no progress, or has not answered."""
+        return max(self._still_s, self._silent_s)
+
+    def passed(self, seconds: float) -> None:
+        """Time in which an answer could have been heard: not while this process was stopped."""
+        self._silent_s += seconds
+        self._still_s += seconds
+
+    def heard(self, status: WorkerStatus) -> None:
+        before, self._status = self._status, status
+        self._silent_s = 0.0
+        if not (status.is_busy and _is_same_work(before, status)):
+            self._still_s = 0.0
+
+    def failure(self) -> tuple[str, str] | None:
+        """Returns operation and reason of the loss; None while the worker lives."""
+        status, timings = self._status, self._timings
+        is_starting = status.epoch == 0
+        silence_s = max(timings.deadline_s, timings.busy_s if is_starting else 0.0)
+        if self._silent_s > silence_s:
+            return "heartbeat", f"no answer within {silence_s:g} s"
+        allowed_s = max(timings.deadline_s, status.allowed_s)
+        if status.is_busy and self._still_s > allowed_s:
+            return status.phase or "rounds", f"no progress within {allowed_s:g} s"
+        return None
+
+
+def _is_same_work(before: WorkerStatus, now: WorkerStatus) -> bool:
+    return before.is_busy and (before.epoch, before.phase, before.progress) == (
+        now.epoch,
+        now.phase,
+        now.progress,
+    )
