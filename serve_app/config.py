@@ -135,8 +135,8 @@ class RecoveryConfig(Section):
     """What happens when a process or link of a pipeline is lost."""
 
     stream_pause_s: PositiveFloat | None = None
-    """Longest a stream waits for a pipeline without a token; then it ends with an error. None: three
-    times as long as the slowest pipeline took to start, and at least a minute."""
+    """Longest a stream waits without a token for a pipeline; then it ends with an error. None:
+    three times as long as the slowest pipeline took to start, and at least a minute."""
 
     load_timeout_s: PositiveFloat = 900.0
     """Longest a start may take: processes, weights, first rounds."""
