@@ -236,6 +236,10 @@ class PipelineChooser:
         """Returns the leader of each known pipeline."""
         return {name: pipeline.report.leader for name, pipeline in self._pipelines.items()}
 
+    def crashed(self) -> frozenset[str]:
+        """Returns leaders that have died of their own fault."""
+        return frozenset(name for p in self._pipelines.values() for name in p.report.crashed)
+
     def slowest_start_s(self) -> float | None:
         """Returns the longest start of a known pipeline; None if none was measured."""
         starts = [p.report.start_s for p in self._pipelines.values()]

@@ -38,6 +38,8 @@ class PipelineReport:
     """How callers reach that process; not interpreted here."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
     """All its processes, by rank name, the leader first: for KV migration."""
+    crashed: tuple[str, ...] = ()
+    """Its latest leaders that have died of their own fault, and may be the victims of a request."""
     epoch: int = 0
     app: str = ""
     """The service it belongs to; requests never go to another service's pipelines."""

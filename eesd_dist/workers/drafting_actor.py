@@ -17,10 +17,19 @@ from dataclasses import replace
 from typing import Any
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EesdError, EngineCrashed, EngineError, Migrated, PeerLost, QueueFull
+from eesd_dist.errors import (
+    CapacityError,
+    EesdError,
+    EngineCrashed,
+    EngineError,
+    Migrated,
+    PeerLost,
+    QueueFull,
+)
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.types import Request, RequestId, RoundStats
 from eesd_dist.workers.admission import Admission
+from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
 from eesd_dist.workers.messages import (
@@ -184,6 +193,10 @@ class DraftActor:
     async def process_info(self) -> ProcessInfo:
         return process_info()
 
+    async def crash_report(self, pid: int) -> str:
+        """Returns what a dead process of this node has reported; empty for nothing."""
+        return await asyncio.to_thread(crash_report, pid)
+
     async def forever(self) -> None:
         """Never returns: a pending call is how the supervisor learns that this process has died."""
         await asyncio.Event().wait()
@@ -303,7 +316,7 @@ class DraftActor:
         if earlier is not None and earlier < submission:  # its cancellation has yet to arrive
             await self.cancel(request_id, earlier)
         try:
-            self._refuse(request_id, submission)
+            self._refuse(request)
             self._mail.open(request, client=client)
         except EesdError as error:
             self._mail.refuse(request, client=client, error=error)
@@ -312,12 +325,14 @@ class DraftActor:
         self._admission.arrive(request_id, is_suspect=request.is_suspect)
         self._admit()
 
-    def _refuse(self, request_id: RequestId, submission: int) -> None:
+    def _refuse(self, request: Request) -> None:
         """Raises why a request cannot be taken now."""
         if self._running is None or self._needs_new_engine:
             raise PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
-        if (request_id, submission) in self._cancelled:  # the cancellation arrived first
-            raise EngineError(f"request {request_id} was cancelled")
+        if (request.request_id, request.submission) in self._cancelled:  # it arrived first
+            raise EngineError(f"request {request.request_id} was cancelled")
+        if request.is_suspect and self._admission.has_suspect:
+            raise CapacityError("another request is tested alone: try again in a moment")
         if self._admission.num_waiting >= self._max_waiting:
             raise QueueFull(num_waiting=self._admission.num_waiting, limit=self._max_waiting)
 
@@ -329,7 +344,7 @@ class DraftActor:
         for request_id in self._admission.to_evict():
             again = Migrated(by="", to=None, reason="a request is tested alone")
             self._send_on(request_id, again)
-        if self._admission.next_suspect() is not None and not running.is_quiet:
+        if self._admission.needs_quiet and not running.is_quiet:
             asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
             return
         for request_id in self._admission.admit():

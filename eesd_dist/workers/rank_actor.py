@@ -16,6 +16,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.joining import Joining
 from eesd_dist.workers.loop import LoopThread
@@ -89,6 +90,10 @@ class RankActor:
 
     async def process_info(self) -> ProcessInfo:
         return process_info()
+
+    async def crash_report(self, pid: int) -> str:
+        """Returns what a dead process of this node has reported; empty for nothing."""
+        return await asyncio.to_thread(crash_report, pid)
 
     async def forever(self) -> None:
         """Never returns: a pending call is how the supervisor learns that this process has died."""

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 )
 
 from eesd_dist.errors import LeaseLost
+from eesd_dist.workers.crash_report import report_crashes
 from eesd_dist.workers.messages import Lease, Tenancy, WorkerIdentity
 from eesd_dist.workers.process import process_info
 
@@ -125,8 +126,11 @@ def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
 def detached_tenure(
     identity: WorkerIdentity, *, namespace: str, number: int, lease_s: float
 ) -> Tenure:
-    """Returns the lease of a detached actor: when it expires, the process exits, and the last one
-    of its pipeline removes the placement groups. `number` orders the workers."""
+    """Returns the lease of a detached actor, whose process reports its crashes.
+
+    When the lease expires, the process exits, and the last one of its pipeline removes the placement
+    groups. `number` orders the workers.
+    """
 
     def expired() -> None:
         time.sleep(number * _STAGGER_S)
@@ -139,4 +143,5 @@ def detached_tenure(
             logger.exception("placement groups not removed: pipeline=%s", identity.pipeline)
         os._exit(0)
 
+    report_crashes()
     return Tenure(identity, lease_s=lease_s, expired=expired)

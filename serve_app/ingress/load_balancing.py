@@ -59,7 +59,11 @@ class LoadBalancer:
             self._polling = asyncio.ensure_future(self._poll())
 
     def choose(self, attempts: Attempts) -> PipelineChoice | None:
-        """Returns the pipeline for the next attempt at a request; None if none is ready."""
+        """Returns the pipeline for the next attempt at a request; None if none is ready.
+
+        Raises PoisonRequest for a request that has killed the engine it was alone in.
+        """
+        attempts.blame(self._chooser.crashed())
         tokens = attempts.tokens
         choice = None
         if attempts.target is not None:

@@ -73,6 +73,7 @@ class ServiceClient:
                     error = raised
             if isinstance(error, PeerLost):
                 self._load_balancer.lost(choice.pipeline)
+                attempts.lost(choice.leader)
             elif isinstance(error, Migrated):
                 self._load_balancer.migrated()
             await asyncio.sleep(attempts.failed(error, patience_s=self._patience_s))

@@ -7,7 +7,7 @@ reported counts against a request: a process that was killed, a lost node, a cut
 without progress does not. Pure: it reads a clock that it is given, and waits for nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from eesd_dist.errors import (
@@ -39,6 +39,10 @@ class Attempts:
         self._stuck_since_s: float | None = None
         """When the first of them was; None with a token since."""
         self._is_resumed = False
+        self._lost_with: set[str] = set()
+        """The processes that attempts were lost with since its last token."""
+        self._was_suspect = False
+        """Whether it ran alone."""
         self.refused: set[str] = set()
         """Pipelines that have sent it on since its last token."""
         self.target: str | None = None
@@ -63,6 +67,7 @@ class Attempts:
     def next(self, submission: int) -> Request:
         """Returns the request for the next attempt."""
         is_suspect = self._request.crashes >= self._suspect_after
+        self._was_suspect = is_suspect
         return replace(self._request, submission=submission, is_suspect=is_suspect)
 
     def heard(self, emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
@@ -76,6 +81,7 @@ class Attempts:
             self._request = replace(self._request, generated=generated, crashes=0)
             self._num_failures, self._stuck_since_s, self.last_error = 0, None, None
             self.refused.clear()
+            self._lost_with.clear()
         if not self._is_resumed:
             return emissions
         return tuple(replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions)
@@ -100,6 +106,17 @@ class Attempts:
         if isinstance(error, Migrated) and self._num_failures == 1:
             return 0.0
         return min(_FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), _MAX_PAUSE_S)
+
+    def lost(self, leader: str) -> None:
+        """Notes the process that an attempt was lost with."""
+        self._lost_with.add(leader)
+
+    def blame(self, crashed: Collection[str]) -> None:
+        """Counts a lost attempt if its process, as its pipeline has found out since, died of its
+        own fault. Raises PoisonRequest."""
+        for leader in self._lost_with & set(crashed):
+            self._lost_with.remove(leader)
+            self._crashed(EngineCrashed(str(self.last_error), was_alone=self._was_suspect))
 
     def _crashed(self, error: EngineCrashed) -> None:
         crashes = self._request.crashes + 1

@@ -49,6 +49,7 @@ class Assembly:
             pipeline=pipeline,
             digest=digest_of(config),
             owner=owner,
+            node_id=ray.get_runtime_context().get_node_id(),
             engine=config.engine,
             stages=stages,
             telemetry=config.telemetry_options,

@@ -99,6 +99,8 @@ class PipelineState:
     """What interrupted it last; empty if nothing has."""
     recovery_s: float | None
     """Seconds from that to the next token; None before the first."""
+    start_s: float | None
+    """Seconds that its longest start took, weights included; None before the first."""
     leader: str
     """Name of the process that takes its requests; empty while there is none."""
     weight: float | None
@@ -268,6 +270,7 @@ class Pipeline:
             if self._supervisor.num_interruptions
             else "",
             recovery_s=self._supervisor.recovery_s,
+            start_s=self._supervisor.start_s,
             leader=self._leader_name(),
             weight=self._speed.value,
             draining=self._draining.reason,
@@ -331,12 +334,13 @@ class Pipeline:
 
     def _report(self) -> PipelineReport:
         supervisor = self._supervisor
-        leader = self._leader()
+        group, leader = supervisor.present_group, self._leader()
         return PipelineReport(
             pipeline_id=PipelineId(self._name),
             leader="" if leader is None else leader.name,
             address=None if leader is None else leader.handle,
             ranks=self._ranks(),
+            crashed=() if group is None else tuple(group.crashed_leaders),
             epoch=supervisor.epoch,
             app=self._config.app_name,
             num_running=0 if leader is None else leader.status.num_live,

@@ -10,6 +10,7 @@ workers compute, and for which requests.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,8 @@ class WorkerGroup:
         """Of the present epoch."""
         self.claimed_trouble: EesdError | None = None
         """Why the epoch of claimed workers cannot go on; None if it can, and without claims."""
+        self.crashed_leaders: deque[str] = deque(maxlen=8)
+        """Names of the latest leaders that have reported their own crash."""
         self.spawned_s = 0.0
         """When the last slot was filled, by the clock of `time.monotonic`."""
 
@@ -214,7 +217,16 @@ class WorkerGroup:
             if worker.failure.done():
                 errors[worker] = worker.failure.result()
                 self._broken.add((worker.host or worker).slot.name)
-        return self._culprit(errors)
+        return await self._own_fault() or self._culprit(errors)
+
+    async def _own_fault(self) -> EesdError | None:
+        """Returns the crash that the process of a dead worker has reported, if one has."""
+        for worker in self.engaged:
+            if worker.is_dead and (said := await self.workers.crash_of(worker)):
+                if worker is self.engaged[0]:
+                    self.crashed_leaders.append(worker.name)
+                return EngineError(f"{worker.label} crashed: {said}")
+        return None
 
     async def end_epoch(self, trouble: EesdError, *, is_crash: bool = False) -> None:
         """Ends the epoch: streams end with its trouble, survivors leave, and workers that cannot

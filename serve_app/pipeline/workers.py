@@ -26,6 +26,7 @@ from eesd_dist.errors import (
     EngineError,
     PeerLost,
 )
+from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
@@ -68,6 +69,8 @@ class WorkerSpec:
     """Of the configuration: only a supervisor with the same one may claim the workers."""
     owner: str
     """The supervisor's name in their leases."""
+    node_id: str
+    """The node of the supervisor."""
     engine: EngineConfig
     stages: StageFactory
     telemetry: TelemetryOptions
@@ -276,6 +279,22 @@ class Workers:
             )
         self._coming.pop(slot.name, None)
         self._arrived(coming.result())
+
+    async def crash_of(self, dead: Worker) -> str:
+        """Returns what the process of a dead worker has reported as its own crash; empty if it was
+        killed from outside, or if nothing on its node can tell."""
+        node_id, pid = dead.process_info.node_id, dead.process_info.pid
+        if node_id == self.spec.node_id:
+            return await asyncio.to_thread(crash_report, pid)
+        for worker in self:
+            if worker.process_info.node_id != node_id or worker.is_dead:
+                continue
+            try:
+                async with asyncio.timeout(self.spec.timings.ping_s):
+                    return str(await worker.ask("crash_report", "crash report", pid))
+            except (EngineError, TimeoutError) as error:
+                logger.info("no crash report: worker=%s error=%r", dead.label, error)
+        return ""
 
     def start_spawn(self, slot: RankSlot, operation: str) -> asyncio.Task[Worker]:
         """Starts to spawn a worker for the slot."""

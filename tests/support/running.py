@@ -1,22 +1,30 @@
 """A service under test: its address, and how to find and kill its processes."""
 
+import asyncio
 import os
+import queue
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
-from eesd_dist.types import Request
+from eesd_dist.errors import EesdError
+from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.types import Emission, Request
 from serve_app.config import ServiceConfig
+from serve_app.ingress.load_balancing import LoadBalancer
+from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.pipeline.deployment import PipelineState
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Running:
     """A running service."""
 
@@ -50,11 +58,57 @@ class Running:
         pids = {m.name: m.pid for m in self.state().workers}
         os.kill(pids[worker], number)
 
-    def items(self, request: Request) -> Any:
-        """Returns the stream of the request from the pipeline, without its first item."""
-        stream = iter(self.pipelines.options(stream=True).stream.remote(request))
-        next(stream)
-        return stream
+    def items(self, request: Request) -> "Items":
+        """Sends the request as an ingress does; returns its emissions, and the error that ends it
+        as the last item."""
+        return Items(_client_of(self), request)
+
+
+class Items:
+    """A stream that is read by a thread with an event loop, and here item by item."""
+
+    def __init__(self, client: ServiceClient, request: Request) -> None:
+        self._read: queue.SimpleQueue[tuple[Emission, ...] | EesdError | None] = queue.SimpleQueue()
+        self._reading = asyncio.run_coroutine_threadsafe(self._run(client, request), _loop())
+
+    def __iter__(self) -> "Items":
+        return self
+
+    def __next__(self) -> Any:
+        item = self._read.get(timeout=200)
+        if item is None:
+            raise StopIteration
+        return item
+
+    async def _run(self, client: ServiceClient, request: Request) -> None:
+        try:
+            async for emission in client.stream(request):
+                self._read.put((emission,))
+        except EesdError as error:
+            self._read.put(error)
+        finally:
+            self._read.put(None)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="test clients", daemon=True).start()
+    return loop
+
+
+@cache
+def _client_of(running: Running) -> ServiceClient:
+    async def client() -> ServiceClient:
+        load_balancer = LoadBalancer(running.config, pipelines=running.pipelines)
+        return ServiceClient(
+            running.pipelines,
+            config=running.config,
+            tracing=Tracing(),
+            load_balancer=load_balancer,
+        )
+
+    return asyncio.run_coroutine_threadsafe(client(), _loop()).result()
 
 
 def tokens_of(items: Any) -> list[int]:
