@@ -128,8 +128,8 @@ def detached_tenure(
 ) -> Tenure:
     """Returns the lease of a detached actor, whose process reports its crashes.
 
-    When the lease expires, the process exits, and the last one of its pipeline removes the placement
-    groups. `number` orders the workers.
+    When the lease expires, the process exits, and the last one of its pipeline removes the
+    placement groups. `number` orders the workers.
     """
 
     def expired() -> None:

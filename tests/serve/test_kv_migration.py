@@ -59,10 +59,10 @@ class Sending:
 
     def __init__(self, config: ServiceConfig) -> None:
         self.handle = serve.get_deployment_handle("Pipeline", config.app_name)
-        self.load_balancer = LoadBalancer(config)
+        self.load_balancer = LoadBalancer(config, pipelines=self.handle)
         self._client = ServiceClient(
             self.handle,
-            recovery=config.recovery,
+            config=config,
             tracing=Tracing(),
             load_balancer=self.load_balancer,
         )

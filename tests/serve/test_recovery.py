@@ -288,9 +288,9 @@ def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Run
 
 def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) -> None:
     before = poisoned.state()
-    (refusal,) = poisoned.items(_poison("lonely", way="death of the drafting actor"))
+    (refusal,) = poisoned.items(_poison("lonely", way="bug in the drafting actor"))
     assert "request lonely is refused: the engine broke 2 times under it" in str(refusal)
-    assert "died" in str(refusal)
+    assert "this token is in no vocabulary" in str(refusal)
     request = _request("after", max_tokens=20)
     assert tokens_of(poisoned.items(request)) == _expected(request)
     after = poisoned.state()
@@ -320,13 +320,14 @@ def test_an_engine_that_breaks_under_every_request_is_given_up_with_a_clear_erro
         stages=PoisonedStages,
         recovery={"max_interruptions": 1, "stream_pause_s": 120.0},
     )
+    before = hopeless.state()
     names = [f"bad-{i}" for i in range(4)]
     with held(hopeless.config.engine, at=0):
         streams = [hopeless.items(_poison(name, way="bug in the drafting actor")) for name in names]
         until(lambda: hopeless.num_running() == len(names))
     said = [str(error) for stream in streams for error in stream]
-    assert sum("is refused" in text for text in said) == 2
-    assert sum("is given up: it broke 4 times in a row without a token" in s for s in said) == 2
+    assert sum("is refused" in text for text in said) == len(names)
+    assert hopeless.state().pipeline != before.pipeline, "which was given up"
     serve.delete("hopeless")
 
 
@@ -342,14 +343,14 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
     application = application_of(config, stages=ToyStages())
     deploy(application, name="pair", route_prefix="/pair", wait=Event().wait)
     pipelines = serve.get_deployment_handle("Pipeline", "pair")
-    served_by: set[str] = set()
+    pair = Running(url="", config=config, pipelines=pipelines)
 
     def both_have_served() -> bool:
-        request = _request(f"pair-{len(served_by)}-{time.monotonic()}", max_tokens=6)
-        admitted, *items = pipelines.options(stream=True).stream.remote(request)
-        assert tokens_of(items) == _expected(request)
-        served_by.add(admitted.pipeline)
-        return len(served_by) == 2
+        requests = [_request(f"pair-{i}-{time.monotonic()}", max_tokens=6) for i in range(4)]
+        for request, items in [(request, pair.items(request)) for request in requests]:
+            assert tokens_of(items) == _expected(request)
+        stats = pipelines.broadcast("stats").results(timeout_s=30)
+        return [bool(each.num_rounds) for each in stats] == [True, True]
 
     until(both_have_served)
     serve.delete("pair")
