@@ -73,5 +73,6 @@ def _how_many(config: ServiceConfig) -> dict[str, object]:
             "min_replicas": wanted.min_count,
             "max_replicas": wanted.max_count,
             "target_ongoing_requests": wanted.target_live_requests,
+            "policy": {"policy_function": "serve_app.autoscaling:pipelines_for_load"},
         }
     }

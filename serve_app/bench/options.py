@@ -43,7 +43,7 @@ class ChaosOptions:
     model: Model = BUNDLED_MODEL
     verify_tp: Annotated[int, "ranks of the verify stage"] = 2
     pipelines: Annotated[int, "number of pipelines"] = 1
-    deadline_s: Annotated[float, "limit of every wait between ranks"] = 5.0
+    deadline_s: Annotated[float, "limit of every wait between ranks"] = 20.0
     port: Annotated[int | None, "of the service (a free one)"] = None
     set: Annotated[tuple[str, ...], "--set KEY=VALUE: any configuration key; may be repeated"] = ()
     address: Annotated[

@@ -41,11 +41,11 @@ def undrain(name: Name, service: RunningService) -> None:
 def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
     from rich.table import Table
 
-    table = Table("pipeline", "replica", "state", "epoch", "live", "weight", "draining")
+    table = Table("pipeline", "replica pid", "state", "epoch", "live", "weight", "draining")
     for each in pipelines:
         table.add_row(
             each["pipeline"],
-            each["address"],
+            str(each["pid"]),
             "ready" if each["is_ready"] else f"unavailable: {each['last_trouble']}",
             str(each["epoch"]),
             str(each["num_live"]),

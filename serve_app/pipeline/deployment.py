@@ -28,6 +28,7 @@ from eesd_dist.workers.messages import (
 )
 from eesd_dist.workers.process import prepare_process, process_info
 from eesd_dist.workers.roles import StageFactory
+from serve_app.autoscaling import LIVE
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
@@ -311,6 +312,11 @@ class Pipeline:
         except EesdError:
             return 0
         return len(live)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Serve's autoscaler decides from."""
+        leader = self._leader()
+        return {LIVE: 0.0 if leader is None else float(leader.status.num_live)}
 
     async def check_health(self) -> None:
         """Raises when this pipeline cannot recover: Serve then starts another."""

@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 def config_of(options: ChaosOptions) -> ServiceConfig:
-    """Returns the service under test: defaults, but a short deadline and high recovery limits."""
+    """Returns the service under test, with the defaults that a service has."""
     host = "127.0.0.1" if options.address is None else options.address.rpartition(":")[0]
     tree: dict[str, Any] = {
         "engine": {
@@ -69,8 +69,6 @@ def config_of(options: ChaosOptions) -> ServiceConfig:
         "host": host,
         "port": options.port or _free_port(host),
         "pipelines": {"min_count": options.pipelines, "max_count": options.pipelines},
-        # Kills look like crashes that a request has caused, and come more often than those.
-        "recovery": {"max_interruptions": 50, "suspect_after": 5, "stream_pause_s": 120.0},
     }
     apply_settings(tree, options.set)
     return service_config(tree)

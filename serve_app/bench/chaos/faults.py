@@ -103,6 +103,8 @@ class Hit:
     landed_s: float
     pipeline: "PipelineState | None" = None
     """As it was before; None where the fault hits no pipeline."""
+    replica: bool = False
+    """Whether it hit the pipeline's replica, whose workers go on."""
     ledger: "Ledger | None" = None
     router: ProcessInfo | None = None
     """The router that was hit, if one was."""
@@ -131,6 +133,8 @@ def fault_named(kind: str) -> FaultKind:
 
 def _in_pipeline(
     hit: "Callable[[Means, PlannedFault, PipelineState, Ledger], Awaitable[str]]",
+    *,
+    is_replica: bool = False,
 ) -> "Callable[[Means, PlannedFault], Awaitable[Hit]]":
     """Chooses a pipeline; `hit` returns what it hit there."""
 
@@ -144,6 +148,7 @@ def _in_pipeline(
             landed_s=time.monotonic(),
             pipeline=state,
             ledger=ledger,
+            replica=is_replica,
         )
 
     return inject
@@ -200,7 +205,7 @@ async def _stop_loop(
     means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
     """Stops the round loop of a process that goes on answering calls, as a stuck kernel does."""
-    worker = _one_of(state, ("verify rank",), planned.choice)
+    worker = _one_of(state, ("verify rank", "draft"), planned.choice)
     at = _process_of(worker)
     await means.processes.stop_thread(LOOP_THREAD, of=at)
 
@@ -267,7 +272,7 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     "drafting actor": FaultKind(inject=_in_pipeline(_kill("draft"))),
     "router": FaultKind(inject=_kill_router, pauses_streams=False),
     "hang": FaultKind(inject=_in_pipeline(_freeze)),
-    "pipeline": FaultKind(inject=_in_pipeline(_kill_replica)),
+    "pipeline": FaultKind(inject=_in_pipeline(_kill_replica, is_replica=True)),
     "link": FaultKind(inject=_in_pipeline(_cut)),
     "loop": FaultKind(inject=_in_pipeline(_stop_loop)),
 }

@@ -298,12 +298,14 @@ class FaultInjector:
         return await self._service.is_ready() and all([await mended() for _, mended in self._open])
 
     async def _is_past(self, hit: Hit) -> bool:
-        """Whether the router or the epoch that was hit is no more."""
+        """Whether the router, the replica or the epoch that was hit is no more."""
         if hit.router is not None:
             return await self._is_other_router(hit.router)
         before = hit.pipeline
         assert before is not None, "a fault hits the router or a pipeline"
         states = await self._service.states()
+        if hit.replica:
+            return bool(states) and not any(state.pid == before.pid for state in states)
         return bool(states) and not any(
             (s.pipeline, s.epoch) == (before.pipeline, before.epoch) for s in states
         )
