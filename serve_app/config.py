@@ -154,6 +154,35 @@ class RecoveryConfig(Section):
     if the engine crashes again, and the other requests go on."""
 
 
+class LimitsConfig(Section):
+    """What one HTTP request may take. docs/security.md lists what is refused and how."""
+
+    max_body_bytes: PositiveInt | None = None
+    """Maximum size of a body; None: 1 MiB and 32 bytes for each token of `max_model_len`."""
+
+    max_json_depth: PositiveInt = 64
+    """Maximum nesting of a body."""
+
+    max_choices: PositiveInt | None = None
+    """Maximum texts of one request, prompts x n; None: four times `scheduler.max_running`. Half of
+    `scheduler.max_running` are generated at the same time."""
+
+    read_timeout_s: PositiveFloat = 20.0
+    """Longest a body may take to arrive."""
+
+    request_ttl_s: PositiveFloat = 3600.0
+    """Longest a request may take, from its arrival to its last token, waiting included."""
+
+    @model_validator(mode="after")
+    def _a_body_arrives_in_time(self) -> Self:
+        if self.read_timeout_s >= self.request_ttl_s:
+            raise ValueError(
+                f"request_ttl_s is {self.request_ttl_s:g}, not above read_timeout_s "
+                f"{self.read_timeout_s:g}: raise request_ttl_s"
+            )
+        return self
+
+
 class HealthConfig(Section):
     """When the service reports that it is healthy."""
 
@@ -261,12 +290,16 @@ class ServiceConfig(Section):
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
 
+    allow_no_key: bool = False
+    """Whether a host other than loopback may be served without a key."""
+
     num_ingresses: PositiveInt = 1
     """HTTP replicas; they hold no state."""
 
     pipelines: PipelinesConfig = PipelinesConfig()
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    limits: LimitsConfig = LimitsConfig()
     health: HealthConfig = HealthConfig()
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()

@@ -25,6 +25,7 @@ from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
+from serve_app.openai.limits import limits_of
 from serve_app.pipeline.deployment import PipelineControl
 from serve_app.router import find_router
 
@@ -53,11 +54,17 @@ class Ingress:
         config = self._config
         self._load_balancer.start()
         leave_out_torch()
+        max_model_len = max_model_len_of(config.engine)
         app = build_api(
             self._client,
-            tokenizer=Tokenizer.load(config.engine.model.path),
+            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=max_model_len),
             model_name=config.served_model_name,
-            max_model_len=max_model_len_of(config.engine),
+            max_model_len=max_model_len,
+            limits=limits_of(
+                config.limits,
+                max_model_len=max_model_len,
+                max_running=config.engine.scheduler.max_running,
+            ),
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
