@@ -6,6 +6,7 @@ placed, how it is reached, how long recovery may take.
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
@@ -317,6 +318,23 @@ class ServiceConfig(Section):
             otlp_endpoint=self.telemetry.otlp_endpoint,
             trace_folder=None if folder is None else str(folder.resolve()),
         )
+
+
+def require_key(config: ServiceConfig, *, has_key: bool) -> None:
+    """Raises ConfigError if other hosts could use the service without a key."""
+    if not (has_key or config.allow_no_key or _is_loopback(config.host)):
+        raise ConfigError(
+            f"host is {config.host}, which other machines reach, and {config.api_key_env} is not "
+            f"set: set {config.api_key_env} to the key that clients must send, listen on "
+            "127.0.0.1, or give --allow-no-key (allow_no_key: true)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_service_config(path: Path) -> dict[str, object]:
