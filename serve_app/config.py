@@ -159,7 +159,7 @@ class LimitsConfig(Section):
     """What one HTTP request may take. docs/security.md lists what is refused and how."""
 
     max_body_bytes: PositiveInt | None = None
-    """Maximum size of a body; None: 1 MiB and 32 bytes for each token of `max_model_len`."""
+    """Maximum size of a body; None: 1 MiB and 16 bytes for each token of `max_model_len`."""
 
     max_json_depth: PositiveInt = 64
     """Maximum nesting of a body."""

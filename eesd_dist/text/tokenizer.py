@@ -142,8 +142,15 @@ class Tokenizer:
                 f"{param}: found half of a surrogate pair, expected valid UTF-8",
                 param=param,
             )
+        # Lists of a million entries are built under the GIL: the two others are not asked for.
         return tuple(
-            self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            self._backend.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
         )
 
     def _check_size(self, text: str, *, max_tokens: int, param: str) -> None:

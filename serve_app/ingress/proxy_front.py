@@ -11,6 +11,7 @@ import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from eesd_dist.errors import RequestError
 from serve_app.openai.errors import HeadTooLarge, TooSlow, http_error_of
 from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
 from serve_app.openai.sse import encoded
@@ -50,6 +51,11 @@ class BoundedHead(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, in the same shape as all errors."""
+        self.transport.write(_answer(RequestError(msg)))
+        self.transport.close()
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(

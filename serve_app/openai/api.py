@@ -174,6 +174,7 @@ def _add_tokens(
         preparation.check_model(fields.model)
         size = len(fields.prompt or "") + size_of_chat(fields.messages or ())
         tokens = await threads.run(partial(tokens_of, fields), size=size)
+        preparation.check_count(tokens, param="prompt" if fields.messages is None else "messages")
         content = {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens)}
         return _json(content)
 
@@ -181,7 +182,8 @@ def _add_tokens(
     async def detokenize(fields: DetokenizeFields) -> Response:
         """Returns the text of token ids, special tokens included."""
         preparation.check_model(fields.model)
-        preparation.check_detokenizable(fields.tokens)
+        preparation.check_count(fields.tokens, param="tokens")
+        preparation.check_ids(fields.tokens, param="tokens")
         tokens = [TokenId(token) for token in fields.tokens]
         decode = partial(codec.decode, tokens, skip_special_tokens=False)
         return _json({"prompt": await threads.run(decode, size=len(tokens))})

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10
 _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
+_MAX_JSON_CONTAINERS = 16_384
+"""Four for each message of the longest conversation. Parsing a million takes a second."""
 _LOGGED_CHARS = 120
 _OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 """Paths for probes and scrapers, which send no key."""
@@ -125,7 +127,7 @@ class AdmissionGate:
                 body += part
                 self._check_sizes(body)
                 if not message.get("more_body", False):
-                    check_nesting(body, max_depth=self._limits.max_json_depth)
+                    check_json(body, max_depth=self._limits.max_json_depth)
                     return [{"type": "http.request", "body": bytes(body), "more_body": False}]
         finally:
             self._num_bytes -= len(body)
@@ -162,14 +164,22 @@ def check_head(scope: Scope) -> None:
         )
 
 
-def check_nesting(body: bytes | bytearray, *, max_depth: int) -> None:
-    """Raises RequestError if JSON is nested deeper than `max_depth`, without parsing it."""
+def check_json(body: bytes | bytearray, *, max_depth: int) -> None:
+    """Raises RequestError for JSON with too many lists and objects, or too deep ones, without
+    parsing it."""
     if b"\0" in body:
         raise RequestError("found a NUL byte in the body, expected JSON in UTF-8")
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return
     brackets = _JSON_STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
-    depth = int(np.frombuffer(brackets, np.int8).cumsum(dtype=np.int32).max(initial=0))
+    steps = np.frombuffer(brackets, np.int8)
+    num_opened = int((steps > 0).sum())
+    if num_opened > _MAX_JSON_CONTAINERS:
+        raise RequestError(
+            f"found {num_opened} lists and objects in the body, expected at most "
+            f"{_MAX_JSON_CONTAINERS}: send several requests"
+        )
+    depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
     if depth > max_depth:
         raise RequestError(
             f"the body is nested {depth} levels deep, expected at most {max_depth}: send flatter "

@@ -8,8 +8,6 @@ _FIXED_BODY_BYTES = 2**20
 """Fields that are not prompts, and batches of short prompts."""
 _BYTES_PER_TOKEN = 16
 """A token is 4 to 5 bytes of English, 8 of escaped Chinese, and 8 as a number in a JSON list."""
-_PROMPTS_PER_BODY = 2
-"""Prompts of full length that one body may have."""
 _CHOICES_PER_SLOT = 4
 
 
@@ -27,10 +25,10 @@ class Limits:
 
 
 def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> Limits:
-    """Body: 1 MiB + 2 prompts x `max_model_len` tokens x 16 bytes, unless configured."""
-    prompts_bytes = _PROMPTS_PER_BODY * max_model_len * _BYTES_PER_TOKEN
+    """A body has 1 MiB and 16 bytes for each token of the longest prompt, unless configured."""
+    prompt_bytes = max_model_len * _BYTES_PER_TOKEN
     return Limits(
-        max_body_bytes=config.max_body_bytes or _FIXED_BODY_BYTES + prompts_bytes,
+        max_body_bytes=config.max_body_bytes or _FIXED_BODY_BYTES + prompt_bytes,
         max_json_depth=config.max_json_depth,
         read_timeout_s=config.read_timeout_s,
         request_ttl_s=config.request_ttl_s,

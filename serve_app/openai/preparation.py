@@ -35,6 +35,8 @@ Prompt = tuple[TokenId, ...]
 _DEFAULT_COMPLETION_TOKENS = 16
 _TOP_K_OF_ALL = 2**31 - 1
 """More than any vocabulary has; larger values mean the same."""
+_MAX_LISTED_TOKENS = 32_768
+"""Of `/tokenize` and `/detokenize`, unless the model takes more."""
 _ID_DIGITS = 20
 """Longer than any token id; Python refuses to read numbers of thousands of digits."""
 
@@ -201,14 +203,14 @@ class Preparation:
         self._check_length(tokens, param="prompt")
         return tokens
 
-    def check_detokenizable(self, ids: Sequence[int]) -> None:
-        if len(ids) > self._max_model_len:
+    def check_count(self, tokens: Sequence[int], *, param: str) -> None:
+        """Raises RequestError if these are more tokens than are listed in one answer or body."""
+        limit = max(self._max_model_len, _MAX_LISTED_TOKENS)
+        if len(tokens) > limit:
             raise RequestError(
-                f"tokens: found {len(ids)}, expected at most the model's {self._max_model_len}: "
-                "send them in parts",
-                param="tokens",
+                f"{param}: found {len(tokens)} tokens, expected at most {limit}: send a part",
+                param=param,
             )
-        self.check_ids(ids, param="tokens")
 
     def _check_length(self, prompt: Prompt, *, param: str) -> None:
         if len(prompt) >= self._max_model_len:
