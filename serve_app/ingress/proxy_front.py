@@ -26,7 +26,7 @@ def proxy_middlewares() -> list[Middleware]:
 
 
 class BoundedHead(HttpToolsProtocol):
-    """A connection whose heads (request line and headers) must arrive in time and be small."""
+    """Bounds the time and size of the heads (request line and headers) of one connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
