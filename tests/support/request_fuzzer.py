@@ -109,9 +109,9 @@ def _broken_json(rng: Random) -> FuzzedRequest:
         whole[rng.randrange(len(whole))] = rng.randrange(256)
     depth = rng.choice([10, 65, 900, 100_000])
     encoded = bytes(whole).decode("latin-1").encode(rng.choice(["utf-16", "utf-32"]))
-    body = rng.choice(
-        [bytes(whole), b"[" * depth, b'{"a":' * depth + b"}" * depth, b"NaN", b"", encoded]
-    )
+    lists, objects = b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth
+    nested = b'{"prompt":' + rng.choice([lists, objects]) + b',"x":' + lists + b"}"
+    body = rng.choice([bytes(whole), lists, objects, nested, lists[:depth], b"NaN", b"", encoded])
     return FuzzedRequest(parts=(post(rng.choice(_PATHS), body),))
 
 

@@ -1,8 +1,6 @@
 """The server of Ray's proxy, with heads bounded in time and size."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -12,11 +10,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from cluster.ray_compat import PROXY_CALLBACK
 from serve_app.ingress import proxy_front
 from serve_app.ingress.proxy_front import BoundedHead
 from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
-from serve_app.session.environment import prepare_for_local_ray
 from tests.support.live_server import serving
 from tests.support.raw_http import Part, Reply, exchange, get, post
 
@@ -103,29 +99,3 @@ def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None
     status = _reply(port, get("/", *upgrade, key)).status
     assert status is not None
     assert 400 <= status < 500
-
-
-_IN_A_PROXY = """
-from ray.serve._private.http_util import configure_http_middlewares
-from ray.serve.config import HTTPOptions
-import uvicorn
-found = configure_http_middlewares(HTTPOptions()).middlewares
-print([each.cls.__name__ for each in found])
-config = uvicorn.Config(lambda: None, factory=True)
-config.load()
-print(config.http_protocol_class.__name__)
-"""
-
-
-def test_serves_proxy_takes_both_where_the_environment_names_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import os
-
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    prepare_for_local_ray()
-    assert PROXY_CALLBACK in os.environ
-    run = subprocess.run(
-        [sys.executable, "-c", _IN_A_PROXY], env=os.environ, capture_output=True, check=True
-    )
-    assert run.stdout.decode().split("\n")[-3:-1] == ["['HeadGate']", "BoundedHead"]
