@@ -11,7 +11,7 @@ from tests.support.gated_server import gated_server, num_live
 from tests.support.raw_http import exchange
 from tests.support.request_fuzzer import FuzzedRequest, fuzzed, valid_request
 
-_AT_ONCE = 8
+_AT_ONCE = 16
 
 
 async def _answers(port: int, requests: list[FuzzedRequest]) -> Counter[int | None]:
@@ -39,7 +39,7 @@ async def _answers(port: int, requests: list[FuzzedRequest]) -> Counter[int | No
 def _fuzz(number: int, *, seed: int) -> Counter[int | None]:
     rng = Random(seed)
     requests = [fuzzed(rng) for _ in range(number)]
-    with gated_server(read_timeout_s=0.5, head_timeout_s=0.5) as port:
+    with gated_server(read_timeout_s=1.0, head_timeout_s=1.0) as port:
         statuses = asyncio.run(_answers(port, requests))
         deadline_s = time.monotonic() + 10.0
         while num_live(port) and time.monotonic() < deadline_s:
