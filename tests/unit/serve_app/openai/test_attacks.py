@@ -111,6 +111,7 @@ def test_a_client_is_served_while_another_one_attacks() -> None:
 def test_pings_take_milliseconds_while_another_client_attacks(
     max_model_len: int, num_chars: int
 ) -> None:
+    # Measures the service, so it needs two quiet cores.
     seconds = _under_attack(num_pings=1000, max_model_len=max_model_len, num_chars=num_chars)
     assert seconds[990] <= 0.2
     assert seconds[-1] <= 1.0
