@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Environment variable of nodes with an HTTP proxy: a function that each proxy calls when it starts
+and that returns middlewares. They run before Serve reads the headers."""
+
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:
     """Returns the free resources of each live node, by node id.

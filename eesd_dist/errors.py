@@ -5,6 +5,7 @@
     |   +-- CheckpointError
     +-- RequestError         caller error: this request can never be served as it is
     |   +-- PromptTooLong
+    |       +-- TextTooLong  found before tokenising
     +-- CapacityError        overload: try again later
     |   +-- QueueFull
     +-- EngineError          a failure of the service or its machines
@@ -68,10 +69,24 @@ class PromptTooLong(RequestError):
         )
 
 
+class TextTooLong(PromptTooLong):
+    """The text has more bytes than any prompt of the model; it has not been tokenised."""
+
+    def __init__(self, *, num_bytes: int, limit: int, max_tokens: int, param: str) -> None:
+        RequestError.__init__(
+            self,
+            f"{param}: found a text of {num_bytes} bytes, expected at most {limit}: the model "
+            f"takes {max_tokens} tokens, and its longest has {limit // max_tokens} bytes; cut "
+            f"{num_bytes - limit} bytes or more",
+            param=param,
+        )
+
+
 class CapacityError(EesdError):
     """No room now; the same request may be served later."""
 
     retry_after_s: float = 1.0
+    """When to try again; an ingress replaces it by an estimate."""
 
 
 class QueueFull(CapacityError):

@@ -6,6 +6,7 @@ placed, how it is reached, how long recovery may take.
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
@@ -169,6 +170,35 @@ class RecoveryConfig(Section):
         return max(_MIN_PAUSE_S, _STARTS_WAITED * (start_s or 0.0))
 
 
+class LimitsConfig(Section):
+    """What one HTTP request may take. docs/security.md lists what is refused and how."""
+
+    max_body_bytes: PositiveInt | None = None
+    """Maximum size of a body; None: 1 MiB and 16 bytes for each token of `max_model_len`."""
+
+    max_json_depth: PositiveInt = 64
+    """Maximum nesting of a body."""
+
+    max_choices: PositiveInt | None = None
+    """Maximum texts of one request, prompts x n; None: four times `scheduler.max_running`. Half of
+    `scheduler.max_running` are generated at the same time."""
+
+    read_timeout_s: PositiveFloat = 20.0
+    """Longest a body may take to arrive."""
+
+    request_ttl_s: PositiveFloat = 3600.0
+    """Longest a request may take, from its arrival to its last token, waiting included."""
+
+    @model_validator(mode="after")
+    def _a_body_arrives_in_time(self) -> Self:
+        if self.read_timeout_s >= self.request_ttl_s:
+            raise ValueError(
+                f"request_ttl_s is {self.request_ttl_s:g}, not above read_timeout_s "
+                f"{self.read_timeout_s:g}: raise request_ttl_s"
+            )
+        return self
+
+
 class RouterConfig(Section):
     """The router, the one actor of the control plane."""
 
@@ -265,12 +295,16 @@ class ServiceConfig(Section):
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
 
+    allow_no_key: bool = False
+    """Whether a host other than loopback may be served without a key."""
+
     num_ingresses: PositiveInt = 1
     """HTTP replicas; they hold no state."""
 
     pipelines: PipelinesConfig = PipelinesConfig()
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    limits: LimitsConfig = LimitsConfig()
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -287,6 +321,23 @@ class ServiceConfig(Section):
             otlp_endpoint=self.telemetry.otlp_endpoint,
             trace_folder=None if folder is None else str(folder.resolve()),
         )
+
+
+def require_key(config: ServiceConfig, *, has_key: bool) -> None:
+    """Raises ConfigError if other hosts could use the service without a key."""
+    if not (has_key or config.allow_no_key or _is_loopback(config.host)):
+        raise ConfigError(
+            f"host is {config.host}, which other machines reach, and {config.api_key_env} is not "
+            f"set: set {config.api_key_env} to the key that clients must send, listen on "
+            "127.0.0.1, or give --allow-no-key (allow_no_key: true)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_service_config(path: Path) -> dict[str, object]:

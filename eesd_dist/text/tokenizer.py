@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from eesd_dist.errors import CheckpointError, RequestError
+from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
 from eesd_dist.text.pieces import Pieces
 from eesd_dist.types import TokenId
 
@@ -59,7 +59,13 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder, loaded with transformers."""
 
     def __init__(
-        self, backend: Any, *, pieces: Pieces, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        backend: Any,
+        *,
+        pieces: Pieces,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_tokens: int | None = None,
     ) -> None:
         """`backend` is a transformers tokenizer; `load` makes one and checks that it fits."""
         self._backend = backend
@@ -68,11 +74,22 @@ class Tokenizer:
         self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
         self._special_token_ids = _special_ids(backend)
         self._bytes: dict[TokenId, bytes] = {}
+        self._max_tokens = max_tokens
+        self._max_token_bytes = (
+            0 if max_tokens is None else max(map(len, map(pieces.bytes_of, backend.get_vocab())))
+        )
 
     @classmethod
-    def load(cls, folder: Path, *, model_vocab_size: int | None = None) -> Self:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        model_vocab_size: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Self:
         """Loads the folder's tokenizer. `model_vocab_size` None takes the one in config.json, if
-        any. Raises CheckpointError."""
+        any. With `max_tokens`, texts that cannot be as short as that are refused before they are
+        tokenised. Raises CheckpointError."""
         backend = _load_backend(folder)
         config = _read_json(folder / "config.json")
         if model_vocab_size is None:
@@ -91,6 +108,7 @@ class Tokenizer:
             pieces=Pieces.of_decoder(_decoder_of(backend), file=folder / "tokenizer.json"),
             vocab_size=model_vocab_size if model_vocab_size is not None else num_ids,
             eos_token_ids=eos,
+            max_tokens=max_tokens,
         )
 
     @property
@@ -117,14 +135,29 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> tuple[TokenId, ...]:
+        if self._max_tokens is not None:
+            self._check_size(text, max_tokens=self._max_tokens, param=param)
         if not _is_unicode(text):
             raise RequestError(
                 f"{param}: found half of a surrogate pair, expected valid UTF-8",
                 param=param,
             )
+        # Lists of a million entries are built under the GIL: the two others are not asked for.
         return tuple(
-            self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            self._backend.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
         )
+
+    def _check_size(self, text: str, *, max_tokens: int, param: str) -> None:
+        """Characters are compared, since counting bytes would take time; each has one or more."""
+        limit = max_tokens * self._max_token_bytes
+        if len(text) > limit:
+            raise TextTooLong(num_bytes=len(text), limit=limit, max_tokens=max_tokens, param=param)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object

@@ -16,6 +16,9 @@ from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError,
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId
 
 _TIMEOUT_S = 3600.0
+_MAX_RETRY_AFTER_S = 120.0
+"""A service or gateway that asks for more is asked again after this long."""
+_MAX_DIGITS = 6
 _FAULT_OF_THE_REQUEST = frozenset(
     {
         HTTPStatus.BAD_REQUEST,
@@ -114,10 +117,18 @@ class HttpClient:
 
 def _refusal(answer: httpx.Response) -> EesdError:
     if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
-        return CapacityError(_said(answer))
+        return _no_capacity(answer)
     if answer.status_code in _FAULT_OF_THE_REQUEST:
         return RequestError(_said(answer))
     return EngineError(f"the service does not take the request: {_found(answer)}")
+
+
+def _no_capacity(answer: httpx.Response) -> CapacityError:
+    error = CapacityError(_said(answer))
+    seconds = answer.headers.get("Retry-After", "")
+    if seconds.isascii() and seconds.isdigit():  # it may also be a date, from a gateway
+        error.retry_after_s = min(float(seconds[:_MAX_DIGITS]), _MAX_RETRY_AFTER_S)
+    return error
 
 
 def _found(answer: httpx.Response) -> str:

@@ -32,6 +32,7 @@ _KEYS = {
     "name": "model_name",
     "host": "host",
     "port": "port",
+    "allow_no_key": "allow_no_key",
     "pipelines": "pipelines.max_count",
     "otlp_endpoint": "telemetry.otlp_endpoint",
     "trace_folder": "telemetry.trace_folder",
@@ -62,6 +63,9 @@ class ServiceFlags:
 
     host: Annotated[str | None, "address to listen on (127.0.0.1)"] = None
     port: Annotated[int | None, "port to listen on (8000)"] = None
+    allow_no_key: Annotated[bool | None, "serve other hosts without an API key (EESD_API_KEY)"] = (
+        None
+    )
     name: Annotated[str | None, "model name in the API (name of the model folder)"] = None
     fallback: Annotated[
         bool | None,

@@ -20,11 +20,12 @@ from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, tracing_of
-from serve_app.config import ServiceConfig
+from serve_app.config import ServiceConfig, require_key
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
+from serve_app.openai.limits import limits_of
 from serve_app.pipeline.deployment import PipelineControl
 from serve_app.router import find_router
 
@@ -53,17 +54,25 @@ class Ingress:
         config = self._config
         self._load_balancer.start()
         leave_out_torch()
+        max_model_len = max_model_len_of(config.engine)
+        api_key = key_of(config, given=self._api_key)
+        require_key(config, has_key=api_key is not None)
         app = build_api(
             self._client,
-            tokenizer=Tokenizer.load(config.engine.model.path),
+            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=max_model_len),
             model_name=config.served_model_name,
-            max_model_len=max_model_len_of(config.engine),
+            max_model_len=max_model_len,
+            limits=limits_of(
+                config.limits,
+                max_model_len=max_model_len,
+                max_running=config.engine.scheduler.max_running,
+            ),
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             workloads_by_temperature=config.router.workloads_by_temperature,
-            api_key=key_of(config, given=self._api_key),
+            api_key=api_key,
             created_unix_s=int(time.time()),
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])

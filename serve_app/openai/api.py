@@ -1,12 +1,12 @@
 """The HTTP endpoints.
 
-Maps paths to operations and checks the API key. Holds no state outside the application it builds,
-so that the same application runs under uvicorn and inside Ray Serve.
+Maps paths to operations, behind the admission gate. Holds no state outside the application it
+builds, so that the same application runs under uvicorn and inside Ray Serve.
 """
 
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eesd_dist.errors import EesdError
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
@@ -25,10 +24,11 @@ from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
-    UnknownKey,
     http_error_of,
     http_error_of_fields,
 )
+from serve_app.openai.gate import AdmissionGate
+from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Preparation, conversation_of
 from serve_app.openai.responses import Json
 from serve_app.openai.schema import (
@@ -37,8 +37,9 @@ from serve_app.openai.schema import (
     DetokenizeFields,
     TokenizeFields,
 )
-from serve_app.openai.service import RequestObserver, Service
+from serve_app.openai.service import RequestObserver, Service, size_of_chat
 from serve_app.openai.sse import ClientGone, EventStream, encoded, while_listened_to
+from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,6 @@ Metrics = Callable[[], Awaitable[bytes]]
 """Returns the Prometheus text."""
 
 _CLIENT_CLOSED_REQUEST = 499
-_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
-"""Paths for probes and scrapers, which send no key."""
 
 
 def build_api(
@@ -64,6 +63,7 @@ def build_api(
     tokenizer: TextCodec,
     model_name: str,
     max_model_len: int,
+    limits: Limits,
     health: Health,
     metrics: Metrics,
     tracing: Tracing | None = None,
@@ -80,6 +80,7 @@ def build_api(
         max_model_len=max_model_len,
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
+        max_choices=limits.max_choices,
     )
     service = Service(
         engine,
@@ -87,6 +88,8 @@ def build_api(
         preparation=preparation,
         tracing=tracing,
         observe_request=observe_request,
+        max_choices_at_once=limits.max_choices_at_once,
+        ttl_s=limits.request_ttl_s,
     )
     app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
     _answer_errors(app)
@@ -96,10 +99,9 @@ def build_api(
         preparation,
         card=_model_card(model_name, max_model_len=max_model_len, created_unix_s=created_unix_s),
     )
-    _add_tokens(app, tokenizer, preparation, max_model_len=max_model_len)
+    _add_tokens(app, tokenizer, preparation, service.threads, max_model_len=max_model_len)
     _add_operations(app, health=health, metrics=metrics)
-    if api_key is not None:
-        app.add_middleware(_KeyCheck, api_key=api_key)
+    app.add_middleware(AdmissionGate, limits=limits, api_key=api_key)
     return app
 
 
@@ -152,19 +154,27 @@ def _add_models(app: FastAPI, preparation: Preparation, *, card: Json) -> None:
 
 
 def _add_tokens(
-    app: FastAPI, codec: TextCodec, preparation: Preparation, *, max_model_len: int
+    app: FastAPI,
+    codec: TextCodec,
+    preparation: Preparation,
+    threads: TextThreads,
+    *,
+    max_model_len: int,
 ) -> None:
+    def tokens_of(fields: TokenizeFields) -> Sequence[TokenId]:
+        if fields.messages is None:
+            return codec.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
+        return codec.encode_chat(
+            conversation_of(fields.messages), add_generation_prompt=fields.add_generation_prompt
+        )
+
     @app.post("/tokenize", response_model=None)
     async def tokenize(fields: TokenizeFields) -> Response:
         """Returns the token ids of a prompt, or of a conversation through the chat template."""
         preparation.check_model(fields.model)
-        if fields.messages is not None:
-            tokens = codec.encode_chat(
-                conversation_of(fields.messages),
-                add_generation_prompt=fields.add_generation_prompt,
-            )
-        else:
-            tokens = codec.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
+        size = len(fields.prompt or "") + size_of_chat(fields.messages or ())
+        tokens = await threads.run(partial(tokens_of, fields), size=size)
+        preparation.check_count(tokens, param="prompt" if fields.messages is None else "messages")
         content = {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens)}
         return _json(content)
 
@@ -172,9 +182,11 @@ def _add_tokens(
     async def detokenize(fields: DetokenizeFields) -> Response:
         """Returns the text of token ids, special tokens included."""
         preparation.check_model(fields.model)
+        preparation.check_count(fields.tokens, param="tokens")
         preparation.check_ids(fields.tokens, param="tokens")
         tokens = [TokenId(token) for token in fields.tokens]
-        return _json({"prompt": codec.decode(tokens, skip_special_tokens=False)})
+        decode = partial(codec.decode, tokens, skip_special_tokens=False)
+        return _json({"prompt": await threads.run(decode, size=len(tokens))})
 
 
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
@@ -211,27 +223,6 @@ def _answer_errors(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, EesdError, Exception):
         app.add_exception_handler(kind, by_table)
-
-
-class _KeyCheck:
-    """Refuses requests without the key, except on open paths."""
-
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_pass(scope):
-            await _refusal(http_error_of(UnknownKey()))(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in _OPEN_PATHS:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return secrets.compare_digest(given, self._expected)
 
 
 def _model_card(name: str, *, max_model_len: int, created_unix_s: int) -> Json:

@@ -25,13 +25,15 @@ from eesd_dist.errors import (
 
 logger = logging.getLogger(__name__)
 
+_ECHOED_CHARS = 80
 _NESTED_FIELDS = frozenset({"messages", "speculation", "stream_options", "logit_bias"})
 
 
 class UnknownModel(RequestError):
     def __init__(self, *, asked: str, served: str) -> None:
         super().__init__(
-            f"the model '{asked}' is not served here: use '{served}' (GET /v1/models lists it)",
+            f"the model '{asked[:_ECHOED_CHARS]}' is not served here: use '{served}' (GET "
+            "/v1/models lists it)",
             param="model",
         )
 
@@ -39,6 +41,34 @@ class UnknownModel(RequestError):
 class UnknownKey(RequestError):
     def __init__(self) -> None:
         super().__init__("missing or wrong API key: send 'Authorization: Bearer <key>'")
+
+
+class BodyTooLarge(RequestError):
+    def __init__(self, *, limit: int) -> None:
+        super().__init__(
+            f"found a body of more than {limit} bytes, expected at most {limit}: send fewer or "
+            "shorter prompts per request"
+        )
+
+
+class HeadTooLarge(RequestError):
+    def __init__(self, *, limit: int) -> None:
+        super().__init__(f"found headers of more than {limit} bytes, expected at most {limit}")
+
+
+class TooSlow(RequestError):
+    def __init__(self, *, part: str, limit_s: float) -> None:
+        super().__init__(
+            f"the {part} had not arrived after {limit_s:g} s: send the request in one piece"
+        )
+
+
+class RequestExpired(CapacityError):
+    def __init__(self, *, limit_s: float) -> None:
+        super().__init__(
+            f"the request was not finished within {limit_s:g} s of its arrival and was ended: try "
+            "again later, ask for fewer tokens, or raise limits.request_ttl_s"
+        )
 
 
 class NotReady(EngineError):
@@ -61,9 +91,13 @@ TABLE: tuple[Row, ...] = (
     Row(error=UnknownKey, status=401, type="authentication_error", code="invalid_api_key"),
     Row(error=UnknownModel, status=404, type="not_found_error", code="model_not_found"),
     Row(error=PromptTooLong, status=400, type=_INVALID, code="context_length_exceeded"),
+    Row(error=BodyTooLarge, status=413, type=_INVALID, code="request_too_large"),
+    Row(error=HeadTooLarge, status=431, type=_INVALID, code="headers_too_large"),
+    Row(error=TooSlow, status=408, type=_INVALID, code="request_timeout"),
     Row(error=RequestError, status=400, type=_INVALID),
     Row(error=ValidationError, status=400, type=_INVALID),
     Row(error=QueueFull, status=429, type="rate_limit_error", code="queue_full"),
+    Row(error=RequestExpired, status=503, type="server_error", code="request_expired"),
     Row(error=CapacityError, status=429, type="rate_limit_error", code="no_capacity"),
     Row(error=PoisonRequest, status=422, type=_INVALID, code="poison_request"),
     Row(error=NotReady, status=503, type="server_error", code="not_ready"),

@@ -35,6 +35,8 @@ Prompt = tuple[TokenId, ...]
 _DEFAULT_COMPLETION_TOKENS = 16
 _TOP_K_OF_ALL = 2**31 - 1
 """More than any vocabulary has; larger values mean the same."""
+_MAX_LISTED_TOKENS = 32_768
+"""Of `/tokenize` and `/detokenize`, unless the model takes more."""
 _ID_DIGITS = 20
 """Longer than any token id; Python refuses to read numbers of thousands of digits."""
 
@@ -92,13 +94,16 @@ class Preparation:
         max_model_len: int,
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
+        max_choices: int | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
+        """`max_choices` limits prompts x n; None: no limit."""
         self._codec = codec
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
+        self._max_choices = max_choices
         self._draw_seed = draw_seed
 
     def completion(
@@ -110,6 +115,7 @@ class Preparation:
     ) -> Prepared:
         """`workload`: a class named outside the body, which overrides it."""
         self._check(fields)
+        self._check_choices(len(fields.prompts), n=fields.n)
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
         return self._prepared(
@@ -133,6 +139,7 @@ class Preparation:
         workload: str | None = None,
     ) -> Prepared:
         self._check(fields)
+        self._check_choices(1, n=fields.n)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         prompt = self._codec.encode_chat(
@@ -174,7 +181,16 @@ class Preparation:
                 param=refused,
             )
         if names := ignored(fields):
-            logger.info("fields of a request were ignored: %s", ", ".join(names)[:200])
+            logger.info("fields of a request were ignored: names=%s", ascii(names)[:200])
+
+    def _check_choices(self, num_prompts: int, *, n: int) -> None:
+        if self._max_choices is not None and num_prompts * n > self._max_choices:
+            raise RequestError(
+                f"found {num_prompts} prompts x n={n}, {num_prompts * n} texts, expected at most "
+                f"{self._max_choices} in one request: send several requests, or raise "
+                "limits.max_choices",
+                param="n" if n > 1 else "prompt",
+            )
 
     def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
         if isinstance(prompt, str):
@@ -186,6 +202,15 @@ class Preparation:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
         self._check_length(tokens, param="prompt")
         return tokens
+
+    def check_count(self, tokens: Sequence[int], *, param: str) -> None:
+        """Raises RequestError if these are more tokens than are listed in one answer or body."""
+        limit = max(self._max_model_len, _MAX_LISTED_TOKENS)
+        if len(tokens) > limit:
+            raise RequestError(
+                f"{param}: found {len(tokens)} tokens, expected at most {limit}: send a part",
+                param=param,
+            )
 
     def _check_length(self, prompt: Prompt, *, param: str) -> None:
         if len(prompt) >= self._max_model_len:
@@ -362,7 +387,8 @@ def _content(message: Message, *, index: int) -> str:
     for part in message.content:
         if part.type != "text":
             raise RequestError(
-                f"content parts of type '{part.type}' are not supported: this model reads text",
+                f"content parts of type '{part.type[:_ID_DIGITS]}' are not supported: this model "
+                "reads text",
                 param=f"messages[{index}].content",
             )
     return "\n".join(part.text for part in message.content)

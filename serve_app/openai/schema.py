@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -24,6 +25,12 @@ from eesd_dist.types import TreeShape
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
+_MAX_ENTRIES = 1024
+"""Fields of an object, entries of `logit_bias` and `stop_token_ids`."""
+_MAX_MESSAGES = 4096
+"""Messages of a conversation, and parts of a message."""
+REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
+"""ASCII without blanks and control characters: ids are written to logs."""
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -33,7 +40,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
-Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
+Tokens = Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)]
+"""The first wrong id ends the check: describing a million of them takes seconds."""
 
 
 class _OneOf:
@@ -51,6 +59,13 @@ class _OneOf:
 ControllerName = Annotated[str, _OneOf(CONTROLLER_NAMES)]
 
 
+def _check_number(entries: object) -> object:
+    """Runs before the entries are checked: describing thousands of wrong ones takes seconds."""
+    if isinstance(entries, Mapping) and len(entries) > _MAX_ENTRIES:
+        raise ValueError(f"found {len(entries)} entries, expected at most {_MAX_ENTRIES}")
+    return entries
+
+
 class Fields(BaseModel):
     """A JSON object in which null means the default."""
 
@@ -66,6 +81,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
+        _check_number(data)
         if not isinstance(data, Mapping):
             return data
         return {name: value for name, value in data.items() if value is not None}
@@ -103,7 +119,7 @@ class GenerationFields(Fields):
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
-    logit_bias: dict[str, Bias] = {}
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_number)] = {}
     """Token id to the value that is added to its logit."""
     temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -114,7 +130,9 @@ class GenerationFields(Fields):
     """Drawn at random when absent; `metrics.seed` of the response reports it."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
-    stop_token_ids: list[NonNegativeInt] = []
+    stop_token_ids: Annotated[
+        list[NonNegativeInt], Field(max_length=_MAX_ENTRIES, fail_fast=True)
+    ] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: PositiveInt | None = None
@@ -123,7 +141,7 @@ class GenerationFields(Fields):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     """Becomes part of the response's id."""
     speculation: SpeculationFields = SpeculationFields()
 
@@ -140,7 +158,12 @@ class GenerationFields(Fields):
 class CompletionFields(GenerationFields):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1)]
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    )
     echo: bool = False
     """Whether the answer begins with the prompt."""
     logprobs: NumAlternatives | None = None
@@ -166,13 +189,18 @@ class Message(Fields):
     """One message; undeclared fields go to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] = ""
+    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_MESSAGES, fail_fast=True)] = (
+        ""
+    )
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: PositiveInt | None = None
     """The newer name of `max_tokens`; overrides it."""
     logprobs: bool = False
@@ -188,7 +216,7 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -203,7 +231,7 @@ class DetokenizeFields(Fields):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[NonNegativeInt]
+    tokens: Annotated[list[NonNegativeInt], Field(fail_fast=True)]
 
 
 def _never(_: object) -> bool:

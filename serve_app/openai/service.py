@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from opentelemetry.trace import Span
 
+from eesd_dist.errors import CapacityError
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import (
     Attributes,
@@ -22,16 +23,18 @@ from eesd_dist.telemetry.request_spans import (
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from serve_app.openai.client import EngineClient
+from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.responses import Answer, Json, num_cached_tokens
-from serve_app.openai.schema import ChatFields, CompletionFields
+from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
+from serve_app.openai.text_threads import TextThreads
+from serve_app.openai.throughput import Throughput
 
 T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
-_INLINE_CHARS = 16_384
-"""Longer bodies are tokenised in a thread, so that other streams are not delayed."""
+_CHARS_PER_MESSAGE = 32
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
@@ -46,13 +49,20 @@ class Service:
         preparation: Preparation,
         tracing: Tracing | None = None,
         observe_request: RequestObserver | None = None,
+        max_choices_at_once: int = 32,
+        ttl_s: float | None = None,
     ) -> None:
-        """`observe_request` is called for every choice that ended, in whatever way."""
+        """`observe_request` is called for every choice that ended, in whatever way. After `ttl_s`
+        a request ends with an error; None: no limit."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
         self._tracing = tracing or Tracing()
         self._observe_request = observe_request
+        self._max_choices_at_once = max_choices_at_once
+        self._ttl_s = ttl_s
+        self._throughput = Throughput()
+        self.threads = TextThreads()
 
     async def prepared(
         self,
@@ -66,7 +76,7 @@ class Service:
                 return self._preparation.chat(fields, traceparent=traceparent, workload=workload)
             return self._preparation.completion(fields, traceparent=traceparent, workload=workload)
 
-        return await asyncio.to_thread(prepare) if _is_long(fields) else prepare()
+        return await self.threads.run(prepare, size=_size_of(fields))
 
     async def whole(self, prepared: Prepared) -> Json:
         tallies = _new_tallies(prepared)
@@ -97,17 +107,44 @@ class Service:
     async def _deltas(
         self, prepared: Prepared, tallies: Sequence[ChoiceTally]
     ) -> AsyncGenerator[Delta, None]:
+        self._throughput.started(len(tallies))
         try:
             with self._span(prepared) as span:
                 traceparent = traceparent_of(span)
                 sources = [self._source(c, prepared, traceparent) for c in prepared.choices]
-                async with aclosing(merged(sources)) as deltas:
+                together = merged(sources, at_once=self._max_choices_at_once)
+                async with aclosing(self._in_time(prepared, together)) as deltas:
                     async for delta in deltas:
                         tallies[delta.index].add(delta)
                         yield delta
                 span.set_attributes(_attributes(prepared, tallies))
+        except CapacityError as error:
+            error.retry_after_s = self._throughput.retry_after_s()
+            raise
         finally:
+            self._throughput.ended(len(tallies))
             self._report(prepared, tallies)
+
+    async def _in_time(
+        self, prepared: Prepared, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """Raises RequestExpired at the end of the request's time."""
+        async with aclosing(deltas):
+            while True:
+                try:
+                    async with asyncio.timeout(self._left_s(prepared)):
+                        delta = await anext(deltas)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError as error:
+                    assert self._ttl_s is not None, "nothing else has a deadline here"
+                    raise RequestExpired(limit_s=self._ttl_s) from error
+                yield delta
+
+    def _left_s(self, prepared: Prepared) -> float | None:
+        if self._ttl_s is None:
+            return None
+        return prepared.arrived_s + self._ttl_s - time.monotonic()
 
     def _source(
         self, choice: Choice, prepared: Prepared, traceparent: str | None
@@ -165,7 +202,16 @@ def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attribute
     )
 
 
-def _is_long(fields: CompletionFields | ChatFields) -> bool:
+def _size_of(fields: CompletionFields | ChatFields) -> int:
     if isinstance(fields, ChatFields):
-        return sum(len(message.content) for message in fields.messages) > _INLINE_CHARS
-    return sum(len(prompt) for prompt in fields.prompts) > _INLINE_CHARS
+        return size_of_chat(fields.messages)
+    return sum(len(prompt) for prompt in fields.prompts)
+
+
+def size_of_chat(messages: Sequence[Message]) -> int:
+    """Returns the number of characters; a message is counted as 32 more, for its template."""
+    return sum(_CHARS_PER_MESSAGE + _num_chars(message.content) for message in messages)
+
+
+def _num_chars(content: str | Sequence[ContentPart]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(p.text) for p in content)

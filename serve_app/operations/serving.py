@@ -25,7 +25,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from cluster.ray_compat import ServeStatus, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
-from serve_app.config import ServiceConfig, TelemetryConfig
+from serve_app.config import ServiceConfig, TelemetryConfig, require_key
 from serve_app.router import router_handle
 from serve_app.session.connection_file import connection_file_for
 from serve_app.session.local_ray import connected_ray, local_ray
@@ -129,6 +129,7 @@ def _serve_until_stopped(
 
 def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
     """Reports the most likely mistakes before Ray is started."""
+    require_key(config, has_key=_api_key(config) is not None)
     folder = config.engine.model.path
     if not (folder / "config.json").is_file():
         raise CheckpointError(

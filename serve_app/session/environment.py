@@ -8,6 +8,8 @@ import os
 import secrets
 from functools import cache
 
+from cluster.ray_compat import PROXY_CALLBACK
+
 TOKEN = "RAY_AUTH_TOKEN"
 
 
@@ -26,6 +28,7 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
             "RAY_enable_metrics_collection": "0",
             # A process that hangs cannot exit, and its resources are free only after it has ended.
             "RAY_kill_worker_timeout_milliseconds": "1000",
+            PROXY_CALLBACK: "serve_app.ingress.proxy_front:proxy_middlewares",
         }
     )
     # On a busy machine the HTTP proxy takes longer to start than Serve's five seconds, and a late

@@ -1,5 +1,6 @@
 """A real HTTP server on a free port, in a thread of the test process."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,16 @@ from starlette.types import ASGIApp
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
-    """Yields the address of the server."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+def serving(app: ASGIApp, *, protocol: type[asyncio.Protocol] | None = None) -> Iterator[str]:
+    """Yields the address of the server. `protocol` None is uvicorn's choice."""
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        lifespan="off",
+        http=protocol or "auto",
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -120,6 +120,7 @@ class RayHosts:
         log = self.hosts.folder / "service.log"
         host = self.hosts.address(0)
         words = ["serve", "--address", self.address, "--host", host, "--port", str(PORT)]
+        words += ["--allow-no-key"]
         process = self.run(
             0, ["-m", "serve_app.cli.main", *words, "--config", str(config)], log=log
         )

@@ -1,13 +1,18 @@
-"""Ray's loader of cluster files, as used by `cluster.ray_compat`."""
+"""Ray's loader of cluster files and the callback of its proxies, as `cluster.ray_compat` uses
+them."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
-from cluster.ray_compat import prepared_cluster_config
+from cluster.ray_compat import PROXY_CALLBACK, prepared_cluster_config
+from serve_app.session.environment import prepare_for_local_ray
 
 _FILE = """
 cluster_name: c
@@ -40,3 +45,27 @@ def test_nothing_else_imports_what_ray_keeps_to_itself() -> None:
         if private.search(file.read_text())
     ]
     assert found == ["cluster/ray_compat.py"]
+
+
+_IN_A_PROXY = """
+from ray.serve._private.http_util import configure_http_middlewares
+from ray.serve.config import HTTPOptions
+import uvicorn
+found = configure_http_middlewares(HTTPOptions()).middlewares
+print([each.cls.__name__ for each in found])
+config = uvicorn.Config(lambda: None, factory=True)
+config.load()
+print(config.http_protocol_class.__name__)
+"""
+
+
+def test_serves_proxy_takes_both_where_the_environment_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    prepare_for_local_ray()
+    assert PROXY_CALLBACK in os.environ
+    run = subprocess.run(
+        [sys.executable, "-c", _IN_A_PROXY], env=os.environ, capture_output=True, check=True
+    )
+    assert run.stdout.decode().split("\n")[-3:-1] == ["['HeadGate']", "BoundedHead"]

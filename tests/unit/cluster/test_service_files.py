@@ -2,14 +2,17 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from cluster.ray_compat import PROXY_CALLBACK
 from cluster.topology import load_cluster_file
-from serve_app.config import ServiceConfig, service_config
+from eesd_dist.errors import ConfigError
+from serve_app.config import ServiceConfig, require_key, service_config
 
 CONFIGS = Path(__file__).parents[3] / "cluster" / "configs"
 
@@ -102,6 +105,32 @@ def test_the_kubernetes_workers_have_the_labels_that_are_asked_for() -> None:
     groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     given = {group["rayStartParams"]["labels"] for group in groups}
     assert given == _labels_asked_for("kuberay-rayservice.yaml")
+
+
+def test_the_nodes_of_every_file_have_the_api_key_and_the_front_of_the_proxy() -> None:
+    front = "serve_app.ingress.proxy_front:proxy_middlewares"
+    for name in ("onprem.yaml", "aws.yaml"):
+        cluster = yaml.safe_load((CONFIGS / name).read_text())
+        assert "~/.ray/eesd_api_key" in cluster["file_mounts"]
+        for kind in ("head", "worker"):
+            (start,) = [c for c in cluster[f"{kind}_start_ray_commands"] if "ray start" in c]
+            assert "EESD_API_KEY=$(cat ~/.ray/eesd_api_key)" in start
+            assert f"{PROXY_CALLBACK}={front};" in start
+    manifest = yaml.safe_load((CONFIGS / "kuberay-rayservice.yaml").read_text())
+    cluster = manifest["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        variables = {each["name"]: each for each in container["env"]}
+        assert variables[PROXY_CALLBACK]["value"] == front
+        assert variables["EESD_API_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "eesd-api-key"
+    module, _, function = front.partition(":")
+    assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay-rayservice.yaml"])
+def test_no_file_serves_other_hosts_without_a_key(name: str) -> None:
+    with pytest.raises(ConfigError, match="set EESD_API_KEY"):
+        require_key(_service(name), has_key=False)
 
 
 def test_every_container_of_the_manifest_has_shared_memory_and_one_auth_mode() -> None:

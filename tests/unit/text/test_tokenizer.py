@@ -1,6 +1,7 @@
 """Oracle: transformers' decoding of the same tokens."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eesd_dist.errors import CheckpointError, RequestError
+from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import TokenId
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, write_byte_level
@@ -107,6 +108,28 @@ def test_a_decoder_of_another_family_is_refused(tmp_path: Path, byte_level_folde
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="WordPiece"):
         Tokenizer.load(folder)
+
+
+def test_a_text_is_refused_unread_only_if_it_cannot_fit(byte_level_folder: Path) -> None:
+    bounded = Tokenizer.load(byte_level_folder, max_tokens=5)
+    longest = max((bounded.token_bytes(TokenId(i)) for i in range(bounded.vocab_size)), key=len)
+    fits = longest.decode() * 5
+    assert len(bounded.encode(fits)) <= 5
+    with pytest.raises(TextTooLong, match=rf"found a text of {len(fits) + 1} bytes") as raised:
+        bounded.encode(fits + "x")
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (str(again), again.param) == (str(raised.value), "prompt")
+    assert f"its longest has {len(longest)} bytes; cut 1 bytes or more" in str(again)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_fits_is_tokenised(byte_level_folder: Path, data: st.DataObject) -> None:
+    free = Tokenizer.load(byte_level_folder)
+    text = data.draw(st.text(max_size=60))
+    tokens = free.encode(text, add_special_tokens=False)
+    bounded = Tokenizer.load(byte_level_folder, max_tokens=max(1, len(tokens)))
+    assert bounded.encode(text, add_special_tokens=False) == tokens
 
 
 def test_half_a_surrogate_pair_is_the_callers_fault(byte_level: Tokenizer) -> None:

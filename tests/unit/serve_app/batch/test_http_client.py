@@ -46,8 +46,21 @@ def test_what_is_wrong_with_the_request_is_the_requests_fault(status: int) -> No
     assert str(error) == "its own words"
 
 
-def test_a_full_service_is_no_fault_of_the_request() -> None:
-    assert isinstance(_refused(_saying(ERROR, 429)), CapacityError)
+@pytest.mark.parametrize(
+    ("headers", "pause_s"),
+    [
+        ({}, 1.0),
+        ({"Retry-After": "7"}, 7.0),
+        ({"Retry-After": "99999999999"}, 120.0),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 1.0),
+    ],
+)
+def test_a_full_service_is_no_fault_of_the_request_and_says_when_to_come_back(
+    headers: dict[str, str], pause_s: float
+) -> None:
+    error = _refused(Response(ERROR, status_code=429, headers=headers))
+    assert isinstance(error, CapacityError)
+    assert error.retry_after_s == pause_s
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from serve_app.batch.runner import BatchOptions, BatchReport
 from serve_app.batch.start import _identity, run_there
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
-from serve_app.config import service_config
+from serve_app.config import LimitsConfig, service_config
 from serve_app.openai.api import build_api
+from serve_app.openai.limits import limits_of
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.toy_engine import ToyEngine
@@ -94,6 +95,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         tokenizer=Tokenizer.load(model),
         model_name="toy",
         max_model_len=200,
+        limits=limits_of(LimitsConfig(), max_model_len=200, max_running=32),
         health=_well,
         metrics=_no_metrics,
     )

@@ -10,13 +10,17 @@ import pytest
 
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.text import Tokenizer
+from serve_app.config import LimitsConfig
 from serve_app.openai.api import build_api
+from serve_app.openai.limits import limits_of
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.toy_engine import ToyEngine
 
 MODEL = "toy"
 MAX_MODEL_LEN = 200
+MAX_RUNNING = 32
+LIMITS = limits_of(LimitsConfig(), max_model_len=MAX_MODEL_LEN, max_running=MAX_RUNNING)
 
 
 @dataclass
@@ -59,7 +63,8 @@ class Api:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_byte_level(tmp_path_factory.mktemp("tokenizer")))
+    folder = write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+    return Tokenizer.load(folder, max_tokens=MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +87,7 @@ def served(tokenizer: Tokenizer) -> Iterator[Api]:
         tokenizer=tokenizer,
         model_name=MODEL,
         max_model_len=MAX_MODEL_LEN,
+        limits=LIMITS,
         health=health,
         metrics=metrics,
         observe_request=observe,

@@ -10,7 +10,7 @@ from ray.serve.config import ProxyLocation
 
 from cluster.ray_compat import ServeStatus
 from eesd_dist.errors import ConfigError
-from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
+from serve_app.config import BUNDLED_MODEL, ServiceConfig, require_key, service_config
 from serve_app.operations import serving
 from serve_app.operations.serving import require_place
 
@@ -62,6 +62,19 @@ def test_a_serve_that_listens_at_another_address_is_not_asked_to_serve() -> None
     expected = r"listens on 0\.0\.0\.0:8000, expected \[::1\]:8001: give --host 0\.0\.0\.0 --port"
     with pytest.raises(ConfigError, match=expected):
         require_place(_config("::1", 8001), _running("0.0.0.0"))
+
+
+def test_other_hosts_are_not_served_without_a_key_unless_this_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EESD_API_KEY", raising=False)
+    for host in ("0.0.0.0", "::", "10.0.0.7", "gpu-1"):
+        with pytest.raises(ConfigError, match=r"set EESD_API_KEY .* or give --allow-no-key"):
+            serving._check_early(_config(host), is_ours=False)
+        require_key(_config(host), has_key=True)
+        require_key(_config(host).model_copy(update={"allow_no_key": True}), has_key=False)
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        require_key(_config(host), has_key=False)
 
 
 def test_a_serve_without_http_is_not_asked_to_serve() -> None:

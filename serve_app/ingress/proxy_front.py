@@ -1,0 +1,86 @@
+"""What runs inside Ray's HTTP proxy, before Serve reads a request.
+
+Serve reads headers as UTF-8 and answers others with 500, and its server waits without a limit for
+the rest of a request's head. Serve calls `proxy_middlewares` where `cluster.ray_compat.
+PROXY_CALLBACK` names it; then it imports the protocol class from uvicorn.
+"""
+
+import asyncio
+
+import uvicorn.protocols.http.auto
+from starlette.middleware import Middleware
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from eesd_dist.errors import RequestError
+from serve_app.openai.errors import HeadTooLarge, TooSlow, http_error_of
+from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
+from serve_app.openai.sse import encoded
+
+HEAD_TIMEOUT_S = 20.0
+"""Longest the head of a request may take, and a connection may stay open before its first one."""
+
+
+def proxy_middlewares() -> list[Middleware]:
+    uvicorn.protocols.http.auto.AutoHTTPProtocol = BoundedHead
+    return [Middleware(HeadGate)]
+
+
+class BoundedHead(HttpToolsProtocol):
+    """Bounds the time and size of the heads (request line and headers) of one connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._num_head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # data of a body, or of a request that waits its turn
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(HeadTooLarge(limit=MAX_HEAD_BYTES))
+        elif self._deadline is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, in the same shape as all errors."""
+        self.transport.write(_answer(RequestError(msg)))
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._deadline = self.loop.call_later(
+            HEAD_TIMEOUT_S, self._refuse, TooSlow(part="head", limit_s=HEAD_TIMEOUT_S)
+        )
+
+    def _stop_waiting(self) -> None:
+        self._num_head_bytes = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, error: Exception) -> None:
+        if self.transport.is_closing():
+            return
+        if self._num_head_bytes:
+            self.transport.write(_answer(error))
+        self.transport.close()
+
+
+def _answer(error: Exception) -> bytes:
+    answer = http_error_of(error)
+    body = encoded(answer.body)
+    head = (
+        f"HTTP/1.1 {answer.status} \r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,216 @@
+"""The admission gate: what a request must pass before anything parses it.
+
+Headers are checked first, then the API key, then the body: its size, the time it takes to arrive,
+and the nesting of its JSON. A refusal costs one line in the log, and closes the connection, since
+the rest of the body may still be under way.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eesd_dist.errors import CapacityError, EesdError, RequestError
+from serve_app.openai.errors import (
+    BodyTooLarge,
+    HeadTooLarge,
+    TooSlow,
+    UnknownKey,
+    http_error_of,
+)
+from serve_app.openai.limits import Limits
+from serve_app.openai.schema import REQUEST_ID_PATTERN
+from serve_app.openai.sse import encoded
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 2**10
+_MAX_BODIES_IN_MEMORY = 64
+"""Bodies of full size that may be incomplete at the same time."""
+_MAX_JSON_CONTAINERS = 16_384
+"""Four for each message of the longest conversation. Parsing a million takes a second."""
+_LOGGED_CHARS = 120
+_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+"""Paths for probes and scrapers, which send no key."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
+"""Matches from every quotation mark, to the end if need be: time is linear in the body."""
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""Opening brackets are 1 and closing ones -1 as 8-bit integers."""
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class HeadGate:
+    """ASGI middleware that refuses headers and paths which are not plain text, and WebSockets.
+
+    Ray's HTTP proxy runs it too: it would answer such headers with 500.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        if scope["type"] == "http":
+            try:
+                check_head(scope)
+            except RequestError as error:
+                await refusal(error, scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class AdmissionGate:
+    """ASGI middleware around the whole API. With `api_key` None no key is required."""
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, api_key: str | None) -> None:
+        self._app = app
+        self._limits = limits
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._num_bytes = 0
+        """Of all bodies that are incomplete."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            check_head(scope)
+            self._check_key(scope)
+            receive = await self._with_body_read(scope, receive)
+        except EesdError as error:
+            await refusal(error, scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._expected is None or path in _OPEN_PATHS:
+            return
+        given = _header(scope, b"authorization") or b""
+        if not secrets.compare_digest(given, self._expected):
+            raise UnknownKey
+
+    async def _with_body_read(self, scope: Scope, receive: Receive) -> Receive:
+        """Returns a `receive` that begins with the whole body. Raises an EesdError."""
+        length = _header(scope, b"content-length")
+        if length is None and _header(scope, b"transfer-encoding") is None:
+            return receive
+        if length is not None and length.isdigit() and int(length[:20]) > self._max_bytes:
+            raise BodyTooLarge(limit=self._max_bytes)
+        try:
+            async with asyncio.timeout(self._limits.read_timeout_s):
+                messages = await self._read(receive)
+        except TimeoutError as error:
+            raise TooSlow(part="body", limit_s=self._limits.read_timeout_s) from error
+        return _replayed(messages, receive)
+
+    async def _read(self, receive: Receive) -> list[Message]:
+        """Returns the whole body as one message, or the message that the client has left."""
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return [message]
+                part = message.get("body", b"")
+                self._num_bytes += len(part)
+                body += part
+                self._check_sizes(body)
+                if not message.get("more_body", False):
+                    check_json(body, max_depth=self._limits.max_json_depth)
+                    return [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        finally:
+            self._num_bytes -= len(body)
+
+    def _check_sizes(self, body: bytearray) -> None:
+        if len(body) > self._max_bytes:
+            raise BodyTooLarge(limit=self._max_bytes)
+        if self._num_bytes > _MAX_BODIES_IN_MEMORY * self._max_bytes:
+            raise CapacityError("too many bodies are being sent at the same time: try again")
+
+    @property
+    def _max_bytes(self) -> int:
+        return self._limits.max_body_bytes
+
+
+def check_head(scope: Scope) -> None:
+    """Raises RequestError unless headers and path are text that may be written to a log."""
+    parts = list(chain.from_iterable(scope["headers"]))
+    if sum(map(len, parts)) > MAX_HEAD_BYTES:
+        raise HeadTooLarge(limit=MAX_HEAD_BYTES)
+    try:
+        text = "".join(part.decode() for part in parts)
+    except UnicodeDecodeError as error:
+        raise RequestError("found a header that is not UTF-8: send headers in ASCII") from error
+    if _CONTROL.search(text) or _CONTROL.search(scope["path"]):
+        raise RequestError(
+            "found control characters in a header or in the path: send printable characters"
+        )
+    request_id = _header(scope, b"x-request-id")
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        raise RequestError(
+            "x-request-id: expected 1 to 128 printable ASCII characters without blanks",
+            param="x-request-id",
+        )
+
+
+def check_json(body: bytes | bytearray, *, max_depth: int) -> None:
+    """Raises RequestError for JSON with too many lists and objects, or too deep ones, without
+    parsing it."""
+    if b"\0" in body:
+        raise RequestError("found a NUL byte in the body, expected JSON in UTF-8")
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return
+    brackets = _JSON_STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
+    steps = np.frombuffer(brackets, np.int8)
+    num_opened = int((steps > 0).sum())
+    if num_opened > _MAX_JSON_CONTAINERS:
+        raise RequestError(
+            f"found {num_opened} lists and objects in the body, expected at most "
+            f"{_MAX_JSON_CONTAINERS}: send several requests"
+        )
+    depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
+    if depth > max_depth:
+        raise RequestError(
+            f"the body is nested {depth} levels deep, expected at most {max_depth}: send flatter "
+            "JSON"
+        )
+
+
+def refusal(error: Exception, scope: Scope) -> Response:
+    """Returns the answer to a request that is refused before it is parsed."""
+    answer = http_error_of(error)
+    logger.info(
+        "request refused: status=%d path=%s reason=%s",
+        *(answer.status, ascii(scope["path"])[:_LOGGED_CHARS], answer.message[:_LOGGED_CHARS]),
+    )
+    return Response(
+        encoded(answer.body),
+        status_code=answer.status,
+        headers={**answer.headers, "Connection": "close"},
+        media_type="application/json",
+    )
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _replayed(messages: Iterable[Message], rest: Receive) -> Receive:
+    left = iter(messages)
+
+    async def receive() -> Message:
+        message = next(left, None)
+        return await rest() if message is None else message
+
+    return receive

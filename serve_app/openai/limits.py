@@ -1,0 +1,37 @@
+"""Limits on one HTTP request, resolved for a model."""
+
+from dataclasses import dataclass
+
+from serve_app.config import LimitsConfig
+
+_FIXED_BODY_BYTES = 2**20
+"""Fields that are not prompts, and batches of short prompts."""
+_BYTES_PER_TOKEN = 16
+"""A token is 4 to 5 bytes of English, 8 of escaped Chinese, and 8 as a number in a JSON list."""
+_CHOICES_PER_SLOT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request may send and ask for."""
+
+    max_body_bytes: int
+    max_json_depth: int
+    read_timeout_s: float
+    request_ttl_s: float
+    max_choices: int
+    max_choices_at_once: int
+    """The others of a request wait in the ingress, so that it leaves room for other requests."""
+
+
+def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> Limits:
+    """A body has 1 MiB and 16 bytes for each token of the longest prompt, unless configured."""
+    prompt_bytes = max_model_len * _BYTES_PER_TOKEN
+    return Limits(
+        max_body_bytes=config.max_body_bytes or _FIXED_BODY_BYTES + prompt_bytes,
+        max_json_depth=config.max_json_depth,
+        read_timeout_s=config.read_timeout_s,
+        request_ttl_s=config.request_ttl_s,
+        max_choices=config.max_choices or _CHOICES_PER_SLOT * max_running,
+        max_choices_at_once=max(1, max_running // 2),
+    )

@@ -1,0 +1,137 @@
+"""An HTTP client that sends any bytes at any pace, for attacks and fuzzing."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_CONTINUE = b"HTTP/1.1 100 "
+_JSON = b"Content-Type: application/json\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes to send, after a pause."""
+
+    data: bytes
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What came back on one connection."""
+
+    raw: bytes
+    is_closed: bool
+    """Whether the server closed the connection."""
+    took_s: float
+
+    @property
+    def status(self) -> int | None:
+        """None without an answer."""
+        return int(self.raw.split(b" ", 2)[1]) if self.raw else None
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.raw.split(b"\r\n\r\n", 1)[1])["error"]
+        return found
+
+    def header(self, name: str) -> str | None:
+        head = self.raw.split(b"\r\n\r\n", 1)[0].decode().split("\r\n")[1:]
+        pairs = (line.split(": ", 1) for line in head)
+        return next((value for key, value in pairs if key.lower() == name), None)
+
+
+async def exchange(
+    port: int, *parts: Part | bytes, timeout_s: float = 20.0, leaves: bool = False
+) -> Reply:
+    """Sends the parts on one connection and returns the first answer; with `leaves`, closes the
+    connection without reading. Raises TimeoutError if there is neither an answer nor an end."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw, is_closed = b"", False
+    try:
+        async with asyncio.timeout(timeout_s):
+            sending = asyncio.ensure_future(_sent(writer, parts))
+            if leaves:
+                await sending
+            else:
+                raw, is_closed = await _answer(reader)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+    finally:
+        writer.transport.abort()
+    return Reply(raw=raw, is_closed=is_closed, took_s=loop.time() - began_s)
+
+
+def get(path: str, *headers: bytes) -> bytes:
+    return b"GET " + path.encode() + b" HTTP/1.1\r\nHost: x\r\n" + _lines(headers) + b"\r\n"
+
+
+def post(path: str, body: object, *headers: bytes) -> bytes:
+    """Returns a request; a body that is not bytes is sent as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(path, len(content), *headers) + content
+
+
+def head(path: str, num_bytes: int, *headers: bytes) -> bytes:
+    """Returns a request without its body of `num_bytes`."""
+    length = b"Content-Length: %d\r\n" % num_bytes
+    return _posted(path) + length + _lines(headers) + b"\r\n"
+
+
+def chunked_head(path: str) -> bytes:
+    return _posted(path) + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n" % len(data) + data + b"\r\n"
+
+
+def _posted(path: str) -> bytes:
+    return b"POST " + path.encode() + b" HTTP/1.1\r\nHost: x\r\n" + _JSON
+
+
+def _lines(headers: Sequence[bytes]) -> bytes:
+    return b"".join(header + b"\r\n" for header in headers)
+
+
+async def _sent(writer: asyncio.StreamWriter, parts: Sequence[Part | bytes]) -> None:
+    for part in parts:
+        if isinstance(part, Part):
+            await asyncio.sleep(part.pause_s)
+        writer.write(part.data if isinstance(part, Part) else part)
+        await writer.drain()
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, bool]:
+    """Returns the first answer, and whether the connection was closed after it."""
+    raw = bytearray()
+    try:
+        async for data in _received(reader):
+            raw += data
+            if raw.startswith(_CONTINUE) and b"\r\n\r\n" in raw:
+                del raw[: raw.index(b"\r\n\r\n") + 4]
+            if _is_complete(raw):
+                return bytes(raw), b"connection: close" in bytes(raw).lower()
+    except ConnectionError:
+        pass
+    return bytes(raw), True
+
+
+async def _received(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while data := await reader.read(65536):
+        yield data
+
+
+def _is_complete(raw: bytearray) -> bool:
+    head_, separator, body = bytes(raw).partition(b"\r\n\r\n")
+    if not separator:
+        return False
+    lines = head_.lower().split(b"\r\n")
+    for line in lines:
+        if line.startswith(b"content-length: "):
+            return len(body) >= int(line.removeprefix(b"content-length: "))
+    return body.endswith(b"0\r\n\r\n")

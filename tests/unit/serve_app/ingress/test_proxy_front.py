@@ -1,0 +1,101 @@
+"""The server of Ray's proxy, with heads bounded in time and size."""
+
+import asyncio
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from serve_app.ingress import proxy_front
+from serve_app.ingress.proxy_front import BoundedHead
+from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
+from tests.support.live_server import serving
+from tests.support.raw_http import Part, Reply, exchange, get, post
+
+_SLOW_S = 0.8
+
+
+async def _answer(request: Request) -> Response:
+    await request.body()
+    await asyncio.sleep(_SLOW_S if request.url.path == "/slow" else 0)
+    return PlainTextResponse("served")
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(proxy_front, "HEAD_TIMEOUT_S", 0.4)
+    app = Starlette(routes=[Route("/{path:path}", _answer, methods=["GET", "POST"])])
+    with serving(HeadGate(app), protocol=BoundedHead) as url:
+        number = urlsplit(url).port
+        assert number is not None
+        yield number
+
+
+def _reply(port: int, *parts: Part | bytes) -> Reply:
+    return asyncio.run(exchange(port, *parts, timeout_s=5.0))
+
+
+def test_a_head_that_does_not_end_is_answered_and_closed(port: int) -> None:
+    for parts in (
+        [b"GET / HTTP/1.1\r\nHos"],
+        [b"GET /", *(Part(data=b"a", pause_s=0.1) for _ in range(40))],
+        [b"GET / HTTP/1.1\r\n", *(Part(data=b"a: b\r\n", pause_s=0.1) for _ in range(40))],
+    ):
+        reply = _reply(port, *parts)
+        assert reply.error["code"] == "request_timeout"
+        assert (reply.status, reply.is_closed) == (408, True)
+        assert reply.took_s < 2.0
+
+
+def test_a_connection_without_a_byte_is_closed(port: int) -> None:
+    reply = _reply(port)
+    assert (reply.raw, reply.is_closed) == (b"", True)
+    assert reply.took_s < 2.0
+
+
+def test_the_second_head_of_a_connection_has_the_same_deadline(port: int) -> None:
+    async def second() -> tuple[bytes, float]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get("/"))
+        assert b"served" in await reader.readuntil(b"served")
+        await asyncio.sleep(0.6)  # idle between requests: the keep-alive time applies
+        began_s = asyncio.get_running_loop().time()
+        writer.write(b"GET / HTTP/1.1\r\nHo")
+        rest = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        return rest, asyncio.get_running_loop().time() - began_s
+
+    rest, took_s = asyncio.run(second())
+    assert rest.startswith(b"HTTP/1.1 408 ")
+    assert 0.3 < took_s < 2.0
+
+
+def test_a_large_head_is_refused_as_it_arrives(port: int) -> None:
+    reply = _reply(port, b"GET / HTTP/1.1\r\nx: ", *[b"a" * 1000] * (MAX_HEAD_BYTES // 1000 + 1))
+    assert (reply.status, reply.is_closed) == (431, True)
+
+
+def test_an_answer_may_take_longer_than_a_head(port: int) -> None:
+    for request in (get("/slow"), post("/slow", {"a": "x" * 200_000})):
+        reply = _reply(port, request)
+        assert reply.raw.endswith(b"served")
+        assert reply.took_s > _SLOW_S
+    slow_body = [Part(data=b"x", pause_s=0.1) for _ in range(8)]
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\n"
+    assert _reply(port, head, *slow_body).raw.endswith(b"served")
+
+
+def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None:
+    assert _reply(port, get("/", b"X-Name: \xff")).status == 400
+    assert _reply(port, get("/a%0Ab")).status == 400
+    assert _reply(port, get("/", b"X-Name: \x1b[0m")).error["type"] == "invalid_request_error"
+    assert _reply(port, get("/", b"X-Request-Id: a b")).status == 400
+    upgrade = (b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13")
+    key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+    status = _reply(port, get("/", *upgrade, key)).status
+    assert status is not None
+    assert 400 <= status < 500
