@@ -1,92 +1,41 @@
 """Rendezvous of ranks: one store in a long-lived process, one group per epoch.
 
-The store is needed only while a group is being built; existing groups do not use it. Nothing here
-decides which ranks belong to an epoch. Each rank connects to the store separately: a client that
-waits for a key blocks all threads that share it. A store on a frozen host accepts connections and
-never answers, and torch's client then waits without a deadline: its connection is cut when the
-deadline has passed.
+The store is needed only while a group is being built; existing groups do not use it, except for
+NCCL's first transfer between a pair. Nothing here decides which ranks belong to an epoch. Each rank
+connects to the store separately: a client that waits for a key blocks all threads that share it.
 """
 
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]  # TCPStore: at run time only
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    TCPStore,
-)
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from msgspec.msgpack import Decoder, encode
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.gloo import LISTENING, Address, GlooDevice, GlooPlane, cut_connections
+from eesd_dist.transport.contracts import Record
+from eesd_dist.transport.gloo import GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.strangers import Strangers
 
-_RETRY_S = 0.1
-_GRACE_S = 0.3
-"""Delay of the cut, so that waits with a deadline of their own fail first, with a better error."""
-
-
-class StoreHost:
-    """Owns the store: keep it while groups are being built. It listens on `address` alone."""
-
-    def __init__(
-        self, *, address: str = "127.0.0.1", port: int = 0, timeout_s: float = 20.0
-    ) -> None:
-        family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with LISTENING:
-            listener = socket.create_server(bound[:2], family=family)
-        self.address = address
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    @property
-    def store(self) -> Store:
-        """A client of the store, for a rank in this process."""
-        return self._store
+_SHORTEST_S = 0.1
 
 
-def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
-    """Returns a client of the store at address:port, for one rank. Raises PeerLost."""
-    deadline = time.monotonic() + timeout_s
-    _wait_until_reachable(address, port, timeout_s=timeout_s)
-    left_s = max(deadline - time.monotonic(), _RETRY_S)
-    try:
-        with _cut_off(address, port, after_s=left_s):
-            return TCPStore(
-                address,
-                port,
-                is_master=False,
-                timeout=timedelta(seconds=left_s),
-                wait_for_workers=False,
-            )
-    except DistError as error:
-        late = time.monotonic() >= deadline
-        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
-        raise _store_lost(address, port, "connecting", reason=reason) from error
-
-
-def leave_store(address: str, port: int) -> None:
-    """Closes this process's connections to the store: building groups there raises PeerLost."""
-    cut_connections(address, port)
+def connect_store(at: Address, *, timeout_s: float) -> StoreClient:
+    """Returns a connection to the store, for one rank. Raises PeerLost."""
+    client = StoreClient(at)
+    client.connect(timeout_s=timeout_s)
+    return client
 
 
 def build_group(
-    store: Store,
+    store: StoreClient,
     *,
     epoch: int,
     name: str,
@@ -98,6 +47,7 @@ def build_group(
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
+    strangers: Strangers | None = None,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same epoch and name.
 
@@ -106,60 +56,63 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. Raises PeerLost, or EngineError when
-    this rank's own device fails.
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `strangers` counts connections of
+    others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
     device = torch.device(device)
     join_s = timeout_s if join_timeout_s is None else join_timeout_s
-    shelf = PrefixStore(f"epoch {epoch}/{name}", store)
-    gloo_device = GlooDevice(address)
-    joining = f"joining group {name} of epoch {epoch}"
-    deadline = time.monotonic() + join_s
-    with _cut_off(*_address_of(store), after_s=join_s):
-        endpoints = _exchange_endpoints(
-            shelf,
-            _Endpoint(node=address, listens=gloo_device.addresses),
+    gloo_device = GlooDevice(address, strangers=strangers)
+    exchange = _Exchange(
+        store, prefix=f"epoch {epoch}/{name}", rank=rank, members=names, timeout_s=join_s,
+        operation=f"joining group {name} of epoch {epoch}",
+    )  # fmt: skip
+    ends = exchange.ends_of(_End(address, tuple(gloo_device.addresses)))
+    exchange.members = names = tuple(
+        f"{name} on {at.node}" for name, at in zip(names, ends, strict=True)
+    )
+    peer_addresses = frozenset(
+        at for peer, end in enumerate(ends) if peer != rank for at in end.listens
+    )
+    sources = exchange.addresses("sources", {(_source_to(at), 0) for at in peer_addresses})
+    gloo_device.gate.open_to(host for host, _ in sources)
+    try:
+        gloo = GlooPlane(
+            exchange.store("gloo", timeout_s=exchange.left_s()),
             rank=rank,
-            members=names,
-            timeout_s=join_s,
-            operation=joining,
+            size=size,
+            timeout_s=exchange.left_s(),
+            device=gloo_device,
+            peer_addresses=peer_addresses,
         )
-        names = tuple(f"{name} on {at.node}" for name, at in zip(names, endpoints, strict=True))
         try:
-            gloo = GlooPlane(
-                PrefixStore("gloo", shelf),
-                rank=rank,
-                size=size,
-                timeout_s=max(deadline - time.monotonic(), _RETRY_S),
-                device=gloo_device,
-                peer_addresses=frozenset().union(
-                    *(at.listens for peer, at in enumerate(endpoints) if peer != rank)
-                ),
-            )
-            try:
-                nccl = (
-                    NcclPlane(
-                        PrefixStore("nccl", shelf),
-                        rank=rank,
-                        size=size,
-                        timeout_s=timeout_s,
-                        join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
-                        device=device,
-                        ordered_sums=ordered_sums,
-                    )
-                    if device.type == "cuda"
-                    else None
+            gloo.cut_strangers(exchange.addresses("opened", gloo.opened()))
+            nccl = (
+                NcclPlane(
+                    exchange.store("nccl", timeout_s=join_s),
+                    rank=rank,
+                    size=size,
+                    timeout_s=timeout_s,
+                    join_timeout_s=exchange.left_s(),
+                    device=device,
+                    ordered_sums=ordered_sums,
                 )
-            except BaseException:
-                gloo.abort()
-                raise
-        except OWN_FAILURES as error:
-            raise own_failure(error, member=names[rank], operation=joining) from error
-        except RuntimeError as error:
-            others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
-            raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
+                if device.type == "cuda"
+                else None
+            )
+        except BaseException:
+            gloo.abort()
+            raise
+    except OWN_FAILURES as error:
+        raise own_failure(error, member=names[rank], operation=exchange.operation) from error
+    except OSError as error:
+        raise exchange.store_lost(error) from error
+    except RuntimeError as error:
+        others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
+        raise PeerLost(
+            peer=others, operation=exchange.operation, reason=_first_line(error)
+        ) from error
     return ProcessGroup(
         name=name,
         epoch=epoch,
@@ -172,97 +125,108 @@ def build_group(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Endpoint:
+class _End(Record, frozen=True):
     """A rank's node and listening addresses, as the rank reports them."""
 
     node: str
-    listens: frozenset[Address]
-
-    def encode(self) -> str:
-        return "\n".join([self.node, *(f"{host} {port}" for host, port in self.listens)])
-
-    @classmethod
-    def decode(cls, text: str) -> "_Endpoint":
-        node, *lines = text.splitlines()
-        pairs = [line.split() for line in lines]
-        return cls(node=node, listens=frozenset((host, int(port)) for host, port in pairs))
+    listens: tuple[SocketAddress, ...]
 
 
-def _exchange_endpoints(
-    store: Store,
-    mine: _Endpoint,
-    *,
-    rank: int,
-    members: Sequence[str],
-    timeout_s: float,
-    operation: str,
-) -> list[_Endpoint]:
-    """Returns the endpoints of all ranks. Raises PeerLost that names a missing rank, before Gloo
-    begins to wait."""
-    deadline = time.monotonic() + timeout_s
-    endpoints: list[_Endpoint] = []
-    try:
-        store.set(f"address/{rank}", mine.encode())
-        for peer, member in enumerate(members):
-            if peer == rank:
-                endpoints.append(mine)
-                continue
-            key = f"address/{peer}"
-            try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except DistStoreError as error:
-                reason = f"it did not join within {timeout_s:g} s"
-                raise PeerLost(peer=member, operation=operation, reason=reason) from error
-            endpoints.append(_Endpoint.decode(store.get(key).decode()))
-    except DistNetworkError as error:
-        late = time.monotonic() >= deadline
-        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
-        raise PeerLost(peer="the rendezvous store", operation=operation, reason=reason) from error
-    return endpoints
+_ends = Decoder(_End)
+_addresses = Decoder(frozenset[SocketAddress])
 
 
-@contextmanager
-def _cut_off(address: str, port: int, *, after_s: float) -> Iterator[None]:
-    """Cuts the connections to the store after `after_s`; threads that still wait for it raise."""
-    timer = threading.Timer(after_s + _GRACE_S, cut_connections, args=(address, port))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+class _Exchange:
+    """What the ranks of one group tell each other through the store while they join."""
 
+    def __init__(
+        self,
+        store: StoreClient,
+        *,
+        prefix: str,
+        rank: int,
+        members: tuple[str, ...],
+        timeout_s: float,
+        operation: str,
+    ) -> None:
+        self.members = members
+        self.operation = operation
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
 
-def _address_of(store: Store) -> Address:
-    """Returns the address of a client's store, behind any number of prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    assert isinstance(store, TCPStore), "groups are built over a TCP store"
-    return store.host, store.port
+    def ends_of(self, mine: _End) -> list[_End]:
+        return [_ends.decode(each) for each in self._gather("end", encode(mine))]
 
+    def addresses(self, name: str, mine: Iterable[SocketAddress]) -> frozenset[SocketAddress]:
+        """Returns what all ranks report under this name."""
+        reports = self._gather(name, encode(list(mine)))
+        return frozenset().union(*(_addresses.decode(each) for each in reports))
 
-def _wait_until_reachable(address: str, port: int, *, timeout_s: float) -> None:
-    """Waits until a plain connection succeeds: TCPStore's own retries outlast their deadline and
-    fill the log. Raises PeerLost."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline - time.monotonic()
+    def store(self, name: str, *, timeout_s: float) -> Store:
+        """Returns the store as torch knows stores; keep it as long as torch has it."""
+        return _TorchStore(self._store, prefix=f"{self._prefix}/{name}", timeout_s=timeout_s)
+
+    def left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), _SHORTEST_S)
+
+    def store_lost(self, error: OSError) -> PeerLost:
+        late = isinstance(error, TimeoutError)
+        reason = f"no answer within {self._timeout_s:g} s" if late else _first_line(error)
+        return PeerLost(peer="the rendezvous store", operation=self.operation, reason=reason)
+
+    def _gather(self, name: str, mine: bytes) -> tuple[bytes, ...]:
+        """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
+        to wait."""
+        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]
         try:
-            socket.create_connection((address, port), timeout=max(left_s, 0.001)).close()
+            self._store.put(keys[self._rank], mine)
+            return self._store.get(*keys, timeout_s=self.left_s())
+        except KeysMissing as error:
+            missing = self.members[keys.index(error.keys[0])]
+            reason = f"it did not join within {self._timeout_s:g} s"
+            raise PeerLost(peer=missing, operation=self.operation, reason=reason) from error
         except OSError as error:
-            if left_s <= _RETRY_S:
-                reason = f"not reachable within {timeout_s:g} s ({error})"
-                raise _store_lost(address, port, "connecting", reason=reason) from error
-            time.sleep(_RETRY_S)
-        else:
-            return
+            raise self.store_lost(error) from error
 
 
-def _store_lost(address: str, port: int, operation: str, *, reason: str) -> PeerLost:
-    return PeerLost(
-        peer=f"the rendezvous store at {address}:{port}", operation=operation, reason=reason
-    )
+class _TorchStore(Store):
+    """The part of a rendezvous store below a prefix, for torch's process groups."""
+
+    def __init__(self, client: StoreClient, *, prefix: str, timeout_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch gives bytes
+        self._client.put(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return self._values([key], self._timeout_s)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._values(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        """NCCL's monitor would look for signals that are never sent."""
+        return False
+
+    def _values(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes, ...]:
+        try:
+            return self._client.get(*(f"{self._prefix}/{key}" for key in keys), timeout_s=timeout_s)
+        except KeysMissing as error:
+            raise DistStoreError(str(error)) from error
+
+
+def _source_to(there: SocketAddress) -> str:
+    """Returns the address from which this host would connect; sends nothing."""
+    family = socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 def _first_line(error: Exception) -> str:

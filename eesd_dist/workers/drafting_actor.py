@@ -337,9 +337,7 @@ class DraftActor:
         return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
 
     async def _reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
-        reservation = await asyncio.to_thread(
-            lambda: self._leader.sharing.reserve(lease, timeout_s=timeout_s)
-        )
+        reservation = await asyncio.to_thread(lambda: self._leader.sharing.reserve(lease))
         self._keep(self._expire_reservation(reservation.pages.number, timeout_s=timeout_s))
         return reservation
 

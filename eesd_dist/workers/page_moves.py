@@ -22,10 +22,11 @@ from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.rendezvous import build_group, connect_store
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import Address, PageLink, Reservation
+from eesd_dist.workers.messages import PageLink, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,12 @@ class PageSharing:
     def end_lease(self, number: str) -> bool:
         return self._kv_sharing().end_lease(number)
 
-    def reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
+    def reserve(self, lease: PageLease) -> Reservation:
         # First, since there may be no free port.
-        meeting = StoreHost(address=self._address, timeout_s=timeout_s)
+        meeting = StoreHost(address=self._address)
         pages = self._kv_sharing().reserve(lease.requests)
         self._meetings[pages.number] = meeting
-        return Reservation(pages=pages, store=Address(host=self._address, port=meeting.port))
+        return Reservation(pages=pages, store=meeting.at)
 
     def adopt(self, number: str) -> bool:
         self.close(number)
@@ -153,7 +154,7 @@ class PageMoves:
             )
 
     def _join(self, link: PageLink, *, rank: int) -> ProcessGroup:
-        store = connect_store(link.store.host, link.store.port, timeout_s=link.timeout_s)
+        store = connect_store(link.store, timeout_s=link.timeout_s)
         return build_group(
             store,
             epoch=link.epoch,

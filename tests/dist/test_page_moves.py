@@ -93,7 +93,7 @@ def _links(reservation: Reservation, *, timeout_s: float = 20.0) -> tuple[PageLi
 
 def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
     sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=20.0)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()))
     source, target = _links(reservation)
     results: dict[int, PageTraffic | Exception] = {}
 
@@ -146,7 +146,7 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
 
 def test_a_closed_reservation_cannot_be_joined() -> None:
     sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()))
     sharing.close(reservation.pages.number)
     source, _ = _links(reservation, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
@@ -162,4 +162,4 @@ def test_a_reservation_that_finds_no_place_to_meet_takes_no_pages(
     monkeypatch.setattr(page_moves, "StoreHost", refuse)
     sharing = _sharing(lambda: pytest.fail("pages were reserved"))
     with pytest.raises(OSError, match="no port"):
-        sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
+        sharing.reserve(PageLease(number="l1", requests=()))
