@@ -28,6 +28,7 @@ from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.strangers import Strangers
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 ENDS = ("draft rank 0", "verify rank 0")
@@ -75,9 +76,11 @@ def join_verify_stage(at: Address, rank: int, *, timeout_s: float) -> ProcessGro
     )
 
 
-def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
+def join_threads(
+    size: int, *, timeout_s: float = 10.0, strangers: Strangers | None = None
+) -> list[ProcessGroup]:
     """Returns the ranks of one group, all in this process."""
-    host = StoreHost()
+    host = StoreHost(strangers=strangers)
     groups: dict[int, ProcessGroup] = {}
 
     def join(rank: int) -> None:
@@ -90,6 +93,7 @@ def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
             size=size,
             timeout_s=timeout_s,
             join_timeout_s=20.0,
+            strangers=strangers,
         )
 
     in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))
