@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -65,6 +65,8 @@ _KEEPALIVE = (
 """Detects a cut link after about four seconds. In seconds; the last one in milliseconds."""
 
 SocketAddress = tuple[str, int]
+Connection = tuple[SocketAddress, SocketAddress]
+"""From where to where."""
 
 LISTENING = threading.Lock()
 """Held while a listening socket is opened: a device's socket is found by comparing the sockets
@@ -213,7 +215,8 @@ class GlooPlane:
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
         device.gate.close()
         ends = _Ends(here=device.addresses, there=peer_addresses)
-        ends.each_connection(_keep_alive)
+        for connection, *_ in ends.connections():
+            _keep_alive(connection)
         self._ends = ends
         self._strangers = device.strangers
         # The links' threads keep the connections open, so they are cut when the plane is collected.
@@ -228,26 +231,19 @@ class GlooPlane:
             if peer != rank
         }
 
-    def opened(self) -> frozenset[SocketAddress]:
-        """Returns this end of each connection that this rank has opened to a peer."""
-        found: set[SocketAddress] = set()
-        self._ends.each_connection(lambda connection: found.add(connection.getsockname()[:2]))
-        return frozenset(found - self._ends.here)
+    def opened(self) -> frozenset[Connection]:
+        """Returns the connections that this rank has opened to its peers."""
+        found = [(here, there) for _, here, there in self._ends.connections()]
+        return frozenset(each for each in found if each[0] not in self._ends.here)
 
-    def cut_strangers(self, opened_by_peers: frozenset[SocketAddress]) -> None:
+    def cut_strangers(self, opened_by_peers: frozenset[Connection]) -> None:
         """Cuts accepted connections that no peer has opened."""
-        here = ", ".join(f"{host}:{port}" for host, port in self._ends.here)
-
-        def cut(connection: socket.socket) -> None:
-            try:
-                to, (host, port) = connection.getsockname()[:2], connection.getpeername()[:2]
-            except OSError:  # it has left
-                return
-            if to in self._ends.here and (host, port) not in opened_by_peers:
+        for connection, here, there in self._ends.connections():
+            if here in self._ends.here and (there, here) not in opened_by_peers:
                 _shut_down(connection)
-                self._strangers.refuse(host, at=here, reason="no rank of the group has opened it")
-
-        self._ends.each_connection(cut)
+                at = f"{here[0]}:{here[1]}"
+                reason = "no rank of the group has opened it"
+                self._strangers.refuse(there[0], at=at, reason=reason)
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
         """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the
@@ -292,18 +288,16 @@ class _Ends:
     here: frozenset[SocketAddress]
     there: frozenset[SocketAddress]
 
-    def each_connection(self, act: Callable[[socket.socket], None]) -> None:
+    def connections(self) -> Iterator[tuple[socket.socket, SocketAddress, SocketAddress]]:
+        """Yields each connection, its address on this host, and its other end."""
         for candidate in _own_sockets():
             with closing(candidate):
-                if self._are_of(candidate):
-                    act(candidate)
-
-    def _are_of(self, candidate: socket.socket) -> bool:
-        try:
-            here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
-        except OSError:  # listening or closed; shutting a listener down crashes the process
-            return False
-        return here in self.here or there in self.there
+                try:
+                    here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
+                except OSError:  # listening or closed; shutting a listener down crashes the process
+                    continue
+                if here in self.here or there in self.there:
+                    yield candidate, here, there
 
 
 def _hear_last_words(work: Work) -> None:
@@ -325,7 +319,8 @@ def _settle(outcome: "Future[None]", error: RuntimeError | None) -> None:
 
 
 def _end(ends: _Ends, device: GlooDevice) -> None:
-    ends.each_connection(_shut_down)
+    for connection, *_ in ends.connections():
+        _shut_down(connection)
     device.release()
 
 

@@ -7,7 +7,7 @@ connects to the store separately: a client that waits for a key blocks all threa
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.contracts import Record
-from eesd_dist.transport.gloo import GlooDevice, GlooPlane, SocketAddress
+from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import KeysMissing, StoreClient
@@ -75,8 +75,7 @@ def build_group(
     peer_addresses = frozenset(
         at for peer, end in enumerate(ends) if peer != rank for at in end.listens
     )
-    sources = exchange.addresses("sources", {(_source_to(at), 0) for at in peer_addresses})
-    gloo_device.gate.open_to(host for host, _ in sources)
+    gloo_device.gate.open_to(exchange.sources({_source_to(at) for at in peer_addresses}))
     try:
         gloo = GlooPlane(
             exchange.store("gloo", timeout_s=exchange.left_s()),
@@ -87,7 +86,7 @@ def build_group(
             peer_addresses=peer_addresses,
         )
         try:
-            gloo.cut_strangers(exchange.addresses("opened", gloo.opened()))
+            gloo.cut_strangers(exchange.opened(gloo.opened()))
             nccl = (
                 NcclPlane(
                     exchange.store("nccl", timeout_s=join_s),
@@ -133,7 +132,8 @@ class _End(Record, frozen=True):
 
 
 _ends = Decoder(_End)
-_addresses = Decoder(frozenset[SocketAddress])
+_sources = Decoder(frozenset[str])
+_connections = Decoder(frozenset[Connection])
 
 
 class _Exchange:
@@ -160,10 +160,15 @@ class _Exchange:
     def ends_of(self, mine: _End) -> list[_End]:
         return [_ends.decode(each) for each in self._gather("end", encode(mine))]
 
-    def addresses(self, name: str, mine: Iterable[SocketAddress]) -> frozenset[SocketAddress]:
-        """Returns what all ranks report under this name."""
-        reports = self._gather(name, encode(list(mine)))
-        return frozenset().union(*(_addresses.decode(each) for each in reports))
+    def sources(self, mine: set[str]) -> frozenset[str]:
+        """Returns the IP addresses from which ranks connect to each other."""
+        reports = self._gather("sources", encode(mine))
+        return frozenset().union(*(_sources.decode(each) for each in reports))
+
+    def opened(self, mine: frozenset[Connection]) -> frozenset[Connection]:
+        """Returns the connections that ranks have opened."""
+        reports = self._gather("opened", encode(mine))
+        return frozenset().union(*(_connections.decode(each) for each in reports))
 
     def store(self, name: str, *, timeout_s: float) -> Store:
         """Returns the store as torch knows stores; keep it as long as torch has it."""

@@ -129,10 +129,16 @@ class EngineLeader:
         """Groups of the newest epoch until `join` uses them: rounds, then draft."""
         self.loading = LoadWatch()
         self.pages = PageMoves(
-            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+            address=self._groups.address,
+            store=self._page_store,
+            layout=self._kv_layout,
+            strangers=self._groups.strangers,
         )
+        self.strangers = self._groups.strangers
         self.sharing = PageSharing(
-            address=self._groups.address, kv_sharing=lambda: self._engine().kv_sharing
+            address=self._groups.address,
+            kv_sharing=lambda: self._engine().kv_sharing,
+            strangers=self.strangers,
         )
 
     def host_store(self) -> Address:

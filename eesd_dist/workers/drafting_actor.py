@@ -270,7 +270,11 @@ class DraftActor:
         """Returns the present metrics in Prometheus' text format."""
         running = self._running
         load = running.part.load() if running is not None else None
-        return self._watch.page(load, recorder=self._leader.recorder_counts())
+        return self._watch.page(
+            load,
+            recorder=self._leader.recorder_counts(),
+            num_refused=self._leader.strangers.num_refused,
+        )
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """Returns statistics of the latest rounds, oldest first."""

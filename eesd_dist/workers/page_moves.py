@@ -25,6 +25,7 @@ from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.strangers import Strangers
 from eesd_dist.types import RequestId
 from eesd_dist.workers.messages import PageLink, Reservation
 
@@ -35,10 +36,13 @@ class PageSharing:
     """Implements `roles.PageSharing`: leases and reservations of the engine's pages, and the
     rendezvous stores of the reservations."""
 
-    def __init__(self, *, address: str, kv_sharing: Callable[[], KvSharing]) -> None:
+    def __init__(
+        self, *, address: str, kv_sharing: Callable[[], KvSharing], strangers: Strangers
+    ) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
+        self._strangers = strangers
         self._meetings: dict[str, StoreHost] = {}
         """The rendezvous store of each reservation."""
 
@@ -54,7 +58,7 @@ class PageSharing:
 
     def reserve(self, lease: PageLease) -> Reservation:
         # First, since there may be no free port.
-        meeting = StoreHost(address=self._address)
+        meeting = StoreHost(address=self._address, strangers=self._strangers)
         pages = self._kv_sharing().reserve(lease.requests)
         self._meetings[pages.number] = meeting
         return Reservation(pages=pages, store=meeting.at)
@@ -80,11 +84,13 @@ class PageMoves:
         address: str,
         store: Callable[[], PageStore],
         layout: Callable[[], KvLayout],
+        strangers: Strangers,
     ) -> None:
         """`store` and `layout` raise EngineError while there is none."""
         self._address = address
         self._store = store
         self._layout = layout
+        self._strangers = strangers
         self._writing = threading.Lock()
         self._epoch = 0
 
@@ -164,4 +170,5 @@ class PageMoves:
             timeout_s=link.timeout_s,
             address=self._address,
             members=link.ends,
+            strangers=self._strangers,
         )

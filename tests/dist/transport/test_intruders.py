@@ -161,6 +161,6 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_its_link_is_gone() -> Non
         planes = ranks.connect()
         assert ranks.strangers.num_refused == 3
         x = torch.ones(3)
-        with pytest.raises(RuntimeError, match="closed|Connection|Timed out"):
+        with pytest.raises(RuntimeError, match=r"closed|Connection"):
             planes[waiting].irecv(x, source=1 - waiting, tag=1).wait(timeout_s=10.0)
         assert x.tolist() == [1.0, 1.0, 1.0]

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -155,10 +156,8 @@ def test_more_silent_connections_than_are_kept_do_not_keep_a_rank_out(
 )
 def test_garbage_is_cut_and_counted(host: StoreHost, strangers: Strangers, words: bytes) -> None:
     link = strangers.dial(host.at)
-    try:
+    with suppress(ConnectionError):
         link.sendall(words)
-    except ConnectionError:
-        pass
     assert _is_cut(link)
     _wait_until(lambda: host.strangers.num_refused == 1)
     assert _works(host)
@@ -246,7 +245,7 @@ def test_a_host_that_only_repeats_what_it_gets_is_not_believed() -> None:
 def test_a_rank_that_breaks_the_protocol_is_cut_alone(host: StoreHost, words: bytes) -> None:
     broken, other = _join(host.at), _join(host.at)
     broken._socket.sendall(words)
-    with pytest.raises(OSError, match="closed|reset"):
+    with pytest.raises(OSError, match=r"closed|reset"):
         broken.get("anything", timeout_s=SOON_S)
     other.put("still", b"here")
     assert other.get("still", timeout_s=SOON_S) == (b"here",)
