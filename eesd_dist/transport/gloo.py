@@ -7,9 +7,9 @@ connection belongs to the plane when it ends at the plane's listening port on th
 peer's listening port; the ports are exchanged through the store.
 
 Gloo has no authentication either: a connection whose first bytes are the number of a pair becomes
-that pair. So a `Gate` admits only the members' hosts while the group is being connected, and
-nothing afterwards; then `cut_strangers` cuts each accepted connection that no member has opened, by
-the addresses that the members report through the store.
+that pair. So a `ConnectionFilter` admits only the members' hosts while the group is being
+connected, and nothing afterwards; then `cut_unreported` cuts each accepted connection that no
+member reports, through the store, to have opened.
 
 Three properties of Gloo shape the layers above. A wait that times out closes the connection for
 good, so a link is unusable after a missed deadline. A send finishes only once the peer has asked
@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.transport.gate import Gate
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.connection_filter import ConnectionFilter
+from eesd_dist.transport.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "the default" to torch
@@ -81,17 +81,17 @@ class TransferBackend(Protocol):
 
 
 class GlooDevice:
-    """One listening socket on the address at which the peers reach this host, closed at first."""
+    """One listening socket on the address at which the peers reach this host, behind a filter."""
 
-    def __init__(self, address: str, *, strangers: Strangers | None = None) -> None:
+    def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
         with LISTENING:
             before = _listening()
             self.device = ProcessGroupGloo.create_device(hostname=address)
             self.addresses = frozenset(_listening() - before)
-        self.gate = Gate(_listener_at(self.addresses))
-        self.strangers = strangers or Strangers()
-        self.strangers.watch(self.gate)
-        self.release = weakref.finalize(self, _release, self.gate, self.strangers)
+        self.filter = ConnectionFilter(_listener_at(self.addresses))
+        self.refused = refused or RefusedConnections()
+        self.refused.watch(self.filter)
+        self.release = weakref.finalize(self, _release, self.filter, self.refused)
         """Called at the end of the group, otherwise when the device is collected."""
 
 
@@ -207,18 +207,18 @@ class GlooPlane:
         device: GlooDevice,
         peer_addresses: frozenset[SocketAddress],
     ) -> None:
-        """The gate of `device` must be open to the peers."""
+        """The filter of `device` must admit the peers' hosts."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [device.device]
         options._threads = 1  # threads for Gloo's collectives, which are not used
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
-        device.gate.close()
+        device.filter.block()
         ends = _Ends(here=device.addresses, there=peer_addresses)
         for connection, *_ in ends.connections():
             _keep_alive(connection)
         self._ends = ends
-        self._strangers = device.strangers
+        self._refused = device.refused
         # The links' threads keep the connections open, so they are cut when the plane is collected.
         # Only once: a later plane may get the same port.
         self._cut = weakref.finalize(self, _end, ends, device)
@@ -236,14 +236,14 @@ class GlooPlane:
         found = [(here, there) for _, here, there in self._ends.connections()]
         return frozenset(each for each in found if each[0] not in self._ends.here)
 
-    def cut_strangers(self, opened_by_peers: frozenset[Connection]) -> None:
+    def cut_unreported(self, opened_by_peers: frozenset[Connection]) -> None:
         """Cuts accepted connections that no peer has opened."""
         for connection, here, there in self._ends.connections():
             if here in self._ends.here and (there, here) not in opened_by_peers:
                 _shut_down(connection)
                 at = f"{here[0]}:{here[1]}"
                 reason = "no rank of the group has opened it"
-                self._strangers.refuse(there[0], at=at, reason=reason)
+                self._refused.add(there[0], at=at, reason=reason)
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
         """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the
@@ -324,9 +324,9 @@ def _end(ends: _Ends, device: GlooDevice) -> None:
     device.release()
 
 
-def _release(gate: Gate, strangers: Strangers) -> None:
-    strangers.retire(gate)
-    gate.release()
+def _release(listener: ConnectionFilter, refused: RefusedConnections) -> None:
+    refused.retire(listener)
+    listener.release()
 
 
 def _keep_alive(connection: socket.socket) -> None:

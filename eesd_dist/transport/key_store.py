@@ -32,7 +32,7 @@ from eesd_dist.transport.handshake import (
     proves,
     rank_proof,
 )
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.refused import RefusedConnections
 
 _PROOF_WITHIN_S = 2.0
 """A rank that a busy machine delays for longer connects again."""
@@ -77,15 +77,19 @@ class StoreHost:
     """Owns the store: keep it while groups are being built. It listens on `address` alone."""
 
     def __init__(
-        self, *, address: str = "127.0.0.1", port: int = 0, strangers: Strangers | None = None
+        self,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        refused: RefusedConnections | None = None,
     ) -> None:
         family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with LISTENING:
             listener = socket.create_server(bound[:2], family=family)
         self.at = Address(host=address, port=listener.getsockname()[1], secret=new_secret())
-        self.strangers = strangers or Strangers()
+        self.refused = refused or RefusedConnections()
         wake, woken = socket.socketpair()
-        server = _Server(listener, woken, self.at, self.strangers)
+        server = _Server(listener, woken, self.at, self.refused)
         threading.Thread(target=server.run, name="rendezvous store", daemon=True).start()
         weakref.finalize(self, wake.close)
 
@@ -213,13 +217,17 @@ class _Server:
     """Serves a store in one thread, until the other end of `woken` is closed."""
 
     def __init__(
-        self, listener: socket.socket, woken: socket.socket, at: Address, strangers: Strangers
+        self,
+        listener: socket.socket,
+        woken: socket.socket,
+        at: Address,
+        refused: RefusedConnections,
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self._woken = woken
         self._at = at
-        self._strangers = strangers
+        self._refused = refused
         self._values: dict[str, bytes] = {}
         self._peers: dict[socket.socket, _Peer] = {}
         """In the order in which they connected."""
@@ -348,7 +356,7 @@ class _Server:
         for peer in peers:
             if self._forget(peer):
                 at = f"{self._at.host}:{self._at.port}"
-                self._strangers.refuse(peer.host, at=at, reason=reason)
+                self._refused.add(peer.host, at=at, reason=reason)
 
     def _forget(self, peer: _Peer) -> bool:
         """Returns False for a peer that is forgotten already."""

@@ -7,7 +7,8 @@ connects to the store separately: a client that waits for a key blocks all threa
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,7 @@ from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.refused import RefusedConnections
 
 _SHORTEST_S = 0.1
 
@@ -47,7 +48,7 @@ def build_group(
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
-    strangers: Strangers | None = None,
+    refused: RefusedConnections | None = None,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same epoch and name.
 
@@ -56,40 +57,26 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. `strangers` counts connections of
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `refused` counts connections of
     others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
     device = torch.device(device)
-    join_s = timeout_s if join_timeout_s is None else join_timeout_s
-    gloo_device = GlooDevice(address, strangers=strangers)
     exchange = _Exchange(
-        store, prefix=f"epoch {epoch}/{name}", rank=rank, members=names, timeout_s=join_s,
+        store,
+        prefix=f"epoch {epoch}/{name}",
+        rank=rank,
+        members=names,
+        timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
         operation=f"joining group {name} of epoch {epoch}",
-    )  # fmt: skip
-    ends = exchange.ends_of(_End(address, tuple(gloo_device.addresses)))
-    exchange.members = names = tuple(
-        f"{name} on {at.node}" for name, at in zip(names, ends, strict=True)
     )
-    peer_addresses = frozenset(
-        at for peer, end in enumerate(ends) if peer != rank for at in end.listens
-    )
-    gloo_device.gate.open_to(exchange.sources({_source_to(at) for at in peer_addresses}))
-    try:
-        gloo = GlooPlane(
-            exchange.store("gloo", timeout_s=exchange.left_s()),
-            rank=rank,
-            size=size,
-            timeout_s=exchange.left_s(),
-            device=gloo_device,
-            peer_addresses=peer_addresses,
-        )
+    with exchange.naming_the_lost():
+        gloo = _connect(exchange, GlooDevice(address, refused=refused), address=address)
         try:
-            gloo.cut_strangers(exchange.opened(gloo.opened()))
             nccl = (
                 NcclPlane(
-                    exchange.store("nccl", timeout_s=join_s),
+                    exchange.store("nccl", timeout_s=exchange.timeout_s),
                     rank=rank,
                     size=size,
                     timeout_s=timeout_s,
@@ -103,25 +90,39 @@ def build_group(
         except BaseException:
             gloo.abort()
             raise
-    except OWN_FAILURES as error:
-        raise own_failure(error, member=names[rank], operation=exchange.operation) from error
-    except OSError as error:
-        raise exchange.store_lost(error) from error
-    except RuntimeError as error:
-        others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
-        raise PeerLost(
-            peer=others, operation=exchange.operation, reason=_first_line(error)
-        ) from error
     return ProcessGroup(
         name=name,
         epoch=epoch,
         rank=rank,
-        members=names,
+        members=exchange.members,
         timeout_s=timeout_s,
         device=device,
         gloo=gloo,
         nccl=nccl,
     )
+
+
+def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> GlooPlane:
+    """Connects the CPUs of all ranks. Its connections are those that the ranks have opened."""
+    ends = exchange.ends(_End(address, tuple(device.addresses)))
+    listen = frozenset(
+        at for peer, end in enumerate(ends) if peer != exchange.rank for at in end.listens
+    )
+    device.filter.admit(exchange.sources({_source_to(at) for at in listen}))
+    plane = GlooPlane(
+        exchange.store("gloo", timeout_s=exchange.left_s()),
+        rank=exchange.rank,
+        size=len(ends),
+        timeout_s=exchange.left_s(),
+        device=device,
+        peer_addresses=listen,
+    )
+    try:
+        plane.cut_unreported(exchange.opened(plane.opened()))
+    except BaseException:
+        plane.abort()
+        raise
+    return plane
 
 
 class _End(Record, frozen=True):
@@ -150,15 +151,21 @@ class _Exchange:
         operation: str,
     ) -> None:
         self.members = members
-        self.operation = operation
+        """With their nodes, once these are known."""
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._operation = operation
         self._store = store
         self._prefix = prefix
-        self._rank = rank
-        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
 
-    def ends_of(self, mine: _End) -> list[_End]:
-        return [_ends.decode(each) for each in self._gather("end", encode(mine))]
+    def ends(self, mine: _End) -> list[_End]:
+        """Returns where each rank listens."""
+        ends = [_ends.decode(each) for each in self._gather("end", encode(mine))]
+        self.members = tuple(
+            f"{name} on {end.node}" for name, end in zip(self.members, ends, strict=True)
+        )
+        return ends
 
     def sources(self, mine: set[str]) -> frozenset[str]:
         """Returns the IP addresses from which ranks connect to each other."""
@@ -177,24 +184,35 @@ class _Exchange:
     def left_s(self) -> float:
         return max(self._deadline - time.monotonic(), _SHORTEST_S)
 
-    def store_lost(self, error: OSError) -> PeerLost:
-        late = isinstance(error, TimeoutError)
-        reason = f"no answer within {self._timeout_s:g} s" if late else _first_line(error)
-        return PeerLost(peer="the rendezvous store", operation=self.operation, reason=reason)
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Raises PeerLost, or EngineError when this rank's own device fails."""
+        try:
+            yield
+        except OWN_FAILURES as error:
+            member = self.members[self.rank]
+            raise own_failure(error, member=member, operation=self._operation) from error
+        except OSError as error:
+            late = isinstance(error, TimeoutError)
+            reason = f"no answer within {self.timeout_s:g} s" if late else _first_line(error)
+            raise self._lost("the rendezvous store", reason) from error
+        except RuntimeError as error:
+            others = self.members[: self.rank] + self.members[self.rank + 1 :] or self.members
+            raise self._lost(" or ".join(others), _first_line(error)) from error
 
     def _gather(self, name: str, mine: bytes) -> tuple[bytes, ...]:
         """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
         to wait."""
         keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]
+        self._store.put(keys[self.rank], mine)
         try:
-            self._store.put(keys[self._rank], mine)
             return self._store.get(*keys, timeout_s=self.left_s())
         except KeysMissing as error:
             missing = self.members[keys.index(error.keys[0])]
-            reason = f"it did not join within {self._timeout_s:g} s"
-            raise PeerLost(peer=missing, operation=self.operation, reason=reason) from error
-        except OSError as error:
-            raise self.store_lost(error) from error
+            raise self._lost(missing, f"it did not join within {self.timeout_s:g} s") from error
+
+    def _lost(self, peer: str, reason: str) -> PeerLost:
+        return PeerLost(peer=peer, operation=self._operation, reason=reason)
 
 
 class _TorchStore(Store):

@@ -36,7 +36,7 @@ class ShardFollower:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            strangers=self._groups.strangers,
+            refused=self._groups.refused,
         )
 
     def prepare(self) -> None:

@@ -132,13 +132,13 @@ class EngineLeader:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            strangers=self._groups.strangers,
+            refused=self._groups.refused,
         )
-        self.strangers = self._groups.strangers
+        self.refused = self._groups.refused
         self.sharing = PageSharing(
             address=self._groups.address,
             kv_sharing=lambda: self._engine().kv_sharing,
-            strangers=self.strangers,
+            refused=self.refused,
         )
 
     def host_store(self) -> Address:

@@ -273,7 +273,7 @@ class DraftActor:
         return self._watch.page(
             load,
             recorder=self._leader.recorder_counts(),
-            num_refused=self._leader.strangers.num_refused,
+            num_refused=self._leader.refused.num_refused,
         )
 
     async def rounds(self) -> tuple[RoundStats, ...]:

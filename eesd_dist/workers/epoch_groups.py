@@ -15,8 +15,8 @@ from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.key_store import StoreClient, StoreHost
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group
-from eesd_dist.transport.strangers import Strangers
 from eesd_dist.workers.messages import Address, Epoch, StageName
 
 _DRAFTER = "draft rank 0"
@@ -32,10 +32,10 @@ class EpochGroups:
         """The newest store hosted here, if any."""
         self._connecting: set[StoreClient] = set()
         """Connections to stores at which groups are being built."""
-        self.strangers = Strangers()
+        self.refused = RefusedConnections()
 
     def host_store(self) -> Address:
-        store = StoreHost(address=self.address, strangers=self.strangers)
+        store = StoreHost(address=self.address, refused=self.refused)
         self._hosted = [store]
         return store.at
 
@@ -80,7 +80,7 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
-                strangers=self.strangers,
+                refused=self.refused,
             )
         finally:
             self._connecting.discard(store)

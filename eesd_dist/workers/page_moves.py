@@ -24,8 +24,8 @@ from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group, connect_store
-from eesd_dist.transport.strangers import Strangers
 from eesd_dist.types import RequestId
 from eesd_dist.workers.messages import PageLink, Reservation
 
@@ -37,12 +37,12 @@ class PageSharing:
     rendezvous stores of the reservations."""
 
     def __init__(
-        self, *, address: str, kv_sharing: Callable[[], KvSharing], strangers: Strangers
+        self, *, address: str, kv_sharing: Callable[[], KvSharing], refused: RefusedConnections
     ) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
-        self._strangers = strangers
+        self._refused = refused
         self._meetings: dict[str, StoreHost] = {}
         """The rendezvous store of each reservation."""
 
@@ -58,7 +58,7 @@ class PageSharing:
 
     def reserve(self, lease: PageLease) -> Reservation:
         # First, since there may be no free port.
-        meeting = StoreHost(address=self._address, strangers=self._strangers)
+        meeting = StoreHost(address=self._address, refused=self._refused)
         pages = self._kv_sharing().reserve(lease.requests)
         self._meetings[pages.number] = meeting
         return Reservation(pages=pages, store=meeting.at)
@@ -84,13 +84,13 @@ class PageMoves:
         address: str,
         store: Callable[[], PageStore],
         layout: Callable[[], KvLayout],
-        strangers: Strangers,
+        refused: RefusedConnections,
     ) -> None:
         """`store` and `layout` raise EngineError while there is none."""
         self._address = address
         self._store = store
         self._layout = layout
-        self._strangers = strangers
+        self._refused = refused
         self._writing = threading.Lock()
         self._epoch = 0
 
@@ -170,5 +170,5 @@ class PageMoves:
             timeout_s=link.timeout_s,
             address=self._address,
             members=link.ends,
-            strangers=self._strangers,
+            refused=self._refused,
         )

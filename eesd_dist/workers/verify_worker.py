@@ -42,7 +42,7 @@ class StageVerifier:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            strangers=self._groups.strangers,
+            refused=self._groups.refused,
         )
 
     def join(self, epoch: Epoch) -> "VerifyEpoch":

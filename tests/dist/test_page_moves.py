@@ -10,7 +10,7 @@ from torch import Tensor
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.page_leases import PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import PageId
 from eesd_dist.workers import page_moves
 from eesd_dist.workers.messages import PageLink, Reservation
@@ -65,7 +65,7 @@ def _sharing(engine: Callable[[], object] = Engine) -> PageSharing:
     return PageSharing(
         address="127.0.0.1",
         kv_sharing=engine,  # type: ignore[arg-type]
-        strangers=Strangers(),
+        refused=RefusedConnections(),
     )
 
 
@@ -74,7 +74,7 @@ def _moves(store: Store) -> PageMoves:
         address="127.0.0.1",
         store=lambda: store,  # type: ignore[arg-type, return-value]
         layout=_none,  # type: ignore[arg-type]
-        strangers=Strangers(),
+        refused=RefusedConnections(),
     )
     moves.enter(5)
     return moves

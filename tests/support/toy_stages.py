@@ -17,7 +17,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError, QueueFull, RequestError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import (
     Emission,
     FinishReason,
@@ -202,7 +202,7 @@ class ToyLeader:
         self._config = config
         self._drafter = ToyDrafter(config)
         self.loading = LoadWatch()
-        self.strangers = Strangers()
+        self.refused = RefusedConnections()
 
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)

@@ -27,8 +27,8 @@ from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group, connect_store
-from eesd_dist.transport.strangers import Strangers
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 ENDS = ("draft rank 0", "verify rank 0")
@@ -77,10 +77,10 @@ def join_verify_stage(at: Address, rank: int, *, timeout_s: float) -> ProcessGro
 
 
 def join_threads(
-    size: int, *, timeout_s: float = 10.0, strangers: Strangers | None = None
+    size: int, *, timeout_s: float = 10.0, refused: RefusedConnections | None = None
 ) -> list[ProcessGroup]:
     """Returns the ranks of one group, all in this process."""
-    host = StoreHost(strangers=strangers)
+    host = StoreHost(refused=refused)
     groups: dict[int, ProcessGroup] = {}
 
     def join(rank: int) -> None:
@@ -93,7 +93,7 @@ def join_threads(
             size=size,
             timeout_s=timeout_s,
             join_timeout_s=20.0,
-            strangers=strangers,
+            refused=refused,
         )
 
     in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))

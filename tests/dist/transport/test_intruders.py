@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.strangers import Strangers
+from eesd_dist.transport.refused import RefusedConnections
 from tests.dist.transport import intruders
 from tests.dist.transport.intruders import Words
 from tests.dist.transport.peers import in_threads, join_threads, peer_process
@@ -53,15 +53,15 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_another_hos
     words: Words,
 ) -> None:
     expected = _sums(join_threads(3))
-    strangers = Strangers()
+    refused = RefusedConnections()
     with _scanning(OUTSIDE, words):
         for _ in range(5):
-            groups = join_threads(3, strangers=strangers)
+            groups = join_threads(3, refused=refused)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
                 group.abort("the test is over")
-    assert strangers.num_refused > 20
+    assert refused.num_refused > 20
 
 
 @pytest.mark.parametrize("words", ["silent", "garbage", "gone at once"])
@@ -69,41 +69,41 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_a_ranks_hos
     words: Words,
 ) -> None:
     expected = _sums(join_threads(3))
-    strangers = Strangers()
+    refused = RefusedConnections()
     with _scanning(INSIDE, words):
         for _ in range(5):
-            groups = join_threads(3, strangers=strangers)
+            groups = join_threads(3, refused=refused)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
                 group.abort("the test is over")
-    assert strangers.num_refused > 20
+    assert refused.num_refused > 20
 
 
 def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one() -> None:
     before = intruders.listening_ports()
-    strangers = Strangers()
-    groups = join_threads(2, strangers=strangers)
+    refused = RefusedConnections()
+    groups = join_threads(2, refused=refused)
     expected = _sums(groups)
     (first, *_) = intruders.listening_ports() - before
     heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
     with peer_process(intruders.knock, INSIDE, (INSIDE, first), "pair numbers", 7, told):
         heard.recv()
-        assert strangers.num_refused == 7
+        assert refused.num_refused == 7
         assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
     for group in groups:
         group.abort("the test is over")
-    assert strangers.num_refused >= 7, "still known when the group has ended"
+    assert refused.num_refused >= 7, "still known when the group has ended"
 
 
 class Planes:
-    """Two ranks' planes, with a moment between opening the gates and connecting."""
+    """Two ranks' planes, with a moment between opening the filters and connecting."""
 
     def __init__(self) -> None:
-        self.strangers = Strangers()
-        self.devices = [GlooDevice(INSIDE, strangers=self.strangers) for _ in range(2)]
+        self.refused = RefusedConnections()
+        self.devices = [GlooDevice(INSIDE, refused=self.refused) for _ in range(2)]
         for device in self.devices:
-            device.gate.open_to([INSIDE])
+            device.filter.admit([INSIDE])
 
     def listener(self) -> tuple[intruders.Address, int]:
         """Returns the address and the rank to which the other rank connects. Gloo compares ports
@@ -130,7 +130,7 @@ class Planes:
         in_threads(lambda: join(0), lambda: join(1))
         opened = planes[0].opened() | planes[1].opened()
         for rank in range(2):
-            planes[rank].cut_strangers(opened)
+            planes[rank].cut_unreported(opened)
         return [planes[0], planes[1]]
 
 
@@ -144,7 +144,7 @@ def test_a_connection_that_got_in_before_the_group_was_connected_is_cut_and_coun
     with peer_process(intruders.knock, INSIDE, at, words, 3, told):
         heard.recv()
         first, second = ranks.connect()
-        _wait_until(lambda: ranks.strangers.num_refused == 3)
+        _wait_until(lambda: ranks.refused.num_refused == 3)
         received = torch.zeros(3)
         receiving = second.irecv(received, source=0, tag=1)
         first.isend(torch.arange(3.0), to=1, tag=1, confirmed=True).wait(timeout_s=10.0)
@@ -159,7 +159,7 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_its_link_is_gone() -> Non
     with peer_process(intruders.knock, INSIDE, at, "pair numbers", 3, told):
         heard.recv()
         planes = ranks.connect()
-        assert ranks.strangers.num_refused == 3
+        assert ranks.refused.num_refused == 3
         x = torch.ones(3)
         with pytest.raises(RuntimeError, match=r"closed|Connection"):
             planes[waiting].irecv(x, source=1 - waiting, tag=1).wait(timeout_s=10.0)

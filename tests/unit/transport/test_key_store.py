@@ -34,7 +34,7 @@ def _join(at: Address) -> StoreClient:
     return client
 
 
-class Strangers:
+class Unproven:
     """Connections without the secret, as far as the host's nonce."""
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class Strangers:
 
 
 @pytest.fixture
-def strangers() -> Iterator[Strangers]:
-    strangers = Strangers()
-    yield strangers
-    strangers.leave()
+def unproven() -> Iterator[Unproven]:
+    unproven = Unproven()
+    yield unproven
+    unproven.leave()
 
 
 def _is_cut(link: socket.socket) -> bool:
@@ -92,7 +92,7 @@ def test_a_rank_waits_for_what_another_one_sets(host: StoreHost) -> None:
     assert first.get("mine", "theirs", timeout_s=SOON_S) == (b"1", b"2" * 100_000)
     assert second.get("mine", timeout_s=SOON_S) == (b"1",)
     setting.join()
-    assert host.strangers.num_refused == 0
+    assert host.refused.num_refused == 0
 
 
 def test_the_first_key_that_is_not_set_in_time_is_named_and_the_connection_goes_on(
@@ -125,53 +125,53 @@ def test_a_wrong_secret_is_refused_at_once_and_counted(host: StoreHost, secret: 
     with pytest.raises(PeerLost, match="refused the secret, which is that of another epoch"):
         _join(replace(host.at, secret=secret))
     assert time.monotonic() - began_s < SOON_S
-    _wait_until(lambda: host.strangers.num_refused == 1)
+    _wait_until(lambda: host.refused.num_refused == 1)
     assert _works(host)
 
 
 def test_a_connection_that_stays_silent_delays_nothing_and_is_cut(
-    host: StoreHost, strangers: Strangers, monkeypatch: pytest.MonkeyPatch
+    host: StoreHost, unproven: Unproven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_store, "_PROOF_WITHIN_S", 0.4)
-    silent = [strangers.dial(host.at) for _ in range(3)]
+    silent = [unproven.dial(host.at) for _ in range(3)]
     silent[1].sendall(bytes(NONCE_BYTES))  # half of a proof
     assert _works(host)
     assert all(_is_cut(link) for link in silent)
-    _wait_until(lambda: host.strangers.num_refused == 3)
+    _wait_until(lambda: host.refused.num_refused == 3)
 
 
 def test_more_silent_connections_than_are_kept_do_not_keep_a_rank_out(
-    host: StoreHost, strangers: Strangers
+    host: StoreHost, unproven: Unproven
 ) -> None:
-    silent = [strangers.dial(host.at) for _ in range(100)]
+    silent = [unproven.dial(host.at) for _ in range(100)]
     assert _works(host)
-    _wait_until(lambda: host.strangers.num_refused >= 36)
+    _wait_until(lambda: host.refused.num_refused >= 36)
     assert _is_cut(silent[0])
-    assert host.strangers.num_refused < 100, "only as many as were too many"
+    assert host.refused.num_refused < 100, "only as many as were too many"
 
 
 @pytest.mark.parametrize(
     "words",
     [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, bytes(NONCE_BYTES + PROOF_BYTES), b"\xff" * 100_000],
 )
-def test_garbage_is_cut_and_counted(host: StoreHost, strangers: Strangers, words: bytes) -> None:
-    link = strangers.dial(host.at)
+def test_garbage_is_cut_and_counted(host: StoreHost, unproven: Unproven, words: bytes) -> None:
+    link = unproven.dial(host.at)
     with suppress(ConnectionError):
         link.sendall(words)
     assert _is_cut(link)
-    _wait_until(lambda: host.strangers.num_refused == 1)
+    _wait_until(lambda: host.refused.num_refused == 1)
     assert _works(host)
 
 
 def test_connections_that_leave_in_the_middle_are_counted(
-    host: StoreHost, strangers: Strangers
+    host: StoreHost, unproven: Unproven
 ) -> None:
-    polite = strangers.dial(host.at)
+    polite = unproven.dial(host.at)
     polite.close()
-    rude = strangers.dial(host.at)
+    rude = unproven.dial(host.at)
     rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     rude.close()  # resets
-    _wait_until(lambda: host.strangers.num_refused == 2)
+    _wait_until(lambda: host.refused.num_refused == 2)
     assert _works(host)
 
 
@@ -204,7 +204,7 @@ class Relay:
 
 
 def test_a_recorded_handshake_is_refused_in_its_own_epoch_and_in_the_next(
-    host: StoreHost, strangers: Strangers
+    host: StoreHost, unproven: Unproven
 ) -> None:
     relay = Relay(host.at)
     _join(relay.at)
@@ -214,11 +214,11 @@ def test_a_recorded_handshake_is_refused_in_its_own_epoch_and_in_the_next(
     assert host.at.secret.encode() not in relay.from_rank + relay.from_host
     next_epoch = StoreHost()
     for store in (host, next_epoch):
-        link = strangers.dial(store.at)
+        link = unproven.dial(store.at)
         link.sendall(relay.from_rank)
         assert link.recv(PROOF_BYTES, socket.MSG_WAITALL) == REFUSED
         assert _is_cut(link)
-        _wait_until(lambda store=store: store.strangers.num_refused == 1)  # type: ignore[misc]
+        _wait_until(lambda store=store: store.refused.num_refused == 1)  # type: ignore[misc]
 
 
 def test_a_host_that_only_repeats_what_it_gets_is_not_believed() -> None:

@@ -13,6 +13,8 @@ import socket
 import struct
 from collections.abc import Iterable
 
+from eesd_dist.errors import EngineError
+
 _SO_ATTACH_FILTER = 26
 _SO_MEMINFO = 55
 _DROPS = 8
@@ -31,13 +33,13 @@ _DROP: _Instruction = (_RETURN, 0, 0, 0)
 _PASS: _Instruction = (_RETURN, 0, 0, _ALL_BYTES)
 
 
-class Gate:
-    """The filter on one listening socket; closed at first."""
+class ConnectionFilter:
+    """The filter on one listening socket. It admits nothing at first."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Owns `listener`, which may be a duplicate."""
         self._listener = listener
-        self.close()
+        self.block()
 
     @property
     def num_dropped(self) -> int:
@@ -45,11 +47,11 @@ class Gate:
         words = struct.unpack("=9I", self._listener.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 36))
         return int(words[_DROPS])
 
-    def close(self) -> None:
+    def block(self) -> None:
         """Lets nothing pass. Accepted connections go on."""
         self._attach([_DROP])
 
-    def open_to(self, hosts: Iterable[str]) -> None:
+    def admit(self, hosts: Iterable[str]) -> None:
         """Lets connections from these IP addresses pass."""
         program = [
             (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
@@ -68,7 +70,13 @@ class Gate:
         code = b"".join(struct.pack("=HBBI", *each) for each in program)
         held = ctypes.create_string_buffer(code, len(code))
         pointer = struct.pack("@HP", len(program), ctypes.addressof(held))
-        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+        except OSError as error:
+            raise EngineError(
+                f"no packet filter on a listening socket (SO_ATTACH_FILTER): {error}; ranks need a "
+                "kernel that has them"
+            ) from error
 
 
 def _pass_from(host: str) -> list[_Instruction]:

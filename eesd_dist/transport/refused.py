@@ -21,7 +21,7 @@ class Filter(Protocol):
     def num_dropped(self) -> int: ...
 
 
-class Strangers:
+class RefusedConnections:
     """The connections refused so far. From any thread."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Strangers:
         with self._lock:
             return self._num_refused + sum(each.num_dropped for each in list(self._filters))
 
-    def refuse(self, host: str, *, at: str, reason: str) -> None:
+    def add(self, host: str, *, at: str, reason: str) -> None:
         """Counts a connection from `host` to `at` that was cut."""
         with self._lock:
             self._num_refused += 1
