@@ -269,12 +269,12 @@ class _Server:
     def _accept(self) -> None:
         try:
             link, from_ = self._listener.accept()
+            link.setblocking(False)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it has left again, or this process has no file handle to spare
             self._refuse(self._unproven()[:1], "too many connections")
             time.sleep(_RETRY_S)
             return
-        link.setblocking(False)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._refuse(self._unproven()[: 1 - _MAX_UNPROVEN], "too many connections")
         until_s = time.monotonic() + _PROOF_WITHIN_S
         peer = _Peer(link, from_[0], new_nonce(), until_s)
