@@ -1,6 +1,6 @@
 """Decides in the kernel which hosts may connect to a listening socket.
 
-Gloo accepts whoever connects, takes the first 8 bytes for the number of a pair, and cannot close
+Gloo accepts any connection, takes the first 8 bytes for the number of a pair, and cannot close
 its listening socket while a group lives. So the socket gets a packet filter (SO_ATTACH_FILTER,
 classic BPF; needs no privileges): nothing passes before the members of the group are known, then
 only connections from their hosts, and nothing once the group is connected. Accepted connections
@@ -21,7 +21,7 @@ _DROPS = 8
 """Index in the array that SO_MEMINFO returns."""
 
 _IP_HEADER = 0xFFF00000
-"""Offset of the IP header to the filter, whose data begin at the TCP header (SKF_NET_OFF)."""
+"""Offset of the IP header (SKF_NET_OFF); offset 0 is the TCP header."""
 _TCP_FLAGS = 13
 _SYN, _ACK = 0x02, 0x10
 _LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06

@@ -6,8 +6,8 @@ their keepalive options and shuts them down. No other module touches sockets of 
 connection belongs to the plane when it ends at the plane's listening port on this host or at a
 peer's listening port; the ports are exchanged through the store.
 
-Gloo has no authentication either: a connection whose first bytes are the number of a pair becomes
-that pair. So a `ConnectionFilter` admits only the members' hosts while the group is being
+Gloo has no authentication either: a connection that begins with the number of a pair becomes that
+pair. So a `ConnectionFilter` admits only the members' hosts while the group is being
 connected, and nothing afterwards; then `cut_unreported` cuts each accepted connection that no
 member reports, through the store, to have opened.
 

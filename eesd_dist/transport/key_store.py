@@ -326,7 +326,7 @@ class _Server:
         self._settle()
 
     def _settle(self) -> None:
-        """Answers the requests whose keys are set."""
+        """Answers the requests for keys that are all set."""
         for each in [each for each in self._waiting if not self._missing(each)]:
             self._waiting.remove(each)
             values = tuple(self._values[key] for key in each.keys)

@@ -15,7 +15,7 @@ _MAX_HOSTS = 256
 
 
 class Filter(Protocol):
-    """A listening socket whose unwanted connections the kernel drops."""
+    """A listening socket with a filter in the kernel, which counts what it drops."""
 
     @property
     def num_dropped(self) -> int: ...
