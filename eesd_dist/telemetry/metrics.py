@@ -110,6 +110,10 @@ class ServiceMetrics:
             "Waiting for bytes between ranks; draft_to_verify: there and back.",
             "hop",
         )
+        self._refused = self._counter(
+            "refused_connections", "Connections to the drafting actor from outside its pipeline."
+        )
+        self._num_refused = 0
         self._recorded: RecorderCounts | None = None
         """Last counts of the recorder; None where there is no recorder, and so no metrics of it."""
         self._begin_at_zero()
@@ -173,6 +177,11 @@ class ServiceMetrics:
         self._written.inc(counts.num_written - before.num_written)
         self._dropped.inc(counts.num_dropped - before.num_dropped)
         self._recorder_bytes.set(counts.num_bytes)
+
+    def observe_refused(self, num_refused: int) -> None:
+        """Takes the total since the process began."""
+        self._refused.inc(num_refused - self._num_refused)
+        self._num_refused = num_refused
 
     def render(self) -> bytes:
         """Returns the page that a Prometheus server scrapes, of type CONTENT_TYPE."""

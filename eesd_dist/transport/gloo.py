@@ -2,10 +2,14 @@
 
 Wraps a separate ProcessGroupGloo (never the process-global default group). Gloo has no abort and no
 keepalive, so this module finds the plane's TCP connections itself (Linux: /proc/self/fd), sets
-their keepalive options and shuts them down; on request also those to a rendezvous store. No other
-module touches sockets of the plane. A connection belongs to the plane when it ends at the plane's
-listening port on this host or at a peer's listening port; the ports are exchanged through the
-store.
+their keepalive options and shuts them down. No other module touches sockets of the plane. A
+connection belongs to the plane when it ends at the plane's listening port on this host or at a
+peer's listening port; the ports are exchanged through the store.
+
+Gloo has no authentication either: a connection that begins with the number of a pair becomes that
+pair. So a `ConnectionFilter` admits only the members' hosts while the group is being
+connected, and nothing afterwards; then `cut_unreported` cuts each accepted connection that no
+member reports, through the store, to have opened.
 
 Three properties of Gloo shape the layers above. A wait that times out closes the connection for
 good, so a link is unusable after a missed deadline. A send finishes only once the peer has asked
@@ -24,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -36,6 +40,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
+
+from eesd_dist.transport.connection_filter import ConnectionFilter
+from eesd_dist.transport.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "the default" to torch
@@ -57,7 +64,9 @@ _KEEPALIVE = (
 )
 """Detects a cut link after about four seconds. In seconds; the last one in milliseconds."""
 
-Address = tuple[str, int]
+SocketAddress = tuple[str, int]
+Connection = tuple[SocketAddress, SocketAddress]
+"""From where to where."""
 
 LISTENING = threading.Lock()
 """Held while a listening socket is opened: a device's socket is found by comparing the sockets
@@ -72,13 +81,18 @@ class TransferBackend(Protocol):
 
 
 class GlooDevice:
-    """One listening socket on the address at which the peers reach this host."""
+    """One listening socket on the address at which the peers reach this host, behind a filter."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
         with LISTENING:
             before = _listening()
             self.device = ProcessGroupGloo.create_device(hostname=address)
             self.addresses = frozenset(_listening() - before)
+        self.filter = ConnectionFilter(_listener_at(self.addresses))
+        self.refused = refused or RefusedConnections()
+        self.refused.watch(self.filter)
+        self.release = weakref.finalize(self, _release, self.filter, self.refused)
+        """Called at the end of the group, otherwise when the device is collected."""
 
 
 class Pending:
@@ -191,18 +205,23 @@ class GlooPlane:
         size: int,
         timeout_s: float,
         device: GlooDevice,
-        peer_addresses: frozenset[Address],
+        peer_addresses: frozenset[SocketAddress],
     ) -> None:
+        """The filter of `device` must admit the peers' hosts."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [device.device]
         options._threads = 1  # threads for Gloo's collectives, which are not used
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
+        device.filter.block()
         ends = _Ends(here=device.addresses, there=peer_addresses)
-        ends.each_connection(_keep_alive)
+        for connection, *_ in ends.connections():
+            _keep_alive(connection)
+        self._ends = ends
+        self._refused = device.refused
         # The links' threads keep the connections open, so they are cut when the plane is collected.
         # Only once: a later plane may get the same port.
-        self._cut = weakref.finalize(self, ends.each_connection, _shut_down)
+        self._cut = weakref.finalize(self, _end, ends, device)
         self._cut.atexit = False  # `_leave_all` does it
         _planes.add(self)
         _leave_all_at_exit()
@@ -211,6 +230,20 @@ class GlooPlane:
             for peer in range(size)
             if peer != rank
         }
+
+    def opened(self) -> frozenset[Connection]:
+        """Returns the connections that this rank has opened to its peers."""
+        found = [(here, there) for _, here, there in self._ends.connections()]
+        return frozenset(each for each in found if each[0] not in self._ends.here)
+
+    def cut_unreported(self, opened_by_peers: frozenset[Connection]) -> None:
+        """Cuts accepted connections that no peer has opened."""
+        for connection, here, there in self._ends.connections():
+            if here in self._ends.here and (there, here) not in opened_by_peers:
+                _shut_down(connection)
+                at = f"{here[0]}:{here[1]}"
+                reason = "no rank of the group has opened it"
+                self._refused.add(there[0], at=at, reason=reason)
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
         """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the
@@ -252,34 +285,19 @@ def _leave_all() -> None:
 class _Ends:
     """Addresses where a plane's connections end: listening ports of this process and of peers."""
 
-    here: frozenset[Address]
-    there: frozenset[Address]
+    here: frozenset[SocketAddress]
+    there: frozenset[SocketAddress]
 
-    def each_connection(self, act: Callable[[socket.socket], None]) -> None:
+    def connections(self) -> Iterator[tuple[socket.socket, SocketAddress, SocketAddress]]:
+        """Yields each connection, its address on this host, and its other end."""
         for candidate in _own_sockets():
             with closing(candidate):
-                if self._are_of(candidate):
-                    act(candidate)
-
-    def _are_of(self, candidate: socket.socket) -> bool:
-        try:
-            here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
-        except OSError:  # listening or closed; shutting a listener down crashes the process
-            return False
-        return here in self.here or there in self.there
-
-
-def cut_connections(host: str, port: int) -> None:
-    """Closes this process's connections to host:port, which ends all waits on them."""
-    targets = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    for candidate in _own_sockets():
-        with closing(candidate):
-            try:
-                there = candidate.getpeername()[:2]
-            except OSError:  # listening or closed
-                continue
-            if there[1] == port and there[0].removeprefix("::ffff:") in targets:
-                _shut_down(candidate)
+                try:
+                    here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
+                except OSError:  # listening or closed; shutting a listener down crashes the process
+                    continue
+                if here in self.here or there in self.there:
+                    yield candidate, here, there
 
 
 def _hear_last_words(work: Work) -> None:
@@ -300,6 +318,17 @@ def _settle(outcome: "Future[None]", error: RuntimeError | None) -> None:
             outcome.set_exception(error)
 
 
+def _end(ends: _Ends, device: GlooDevice) -> None:
+    for connection, *_ in ends.connections():
+        _shut_down(connection)
+    device.release()
+
+
+def _release(listener: ConnectionFilter, refused: RefusedConnections) -> None:
+    refused.retire(listener)
+    listener.release()
+
+
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
@@ -313,13 +342,23 @@ def _shut_down(connection: socket.socket) -> None:
         return
 
 
-def _listening() -> set[Address]:
+def _listening() -> set[SocketAddress]:
     found = set()
     for candidate in _own_sockets():
         with closing(candidate):
             if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add(candidate.getsockname()[:2])
     return found
+
+
+def _listener_at(addresses: frozenset[SocketAddress]) -> socket.socket:
+    """Returns a duplicate of the listening socket at one of these addresses."""
+    for candidate in _own_sockets():
+        is_listening = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if is_listening and candidate.getsockname()[:2] in addresses:
+            return candidate
+        candidate.close()
+    raise OSError(f"Gloo does not listen at {sorted(addresses)}")
 
 
 def _own_sockets() -> Iterator[socket.socket]:

@@ -110,9 +110,11 @@ class NcclPlane:
 
         # torch's watchdog would end the process; this one aborts the group, to be built again.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # or torch polls the store from a thread
         torch.cuda.set_device(device)
         options = ProcessGroupNCCL.Options()
         options._timeout = NO_DEADLINE
+        self._store = store  # torch asks it for each pair's first transfer, and does not keep it
         self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
         self._size = size
         self._ordered_sums = ordered_sums

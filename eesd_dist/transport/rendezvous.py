@@ -1,92 +1,42 @@
 """Rendezvous of ranks: one store in a long-lived process, one group per epoch.
 
-The store is needed only while a group is being built; existing groups do not use it. Nothing here
-decides which ranks belong to an epoch. Each rank connects to the store separately: a client that
-waits for a key blocks all threads that share it. A store on a frozen host accepts connections and
-never answers, and torch's client then waits without a deadline: its connection is cut when the
-deadline has passed.
+The store is needed only while a group is being built; existing groups do not use it, except for
+NCCL's first transfer between a pair. Nothing here decides which ranks belong to an epoch. Each rank
+connects to the store separately: a client that waits for a key blocks all threads that share it.
 """
 
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]  # TCPStore: at run time only
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    TCPStore,
-)
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from msgspec.msgpack import Decoder, encode
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.gloo import LISTENING, Address, GlooDevice, GlooPlane, cut_connections
+from eesd_dist.transport.contracts import Record
+from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.refused import RefusedConnections
 
-_RETRY_S = 0.1
-_GRACE_S = 0.3
-"""Delay of the cut, so that waits with a deadline of their own fail first, with a better error."""
-
-
-class StoreHost:
-    """Owns the store: keep it while groups are being built. It listens on `address` alone."""
-
-    def __init__(
-        self, *, address: str = "127.0.0.1", port: int = 0, timeout_s: float = 20.0
-    ) -> None:
-        family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with LISTENING:
-            listener = socket.create_server(bound[:2], family=family)
-        self.address = address
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    @property
-    def store(self) -> Store:
-        """A client of the store, for a rank in this process."""
-        return self._store
+_SHORTEST_S = 0.1
 
 
-def connect_store(address: str, port: int, *, timeout_s: float) -> Store:
-    """Returns a client of the store at address:port, for one rank. Raises PeerLost."""
-    deadline = time.monotonic() + timeout_s
-    _wait_until_reachable(address, port, timeout_s=timeout_s)
-    left_s = max(deadline - time.monotonic(), _RETRY_S)
-    try:
-        with _cut_off(address, port, after_s=left_s):
-            return TCPStore(
-                address,
-                port,
-                is_master=False,
-                timeout=timedelta(seconds=left_s),
-                wait_for_workers=False,
-            )
-    except DistError as error:
-        late = time.monotonic() >= deadline
-        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
-        raise _store_lost(address, port, "connecting", reason=reason) from error
-
-
-def leave_store(address: str, port: int) -> None:
-    """Closes this process's connections to the store: building groups there raises PeerLost."""
-    cut_connections(address, port)
+def connect_store(at: Address, *, timeout_s: float) -> StoreClient:
+    """Returns a connection to the store, for one rank. Raises PeerLost."""
+    client = StoreClient(at)
+    client.connect(timeout_s=timeout_s)
+    return client
 
 
 def build_group(
-    store: Store,
+    store: StoreClient,
     *,
     epoch: int,
     name: str,
@@ -98,6 +48,7 @@ def build_group(
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
+    refused: RefusedConnections | None = None,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same epoch and name.
 
@@ -106,65 +57,44 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. Raises PeerLost, or EngineError when
-    this rank's own device fails.
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `refused` counts connections of
+    others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
     """
     names = tuple(members or (f"{name} rank {each}" for each in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
     device = torch.device(device)
-    join_s = timeout_s if join_timeout_s is None else join_timeout_s
-    shelf = PrefixStore(f"epoch {epoch}/{name}", store)
-    gloo_device = GlooDevice(address)
-    joining = f"joining group {name} of epoch {epoch}"
-    deadline = time.monotonic() + join_s
-    with _cut_off(*_address_of(store), after_s=join_s):
-        endpoints = _exchange_endpoints(
-            shelf,
-            _Endpoint(node=address, listens=gloo_device.addresses),
-            rank=rank,
-            members=names,
-            timeout_s=join_s,
-            operation=joining,
-        )
-        names = tuple(f"{name} on {at.node}" for name, at in zip(names, endpoints, strict=True))
+    exchange = _Exchange(
+        store,
+        prefix=f"epoch {epoch}/{name}",
+        rank=rank,
+        members=names,
+        timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
+        operation=f"joining group {name} of epoch {epoch}",
+    )
+    with exchange.naming_the_lost():
+        gloo = _connect(exchange, GlooDevice(address, refused=refused), address=address)
         try:
-            gloo = GlooPlane(
-                PrefixStore("gloo", shelf),
-                rank=rank,
-                size=size,
-                timeout_s=max(deadline - time.monotonic(), _RETRY_S),
-                device=gloo_device,
-                peer_addresses=frozenset().union(
-                    *(at.listens for peer, at in enumerate(endpoints) if peer != rank)
-                ),
-            )
-            try:
-                nccl = (
-                    NcclPlane(
-                        PrefixStore("nccl", shelf),
-                        rank=rank,
-                        size=size,
-                        timeout_s=timeout_s,
-                        join_timeout_s=max(deadline - time.monotonic(), _RETRY_S),
-                        device=device,
-                        ordered_sums=ordered_sums,
-                    )
-                    if device.type == "cuda"
-                    else None
+            nccl = (
+                NcclPlane(
+                    exchange.store("nccl", timeout_s=exchange.timeout_s),
+                    rank=rank,
+                    size=size,
+                    timeout_s=timeout_s,
+                    join_timeout_s=exchange.left_s(),
+                    device=device,
+                    ordered_sums=ordered_sums,
                 )
-            except BaseException:
-                gloo.abort()
-                raise
-        except OWN_FAILURES as error:
-            raise own_failure(error, member=names[rank], operation=joining) from error
-        except RuntimeError as error:
-            others = " or ".join(names[:rank] + names[rank + 1 :]) or names[rank]
-            raise PeerLost(peer=others, operation=joining, reason=_first_line(error)) from error
+                if device.type == "cuda"
+                else None
+            )
+        except BaseException:
+            gloo.abort()
+            raise
     return ProcessGroup(
         name=name,
         epoch=epoch,
         rank=rank,
-        members=names,
+        members=exchange.members,
         timeout_s=timeout_s,
         device=device,
         gloo=gloo,
@@ -172,97 +102,154 @@ def build_group(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Endpoint:
+def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> GlooPlane:
+    """Connects the CPUs of all ranks. Its connections are those that the ranks have opened."""
+    ends = exchange.ends(_End(address, tuple(device.addresses)))
+    listen = frozenset(
+        at for peer, end in enumerate(ends) if peer != exchange.rank for at in end.listens
+    )
+    device.filter.admit(exchange.sources({_source_to(at) for at in listen}))
+    plane = GlooPlane(
+        exchange.store("gloo", timeout_s=exchange.left_s()),
+        rank=exchange.rank,
+        size=len(ends),
+        timeout_s=exchange.left_s(),
+        device=device,
+        peer_addresses=listen,
+    )
+    try:
+        plane.cut_unreported(exchange.opened(plane.opened()))
+    except BaseException:
+        plane.abort()
+        raise
+    return plane
+
+
+class _End(Record, frozen=True):
     """A rank's node and listening addresses, as the rank reports them."""
 
     node: str
-    listens: frozenset[Address]
-
-    def encode(self) -> str:
-        return "\n".join([self.node, *(f"{host} {port}" for host, port in self.listens)])
-
-    @classmethod
-    def decode(cls, text: str) -> "_Endpoint":
-        node, *lines = text.splitlines()
-        pairs = [line.split() for line in lines]
-        return cls(node=node, listens=frozenset((host, int(port)) for host, port in pairs))
+    listens: tuple[SocketAddress, ...]
 
 
-def _exchange_endpoints(
-    store: Store,
-    mine: _Endpoint,
-    *,
-    rank: int,
-    members: Sequence[str],
-    timeout_s: float,
-    operation: str,
-) -> list[_Endpoint]:
-    """Returns the endpoints of all ranks. Raises PeerLost that names a missing rank, before Gloo
-    begins to wait."""
-    deadline = time.monotonic() + timeout_s
-    endpoints: list[_Endpoint] = []
-    try:
-        store.set(f"address/{rank}", mine.encode())
-        for peer, member in enumerate(members):
-            if peer == rank:
-                endpoints.append(mine)
-                continue
-            key = f"address/{peer}"
-            try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except DistStoreError as error:
-                reason = f"it did not join within {timeout_s:g} s"
-                raise PeerLost(peer=member, operation=operation, reason=reason) from error
-            endpoints.append(_Endpoint.decode(store.get(key).decode()))
-    except DistNetworkError as error:
-        late = time.monotonic() >= deadline
-        reason = f"no answer within {timeout_s:g} s" if late else _first_line(error)
-        raise PeerLost(peer="the rendezvous store", operation=operation, reason=reason) from error
-    return endpoints
+_ends = Decoder(_End)
+_sources = Decoder(frozenset[str])
+_connections = Decoder(frozenset[Connection])
 
 
-@contextmanager
-def _cut_off(address: str, port: int, *, after_s: float) -> Iterator[None]:
-    """Cuts the connections to the store after `after_s`; threads that still wait for it raise."""
-    timer = threading.Timer(after_s + _GRACE_S, cut_connections, args=(address, port))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+class _Exchange:
+    """What the ranks of one group tell each other through the store while they join."""
 
+    def __init__(
+        self,
+        store: StoreClient,
+        *,
+        prefix: str,
+        rank: int,
+        members: tuple[str, ...],
+        timeout_s: float,
+        operation: str,
+    ) -> None:
+        self.members = members
+        """With their nodes, once these are known."""
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._operation = operation
+        self._store = store
+        self._prefix = prefix
+        self._deadline = time.monotonic() + timeout_s
 
-def _address_of(store: Store) -> Address:
-    """Returns the address of a client's store, behind any number of prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    assert isinstance(store, TCPStore), "groups are built over a TCP store"
-    return store.host, store.port
+    def ends(self, mine: _End) -> list[_End]:
+        """Returns where each rank listens."""
+        ends = [_ends.decode(each) for each in self._gather("end", encode(mine))]
+        self.members = tuple(
+            f"{name} on {end.node}" for name, end in zip(self.members, ends, strict=True)
+        )
+        return ends
 
+    def sources(self, mine: set[str]) -> frozenset[str]:
+        """Returns the IP addresses from which ranks connect to each other."""
+        reports = self._gather("sources", encode(mine))
+        return frozenset().union(*(_sources.decode(each) for each in reports))
 
-def _wait_until_reachable(address: str, port: int, *, timeout_s: float) -> None:
-    """Waits until a plain connection succeeds: TCPStore's own retries outlast their deadline and
-    fill the log. Raises PeerLost."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline - time.monotonic()
+    def opened(self, mine: frozenset[Connection]) -> frozenset[Connection]:
+        """Returns the connections that ranks have opened."""
+        reports = self._gather("opened", encode(mine))
+        return frozenset().union(*(_connections.decode(each) for each in reports))
+
+    def store(self, name: str, *, timeout_s: float) -> Store:
+        """Returns the store as torch knows stores; keep it as long as torch has it."""
+        return _TorchStore(self._store, prefix=f"{self._prefix}/{name}", timeout_s=timeout_s)
+
+    def left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), _SHORTEST_S)
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Raises PeerLost, or EngineError when this rank's own device fails."""
         try:
-            socket.create_connection((address, port), timeout=max(left_s, 0.001)).close()
+            yield
+        except OWN_FAILURES as error:
+            member = self.members[self.rank]
+            raise own_failure(error, member=member, operation=self._operation) from error
         except OSError as error:
-            if left_s <= _RETRY_S:
-                reason = f"not reachable within {timeout_s:g} s ({error})"
-                raise _store_lost(address, port, "connecting", reason=reason) from error
-            time.sleep(_RETRY_S)
-        else:
-            return
+            late = isinstance(error, TimeoutError)
+            reason = f"no answer within {self.timeout_s:g} s" if late else _first_line(error)
+            raise self._lost("the rendezvous store", reason) from error
+        except RuntimeError as error:
+            others = self.members[: self.rank] + self.members[self.rank + 1 :] or self.members
+            raise self._lost(" or ".join(others), _first_line(error)) from error
+
+    def _gather(self, name: str, mine: bytes) -> tuple[bytes, ...]:
+        """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
+        to wait."""
+        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]
+        self._store.put(keys[self.rank], mine)
+        try:
+            return self._store.get(*keys, timeout_s=self.left_s())
+        except KeysMissing as error:
+            missing = self.members[keys.index(error.keys[0])]
+            raise self._lost(missing, f"it did not join within {self.timeout_s:g} s") from error
+
+    def _lost(self, peer: str, reason: str) -> PeerLost:
+        return PeerLost(peer=peer, operation=self._operation, reason=reason)
 
 
-def _store_lost(address: str, port: int, operation: str, *, reason: str) -> PeerLost:
-    return PeerLost(
-        peer=f"the rendezvous store at {address}:{port}", operation=operation, reason=reason
-    )
+class _TorchStore(Store):
+    """The part of a rendezvous store below a prefix, for torch's process groups."""
+
+    def __init__(self, client: StoreClient, *, prefix: str, timeout_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch gives bytes
+        self._client.put(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return self._values([key], self._timeout_s)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._values(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        """NCCL's monitor would look for signals that are never sent."""
+        return False
+
+    def _values(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes, ...]:
+        try:
+            return self._client.get(*(f"{self._prefix}/{key}" for key in keys), timeout_s=timeout_s)
+        except KeysMissing as error:
+            raise DistStoreError(str(error)) from error
+
+
+def _source_to(there: SocketAddress) -> str:
+    """Returns the address from which this host would connect; sends nothing."""
+    family = socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 def _first_line(error: Exception) -> str:

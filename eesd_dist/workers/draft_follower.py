@@ -33,7 +33,10 @@ class ShardFollower:
         self._parts = LoadedOnce(self._load)
         self.loading = LoadWatch()
         self.pages = PageMoves(
-            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+            address=self._groups.address,
+            store=self._page_store,
+            layout=self._kv_layout,
+            refused=self._groups.refused,
         )
 
     def prepare(self) -> None:

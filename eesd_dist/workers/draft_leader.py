@@ -129,10 +129,16 @@ class EngineLeader:
         """Groups of the newest epoch until `join` uses them: rounds, then draft."""
         self.loading = LoadWatch()
         self.pages = PageMoves(
-            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+            address=self._groups.address,
+            store=self._page_store,
+            layout=self._kv_layout,
+            refused=self._groups.refused,
         )
+        self.refused = self._groups.refused
         self.sharing = PageSharing(
-            address=self._groups.address, kv_sharing=lambda: self._engine().kv_sharing
+            address=self._groups.address,
+            kv_sharing=lambda: self._engine().kv_sharing,
+            refused=self.refused,
         )
 
     @property

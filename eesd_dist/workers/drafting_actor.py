@@ -411,7 +411,11 @@ class DraftActor:
         """Returns the present metrics in Prometheus' text format."""
         running = self._running
         load = running.part.load() if running is not None else None
-        return self._watch.page(load, recorder=self._leader.recorder_counts())
+        return self._watch.page(
+            load,
+            recorder=self._leader.recorder_counts(),
+            num_refused=self._leader.refused.num_refused,
+        )
 
     async def rounds(self) -> tuple[RoundStats, ...]:
         """Returns statistics of the latest rounds, oldest first."""
@@ -478,9 +482,7 @@ class DraftActor:
         return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
 
     async def _reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
-        reservation = await asyncio.to_thread(
-            lambda: self._leader.sharing.reserve(lease, timeout_s=timeout_s)
-        )
+        reservation = await asyncio.to_thread(lambda: self._leader.sharing.reserve(lease))
         self._keep(self._expire_reservation(reservation.pages.number, timeout_s=timeout_s))
         return reservation
 

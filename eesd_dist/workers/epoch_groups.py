@@ -14,7 +14,9 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
+from eesd_dist.transport.key_store import StoreClient, StoreHost
+from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.rendezvous import build_group
 from eesd_dist.workers.messages import Address, Epoch, StageName
 
 _DRAFTER = "draft rank 0"
@@ -28,13 +30,14 @@ class EpochGroups:
         self.address = ray.util.get_node_ip_address()
         self._hosted: list[StoreHost] = []
         """The newest store hosted here, if any."""
-        self._connecting: set[Address] = set()
-        """Stores at which groups are being built."""
+        self._connecting: set[StoreClient] = set()
+        """Connections to stores at which groups are being built."""
+        self.refused = RefusedConnections()
 
     def host_store(self) -> Address:
-        store = StoreHost(address=self.address, timeout_s=self._config.parallel.timeout_s)
+        store = StoreHost(address=self.address, refused=self.refused)
         self._hosted = [store]
-        return Address(host=self.address, port=store.port)
+        return store.at
 
     def rounds(self, epoch: Epoch, *, rank: int) -> ProcessGroup:
         """Joins the drafting actor (0) and verify rank 0 (1)."""
@@ -58,13 +61,14 @@ class EpochGroups:
     def leave(self) -> None:
         """Makes joins that wait for their peers raise PeerLost. From any thread."""
         for store in tuple(self._connecting):
-            leave_store(store.host, store.port)
+            store.close()
 
     def _build(self, epoch: Epoch, name: str, rank: int, members: tuple[str, ...]) -> ProcessGroup:
         device = self._device_of(epoch, name)
-        self._connecting.add(epoch.store)
+        store = StoreClient(epoch.store)
+        self._connecting.add(store)
         try:
-            store = connect_store(epoch.store.host, epoch.store.port, timeout_s=epoch.timeout_s)
+            store.connect(timeout_s=epoch.timeout_s)
             return build_group(
                 store,
                 epoch=epoch.number,
@@ -76,9 +80,10 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
+                refused=self.refused,
             )
         finally:
-            self._connecting.discard(epoch.store)
+            self._connecting.discard(store)
 
     def _device_of(self, epoch: Epoch, group: str) -> torch.device:
         """Returns the device of the tensors that this group sends. Raises ConfigError."""

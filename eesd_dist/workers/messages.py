@@ -12,19 +12,12 @@ from typing import Literal
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import PageReservation
+from eesd_dist.transport.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
 StageName = Literal["draft", "verify"]
 
 StreamItem = tuple[Emission, ...] | EesdError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """The address of a rendezvous store."""
-
-    host: str
-    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

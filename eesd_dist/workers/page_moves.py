@@ -22,10 +22,12 @@ from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.rendezvous import build_group, connect_store
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import Address, PageLink, Reservation
+from eesd_dist.workers.messages import PageLink, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,13 @@ class PageSharing:
     """Implements `roles.PageSharing`: leases and reservations of the engine's pages, and the
     rendezvous stores of the reservations."""
 
-    def __init__(self, *, address: str, kv_sharing: Callable[[], KvSharing]) -> None:
+    def __init__(
+        self, *, address: str, kv_sharing: Callable[[], KvSharing], refused: RefusedConnections
+    ) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
+        self._refused = refused
         self._meetings: dict[str, StoreHost] = {}
         """The rendezvous store of each reservation."""
 
@@ -51,12 +56,12 @@ class PageSharing:
     def end_lease(self, number: str) -> bool:
         return self._kv_sharing().end_lease(number)
 
-    def reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
+    def reserve(self, lease: PageLease) -> Reservation:
         # First, since there may be no free port.
-        meeting = StoreHost(address=self._address, timeout_s=timeout_s)
+        meeting = StoreHost(address=self._address, refused=self._refused)
         pages = self._kv_sharing().reserve(lease.requests)
         self._meetings[pages.number] = meeting
-        return Reservation(pages=pages, store=Address(host=self._address, port=meeting.port))
+        return Reservation(pages=pages, store=meeting.at)
 
     def adopt(self, number: str) -> bool:
         self.close(number)
@@ -79,11 +84,13 @@ class PageMoves:
         address: str,
         store: Callable[[], PageStore],
         layout: Callable[[], KvLayout],
+        refused: RefusedConnections,
     ) -> None:
         """`store` and `layout` raise EngineError while there is none."""
         self._address = address
         self._store = store
         self._layout = layout
+        self._refused = refused
         self._writing = threading.Lock()
         self._epoch = 0
 
@@ -153,7 +160,7 @@ class PageMoves:
             )
 
     def _join(self, link: PageLink, *, rank: int) -> ProcessGroup:
-        store = connect_store(link.store.host, link.store.port, timeout_s=link.timeout_s)
+        store = connect_store(link.store, timeout_s=link.timeout_s)
         return build_group(
             store,
             epoch=link.epoch,
@@ -163,4 +170,5 @@ class PageMoves:
             timeout_s=link.timeout_s,
             address=self._address,
             members=link.ends,
+            refused=self._refused,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import Emission, Outcome, RecorderCounts, Request, RequestId, RoundStats
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, Reservation
@@ -41,7 +42,7 @@ class PageSource(Protocol):
 class PageTarget(Protocol):
     """The target pipeline's side of a KV migration."""
 
-    def reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation: ...
+    def reserve(self, lease: PageLease) -> Reservation: ...
     def adopt(self, number: str) -> bool:
         """Returns whether the pages can be found now; False when their reservation was voided."""
         ...
@@ -185,6 +186,8 @@ class DraftLeader(EpochLeader, DraftControl, Protocol):
     def pages(self) -> PageTransfer: ...
     @property
     def sharing(self) -> PageSharing: ...
+    @property
+    def refused(self) -> RefusedConnections: ...
     @property
     def loading(self) -> LoadWatch: ...
 

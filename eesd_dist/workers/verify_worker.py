@@ -39,7 +39,10 @@ class StageVerifier:
         self._stage = LoadedOnce(self._load)
         self.loading = LoadWatch()
         self.pages = PageMoves(
-            address=self._groups.address, store=self._page_store, layout=self._kv_layout
+            address=self._groups.address,
+            store=self._page_store,
+            layout=self._kv_layout,
+            refused=self._groups.refused,
         )
 
     def join(self, epoch: Epoch) -> "VerifyEpoch":

@@ -103,7 +103,13 @@ class DraftWatch:
         """Records that the request will be resumed, in this or another pipeline."""
         self._ended(request_id, None)
 
-    def page(self, load: LoadLike | None, *, recorder: RecorderCounts | None = None) -> bytes:
+    def page(
+        self,
+        load: LoadLike | None,
+        *,
+        recorder: RecorderCounts | None = None,
+        num_refused: int = 0,
+    ) -> bytes:
         """Returns the page that a Prometheus server scrapes."""
         if load is not None:
             used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
@@ -112,6 +118,7 @@ class DraftWatch:
             )
         if recorder is not None:
             self._metrics.observe_recorder(recorder)
+        self._metrics.observe_refused(num_refused)
         return self._metrics.render()
 
     def rounds(self) -> Sequence[RoundStats]:

@@ -11,6 +11,9 @@ from functools import cache
 from cluster.ray_compat import PROXY_CALLBACK
 
 TOKEN = "RAY_AUTH_TOKEN"
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Makes Ray take 127.0.0.1 for the address of its node and listen there, on Linux too; drivers look
+for their node by this address."""
 
 
 def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
@@ -26,6 +29,7 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_metrics_collection": "0",
+            **_ON_LOOPBACK,
             # A process that hangs cannot exit, and its resources are free only after it has ended.
             "RAY_kill_worker_timeout_milliseconds": "1000",
             PROXY_CALLBACK: "serve_app.ingress.proxy_front:proxy_middlewares",
@@ -37,7 +41,7 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
 
 
 def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -> None:
-    """Sets the environment for an existing cluster.
+    """Sets the environment for an existing cluster, or with a token for a local Ray of this user.
 
     The authentication mode is always set: without it, nodes and drivers use different defaults.
     """
@@ -45,7 +49,7 @@ def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -
     if token is None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     else:
-        os.environ.update({"RAY_AUTH_MODE": "token", TOKEN: token})
+        os.environ.update({"RAY_AUTH_MODE": "token", TOKEN: token, **_ON_LOOPBACK})
 
 
 def _keep_stdout_ours(*, shows_logs: bool) -> None:

@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.transport.rendezvous import StoreHost
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.workers.draft_leader import EngineLeader
-from eesd_dist.workers.messages import Address, Epoch
+from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.roles import RankWorker
 from eesd_dist.workers.stage_factory import EngineStages
 from tests.dist.transport.peers import peer_process
@@ -40,10 +40,10 @@ def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
 def ranks(config: EngineConfig) -> Iterator[Epoch]:
     """Starts all ranks except the drafting actor; yields their first epoch."""
     parallel = config.parallel
-    host = StoreHost(address="127.0.0.1", timeout_s=TIMEOUT_S)
+    host = StoreHost()
     first = Epoch(
         number=1,
-        store=Address(host="127.0.0.1", port=host.port),
+        store=host.at,
         num_verify_ranks=parallel.verify_tensor_parallel_size,
         num_draft_ranks=parallel.draft_tensor_parallel_size,
         timeout_s=TIMEOUT_S,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import DType
+from eesd_dist.transport.handshake import Address
 from tests.dist.transport.peers import join_verify_stage
 from tests.unit.model.paged_stages import Stages
 
@@ -17,11 +18,11 @@ def tokens() -> Tensor:
     return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
 
 
-def compute_as_rank(port: int, rank: int, folder: Path, dtype: DType) -> list[Tensor]:
+def compute_as_rank(at: Address, rank: int, folder: Path, dtype: DType) -> list[Tensor]:
     """Returns the full-vocabulary logits of a prefill and of plain decoding, gathered from all
     ranks."""
     torch.set_num_threads(1)
-    group = join_verify_stage(port, rank, timeout_s=TIMEOUT_S)
+    group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S)
     stages = Stages.load(folder, group=group, dtype=dtype)
     chunks = [25, 7, 28]
     runs = [

@@ -10,6 +10,7 @@ from torch import Tensor
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.page_leases import PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import PageId
 from eesd_dist.workers import page_moves
 from eesd_dist.workers.messages import PageLink, Reservation
@@ -61,7 +62,11 @@ def _none() -> object:
 
 
 def _sharing(engine: Callable[[], object] = Engine) -> PageSharing:
-    return PageSharing(address="127.0.0.1", kv_sharing=engine)  # type: ignore[arg-type]
+    return PageSharing(
+        address="127.0.0.1",
+        kv_sharing=engine,  # type: ignore[arg-type]
+        refused=RefusedConnections(),
+    )
 
 
 def _moves(store: Store) -> PageMoves:
@@ -69,6 +74,7 @@ def _moves(store: Store) -> PageMoves:
         address="127.0.0.1",
         store=lambda: store,  # type: ignore[arg-type, return-value]
         layout=_none,  # type: ignore[arg-type]
+        refused=RefusedConnections(),
     )
     moves.enter(5)
     return moves
@@ -93,7 +99,7 @@ def _links(reservation: Reservation, *, timeout_s: float = 20.0) -> tuple[PageLi
 
 def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
     sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=20.0)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()))
     source, target = _links(reservation)
     results: dict[int, PageTraffic | Exception] = {}
 
@@ -146,7 +152,7 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
 
 def test_a_closed_reservation_cannot_be_joined() -> None:
     sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
+    reservation = sharing.reserve(PageLease(number="l1", requests=()))
     sharing.close(reservation.pages.number)
     source, _ = _links(reservation, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
@@ -162,4 +168,4 @@ def test_a_reservation_that_finds_no_place_to_meet_takes_no_pages(
     monkeypatch.setattr(page_moves, "StoreHost", refuse)
     sharing = _sharing(lambda: pytest.fail("pages were reserved"))
     with pytest.raises(OSError, match="no port"):
-        sharing.reserve(PageLease(number="l1", requests=()), timeout_s=1.0)
+        sharing.reserve(PageLease(number="l1", requests=()))

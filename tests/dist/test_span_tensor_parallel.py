@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eesd_dist.config import DType
-from eesd_dist.transport.rendezvous import StoreHost
+from eesd_dist.transport.key_store import StoreHost
 from tests.dist.span_ranks import compute_as_rank, tokens
 from tests.dist.transport.peers import peer_process
 from tests.support.tiny_checkpoints import save_tiny_model
@@ -32,7 +32,7 @@ def test_two_processes_compute_the_model_and_keep_the_rows_bits(
                 parameter.copy_(parameter.bfloat16())
         expected_TV = model(tokens()[None]).logits[0]
     host = StoreHost()
-    with peer_process(compute_as_rank, host.port, 1, tmp_path, dtype):
-        chunked_TV, decoded_TV = compute_as_rank(host.port, 0, tmp_path, dtype)
+    with peer_process(compute_as_rank, host.at, 1, tmp_path, dtype):
+        chunked_TV, decoded_TV = compute_as_rank(host.at, 0, tmp_path, dtype)
     assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
     assert torch.equal(decoded_TV, chunked_TV)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from serve_app.session.processes import descendants, running_after
@@ -75,12 +76,25 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_ser
         _operate(port, tiny_service / "exit_head")
         family = descendants(process.pid)
         assert len(family) > 5  # Ray, Serve and the actors
+        # Serve has no setting for this one, which asks for the token like Ray's own.
+        assert _listening_beyond_loopback(family) <= {"ray::ServeReplica"}
         process.send_signal(signal.SIGINT)
         assert process.wait(90) == 0
     assert not running_after(family, wait_s=1.0)
     assert _sessions() <= before
     assert "stopped: no process is left" in "".join(lines)
     assert "Traceback" not in "".join(lines)
+
+
+def _listening_beyond_loopback(family: set[psutil.Process]) -> set[str]:
+    """Returns the names of the processes that other hosts can reach."""
+    return {
+        process.cmdline()[0].rsplit(":eesd", 1)[0]
+        for process in family
+        for found in process.net_connections("inet")
+        if found.status == psutil.CONN_LISTEN
+        and not found.laddr.ip.removeprefix("::ffff:").startswith("127.")
+    }
 
 
 def _operate(port: int, head: Path) -> None:

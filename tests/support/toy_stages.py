@@ -17,6 +17,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError, QueueFull, RequestError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import (
     Emission,
     FinishReason,
@@ -204,6 +205,7 @@ class ToyLeader:
         self._config = config
         self._drafter = ToyDrafter(config)
         self.loading = LoadWatch()
+        self.refused = RefusedConnections()
 
     @property
     def head_folder(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.page_wire import Chunk, send_pages
 from eesd_dist.transport.rendezvous import build_group, connect_store
 
@@ -19,9 +20,9 @@ NUMBER = "3f1c"
 ENDS = ("verify rank 1 of left", "verify rank 1 of right")
 
 
-def join_link(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
+def join_link(at: Address, rank: int, *, timeout_s: float) -> ProcessGroup:
     return build_group(
-        connect_store("127.0.0.1", port, timeout_s=10),
+        connect_store(at, timeout_s=10),
         epoch=4,
         name="pages of verify rank 1",
         rank=rank,
@@ -54,7 +55,7 @@ def write(layers: list[Tensor], chunk: Chunk, content_B: Tensor) -> None:
         x[chunk.first_page : chunk.last_page] = piece.view(num_pages, -1)
 
 
-def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) -> None:
+def send(at: Address, *, dies_at: int | None = None, stops_at: int | None = None) -> None:
     """Sends all pages, or is killed, or stops, at a given chunk."""
     torch.set_num_threads(1)
     layers = contents()
@@ -70,7 +71,7 @@ def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) 
         return read(layers, chunk)
 
     send_pages(
-        join_link(port, 0, timeout_s=20.0),
+        join_link(at, 0, timeout_s=20.0),
         read_or_die,
         page_bytes=PAGE_BYTES,
         num_pages=NUM_PAGES,
@@ -79,11 +80,11 @@ def send(port: int, *, dies_at: int | None = None, stops_at: int | None = None) 
     )
 
 
-def send_damaged(port: int, spoilt_byte: int) -> None:
+def send_damaged(at: Address, spoilt_byte: int) -> None:
     """Sends a correct header and content, except for one byte, counted from the first of the
     header."""
     torch.set_num_threads(1)
-    link = join_link(port, 0, timeout_s=20.0)
+    link = join_link(at, 0, timeout_s=20.0)
     layers = contents()
     parts: list[Tensor] = []
 

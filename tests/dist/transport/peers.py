@@ -25,7 +25,10 @@ from eesd_dist.transport.channel import (
 )
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, finish_all
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.rendezvous import build_group, connect_store
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 ENDS = ("draft rank 0", "verify rank 0")
@@ -47,9 +50,9 @@ def peer_process(target: Any, *args: object) -> Iterator[BaseProcess]:
         process.join(10)
 
 
-def join_channel(port: int, rank: int, *, timeout_s: float, epoch: int = 1) -> ProcessGroup:
+def join_channel(at: Address, rank: int, *, timeout_s: float, epoch: int = 1) -> ProcessGroup:
     return build_group(
-        connect_store("127.0.0.1", port, timeout_s=10),
+        connect_store(at, timeout_s=10),
         epoch=epoch,
         name="channel",
         rank=rank,
@@ -60,9 +63,9 @@ def join_channel(port: int, rank: int, *, timeout_s: float, epoch: int = 1) -> P
     )
 
 
-def join_verify_stage(port: int, rank: int, *, timeout_s: float) -> ProcessGroup:
+def join_verify_stage(at: Address, rank: int, *, timeout_s: float) -> ProcessGroup:
     return build_group(
-        connect_store("127.0.0.1", port, timeout_s=10),
+        connect_store(at, timeout_s=10),
         epoch=1,
         name="verify",
         rank=rank,
@@ -73,13 +76,15 @@ def join_verify_stage(port: int, rank: int, *, timeout_s: float) -> ProcessGroup
     )
 
 
-def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
+def join_threads(
+    size: int, *, timeout_s: float = 10.0, refused: RefusedConnections | None = None
+) -> list[ProcessGroup]:
     """Returns the ranks of one group, all in this process."""
-    host = StoreHost()
+    host = StoreHost(refused=refused)
     groups: dict[int, ProcessGroup] = {}
 
     def join(rank: int) -> None:
-        store = connect_store("127.0.0.1", host.port, timeout_s=10)
+        store = connect_store(host.at, timeout_s=10)
         groups[rank] = build_group(
             store,
             epoch=1,
@@ -88,6 +93,7 @@ def join_threads(size: int, *, timeout_s: float = 10.0) -> list[ProcessGroup]:
             size=size,
             timeout_s=timeout_s,
             join_timeout_s=20.0,
+            refused=refused,
         )
 
     in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))
@@ -115,28 +121,28 @@ def answer(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> V
     return reply_with(fingerprint(header, hidden_TD, probs_KV), round_id=header.round_id)
 
 
-def verify(port: int, timeout_s: float, delay_s: float = 0.0) -> None:
+def verify(at: Address, timeout_s: float, delay_s: float = 0.0) -> None:
     """Answers every round with its fingerprint."""
     torch.set_num_threads(1)
-    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
+    source = DistRoundSource(join_channel(at, 1, timeout_s=timeout_s))
     while (received := source.next_round()) is not None:
         time.sleep(delay_s)
         source.reply(answer(*received))
 
 
-def verify_nothing(port: int, timeout_s: float) -> None:
+def verify_nothing(at: Address, timeout_s: float) -> None:
     """Receives one round and does not answer."""
     torch.set_num_threads(1)
-    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
+    source = DistRoundSource(join_channel(at, 1, timeout_s=timeout_s))
     source.next_round()
     time.sleep(60)
 
 
-def lead(port: int, timeout_s: float) -> None:
+def lead(at: Address, timeout_s: float) -> None:
     """Runs verify rank 0 of two: shares each round, and answers with the sum over both ranks."""
     torch.set_num_threads(1)
-    source = DistRoundSource(join_channel(port, 1, timeout_s=timeout_s))
-    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
+    source = DistRoundSource(join_channel(at, 1, timeout_s=timeout_s))
+    stage = join_verify_stage(at, 0, timeout_s=timeout_s)
     while (received := source.next_round()) is not None:
         sharing = share_round(stage, *received)
         views = torch.tensor(fingerprint(*received))
@@ -147,16 +153,16 @@ def lead(port: int, timeout_s: float) -> None:
     share_close(stage)
 
 
-def follow(port: int, timeout_s: float) -> None:
+def follow(at: Address, timeout_s: float) -> None:
     torch.set_num_threads(1)
-    stage = join_verify_stage(port, 1, timeout_s=timeout_s)
+    stage = join_verify_stage(at, 1, timeout_s=timeout_s)
     while (received := follow_round(stage)) is not None:
         stage.all_reduce(torch.tensor(fingerprint(*received)))
 
 
-def lead_and_stall(port: int, timeout_s: float) -> None:
+def lead_and_stall(at: Address, timeout_s: float) -> None:
     """Joins the verify stage and never shares a round."""
-    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
+    stage = join_verify_stage(at, 0, timeout_s=timeout_s)
     time.sleep(60)
     del stage  # kept until here: a garbage-collected group closes its connections
 
@@ -173,12 +179,12 @@ def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[]
             group.abort("the loop has ended")
 
 
-def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: int = 0) -> None:
+def lead_and_tell(at: Address, timeout_s: float, told: Connection, stop_in_round: int = 0) -> None:
     """Runs like `lead`, but freezes itself in the middle of one round."""
     torch.set_num_threads(1)
-    channel = join_channel(port, 1, timeout_s=timeout_s)
+    channel = join_channel(at, 1, timeout_s=timeout_s)
     source = DistRoundSource(channel)
-    stage = join_verify_stage(port, 0, timeout_s=timeout_s)
+    stage = join_verify_stage(at, 0, timeout_s=timeout_s)
 
     def work() -> None:
         while (received := source.next_round()) is not None:
@@ -194,9 +200,9 @@ def lead_and_tell(port: int, timeout_s: float, told: Connection, stop_in_round: 
     _telling(told, [channel, stage], work)
 
 
-def follow_and_tell(port: int, timeout_s: float, told: Connection) -> None:
+def follow_and_tell(at: Address, timeout_s: float, told: Connection) -> None:
     torch.set_num_threads(1)
-    stage = join_verify_stage(port, 1, timeout_s=timeout_s)
+    stage = join_verify_stage(at, 1, timeout_s=timeout_s)
 
     def work() -> None:
         while (received := follow_round(stage)) is not None:
@@ -205,10 +211,10 @@ def follow_and_tell(port: int, timeout_s: float, told: Connection) -> None:
     _telling(told, [stage], work)
 
 
-def draft_and_stop(port: int, timeout_s: float, told: Connection) -> None:
+def draft_and_stop(at: Address, timeout_s: float, told: Connection) -> None:
     """Runs one round and freezes; once it is continued, runs another one."""
     torch.set_num_threads(1)
-    group = join_channel(port, 0, timeout_s=timeout_s)
+    group = join_channel(at, 0, timeout_s=timeout_s)
     channel = DistVerifyChannel(group)
 
     def work() -> None:
@@ -225,5 +231,5 @@ def draft_and_stop(port: int, timeout_s: float, told: Connection) -> None:
 
 def host_store(told: Connection) -> None:
     host = StoreHost()
-    told.send(host.port)
+    told.send(host.at)
     time.sleep(60)

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from eesd_dist.errors import EngineError, PeerLost, WireError
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel, follow_round
-from eesd_dist.transport.rendezvous import StoreHost
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
 from tests.dist.transport.peers import (
     fingerprint,
     follow,
@@ -35,21 +36,21 @@ LATE_S = 10.0
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def at() -> Iterator[Address]:
     host = StoreHost()
-    yield host.port
+    yield host.at
     del host
 
 
-def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> None:
+def test_a_round_of_any_form_and_its_reply_cross_two_processes(at: Address) -> None:
     long = replace(header(2, epoch=1), segments=(segment(history=tuple(range(20_000))),))
     rounds = [
         (header(1, epoch=1), hidden(4), None),
         (long, hidden(4, 5000, torch.bfloat16), None),
         (header(3, epoch=1), hidden(4), torch.rand(3, 6000)),
     ]
-    with peer_process(verify, port, 10.0) as process:
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+    with peer_process(verify, at, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         for sent in rounds:
             assert channel.send(*sent) >= sum(x.nbytes for x in sent[1:] if x is not None)
             reply = channel.receive()
@@ -61,9 +62,9 @@ def test_a_round_of_any_form_and_its_reply_cross_two_processes(port: int) -> Non
         assert process.exitcode == 0
 
 
-def test_two_rounds_are_outstanding_without_a_wait(port: int) -> None:
-    with peer_process(verify, port, 10.0, 1.5):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+def test_two_rounds_are_outstanding_without_a_wait(at: Address) -> None:
+    with peer_process(verify, at, 10.0, 1.5):
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         started_s = time.monotonic()
         channel.send(header(1, epoch=1), hidden(4, 5000))
         channel.send(header(2, epoch=1), hidden(4, 5000))
@@ -80,9 +81,9 @@ def test_two_rounds_are_outstanding_without_a_wait(port: int) -> None:
             channel.send(header(3, epoch=1), hidden())
 
 
-def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
-    with peer_process(verify_nothing, port, 10.0) as process:
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+def test_a_killed_verifier_is_named_at_once_and_ever_after(at: Address) -> None:
+    with peer_process(verify_nothing, at, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         channel.send(header(17, epoch=1), hidden())
         killer = threading.Timer(0.2, process.kill)
         killer.start()
@@ -98,9 +99,9 @@ def test_a_killed_verifier_is_named_at_once_and_ever_after(port: int) -> None:
         channel.close()
 
 
-def test_a_verifier_killed_between_waits_is_noticed(port: int) -> None:
-    with peer_process(verify, port, 10.0) as process:
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+def test_a_verifier_killed_between_waits_is_noticed(at: Address) -> None:
+    with peer_process(verify, at, 10.0) as process:
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         process.kill()
         deadline_s = time.monotonic() + LATE_S
         while not channel.reply_is_here() and time.monotonic() < deadline_s:
@@ -110,9 +111,9 @@ def test_a_verifier_killed_between_waits_is_noticed(port: int) -> None:
         channel.close()
 
 
-def test_a_frozen_verifier_is_named_at_the_deadline(port: int) -> None:
-    with peer_process(verify, port, 1.5) as process:
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=1.5))
+def test_a_frozen_verifier_is_named_at_the_deadline(at: Address) -> None:
+    with peer_process(verify, at, 1.5) as process:
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=1.5))
         channel.send(header(1, epoch=1), hidden())
         channel.receive()
         assert process.pid is not None
@@ -128,9 +129,9 @@ def test_a_frozen_verifier_is_named_at_the_deadline(port: int) -> None:
         channel.close()
 
 
-def test_silence_between_rounds_is_no_failure(port: int) -> None:
-    with peer_process(verify, port, 2.0):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=2.0))
+def test_silence_between_rounds_is_no_failure(at: Address) -> None:
+    with peer_process(verify, at, 2.0):
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=2.0))
         for round_id in (1, 2):
             channel.send(header(round_id, epoch=1), hidden())
             assert channel.receive().round_id == round_id
@@ -138,12 +139,12 @@ def test_silence_between_rounds_is_no_failure(port: int) -> None:
         channel.close()
 
 
-def test_followers_see_every_round_that_rank_0_sees(port: int) -> None:
+def test_followers_see_every_round_that_rank_0_sees(at: Address) -> None:
     with (
-        peer_process(lead, port, 10.0) as leader,
-        peer_process(follow, port, 10.0) as follower,
+        peer_process(lead, at, 10.0) as leader,
+        peer_process(follow, at, 10.0) as follower,
     ):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=10.0))
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         for sent in (
             (header(1, epoch=1), hidden(4), None),
             (header(2, epoch=1), hidden(4, 5000), torch.rand(3, 6000)),
@@ -156,9 +157,9 @@ def test_followers_see_every_round_that_rank_0_sees(port: int) -> None:
             assert process.exitcode == 0
 
 
-def test_a_follower_of_a_dead_leader_names_it(port: int) -> None:
-    with peer_process(lead_and_stall, port, 10.0) as leader:
-        stage = join_verify_stage(port, 1, timeout_s=10.0)
+def test_a_follower_of_a_dead_leader_names_it(at: Address) -> None:
+    with peer_process(lead_and_stall, at, 10.0) as leader:
+        stage = join_verify_stage(at, 1, timeout_s=10.0)
         killer = threading.Timer(0.2, leader.kill)
         killer.start()
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during waiting for a shared round"):

@@ -16,7 +16,9 @@ import pytest
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport import channel as draft_end
 from eesd_dist.transport.channel import DistVerifyChannel
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.rendezvous import build_group, connect_store
 from tests.dist.transport.peers import (
     draft_and_stop,
     follow_and_tell,
@@ -35,9 +37,9 @@ LATE_S = 10.0
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def at() -> Iterator[Address]:
     host = StoreHost()
-    yield host.port
+    yield host.at
     del host
 
 
@@ -69,17 +71,17 @@ def lost_by(act: Callable[[], object]) -> tuple[float, PeerLost]:
 
 
 def test_a_frozen_follower_is_named_by_verify_rank_0(
-    port: int, monkeypatch: pytest.MonkeyPatch
+    at: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 0 must report first, even if its report is slow.
     monkeypatch.setattr(draft_end, "_GRACE_S", LATE_S - 1.0)
     heard, told = pipe()
     silent = pipe()[1]
     with (
-        peer_process(lead_and_tell, port, TIMEOUT_S, told),
-        peer_process(follow_and_tell, port, TIMEOUT_S, silent) as follower,
+        peer_process(lead_and_tell, at, TIMEOUT_S, told),
+        peer_process(follow_and_tell, at, TIMEOUT_S, silent) as follower,
     ):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=TIMEOUT_S))
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=TIMEOUT_S))
         turn(channel, 1)
         freeze(follower)
         began_s = time.monotonic()
@@ -98,14 +100,14 @@ def test_a_frozen_follower_is_named_by_verify_rank_0(
         channel.close()
 
 
-def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(port: int) -> None:
+def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(at: Address) -> None:
     heard, told = pipe()
     silent = pipe()[1]
     with (
-        peer_process(lead_and_tell, port, TIMEOUT_S, silent, 2),
-        peer_process(follow_and_tell, port, TIMEOUT_S, told),
+        peer_process(lead_and_tell, at, TIMEOUT_S, silent, 2),
+        peer_process(follow_and_tell, at, TIMEOUT_S, told),
     ):
-        channel = DistVerifyChannel(join_channel(port, 0, timeout_s=TIMEOUT_S))
+        channel = DistVerifyChannel(join_channel(at, 0, timeout_s=TIMEOUT_S))
         turn(channel, 1)
         began_s = time.monotonic()
         at_s, mine = lost_by(lambda: turn(channel, 2))
@@ -123,15 +125,15 @@ def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(port: int) -> No
         channel.close()
 
 
-def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(port: int) -> None:
+def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(at: Address) -> None:
     """By design: between rounds there is no deadline. A process with requests detects it."""
     from_lead, lead_tells = pipe()
     from_follower, follower_tells = pipe()
     from_draft, draft_tells = pipe()
     with (
-        peer_process(lead_and_tell, port, TIMEOUT_S, lead_tells) as leader,
-        peer_process(follow_and_tell, port, TIMEOUT_S, follower_tells) as follower,
-        peer_process(draft_and_stop, port, TIMEOUT_S, draft_tells) as drafter,
+        peer_process(lead_and_tell, at, TIMEOUT_S, lead_tells) as leader,
+        peer_process(follow_and_tell, at, TIMEOUT_S, follower_tells) as follower,
+        peer_process(draft_and_stop, at, TIMEOUT_S, draft_tells) as drafter,
     ):
         assert from_draft.recv() == "frozen"
         time.sleep(2 * TIMEOUT_S)
@@ -150,11 +152,11 @@ def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(port: int) -
 def test_a_frozen_store_is_named_when_connecting_and_when_joining() -> None:
     heard, told = pipe()
     with peer_process(host_store, told) as host:
-        port = heard.recv()
-        store = connect_store("127.0.0.1", port, timeout_s=5.0)
+        at = heard.recv()
+        store = connect_store(at, timeout_s=5.0)
         freeze(host)
         began_s = time.monotonic()
-        _, connecting = lost_by(lambda: connect_store("127.0.0.1", port, timeout_s=1.0))
+        _, connecting = lost_by(lambda: connect_store(at, timeout_s=1.0))
         _, joining = lost_by(
             lambda: build_group(
                 store, epoch=4, name="verify", rank=0, size=2, timeout_s=1.0
@@ -162,7 +164,8 @@ def test_a_frozen_store_is_named_when_connecting_and_when_joining() -> None:
         )
         assert time.monotonic() - began_s < 2 * (1.0 + LATE_S)
         assert str(connecting) == (
-            f"lost the rendezvous store at 127.0.0.1:{port} during connecting: no answer within 1 s"
+            f"lost the rendezvous store at 127.0.0.1:{at.port} during connecting: "
+            "no answer within 1 s"
         )
         assert joining.peer == "the rendezvous store"
         assert "joining group verify of epoch 4" in str(joining)

@@ -19,7 +19,9 @@ from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store, leave_store
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.rendezvous import build_group, connect_store
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist
@@ -100,7 +102,7 @@ def test_a_rank_that_never_joins_is_named() -> None:
         PeerLost, match=r"lost verify rank 1 during joining group verify of epoch 4: it did"
     ):
         build_group(
-            host.store,
+            connect_store(host.at, timeout_s=10),
             epoch=4,
             name="verify",
             rank=0,
@@ -115,7 +117,7 @@ def test_a_store_that_is_not_there_is_named_by_its_address() -> None:
         port = taken.getsockname()[1]
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match=rf"store at 127\.0\.0\.1:{port} .* within 0\.3 s"):
-        connect_store("127.0.0.1", port, timeout_s=0.3)
+        connect_store(Address(host="127.0.0.1", port=port), timeout_s=0.3)
     assert time.monotonic() - started_s < LATE_S
 
 
@@ -326,7 +328,7 @@ def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_
     raised: list[EngineError] = []
 
     def join(rank: int, device: str) -> None:
-        store = connect_store("127.0.0.1", host.port, timeout_s=10)
+        store = connect_store(host.at, timeout_s=10)
         try:
             joined.append(
                 build_group(
@@ -355,8 +357,8 @@ def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_
 
 def test_a_wait_for_a_peer_ends_when_its_store_is_left() -> None:
     host = StoreHost()
-    store = connect_store("127.0.0.1", host.port, timeout_s=10)
-    leaving = threading.Timer(0.3, leave_store, args=("127.0.0.1", host.port))
+    store = connect_store(host.at, timeout_s=10)
+    leaving = threading.Timer(0.3, store.close)
     leaving.start()
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match="the rendezvous store during joining group verify"):
@@ -381,4 +383,4 @@ def test_a_device_does_not_take_a_store_that_is_made_at_the_same_time_for_its_ow
     device = gloo.GlooDevice("127.0.0.1")
     making.join(10)
     assert len(device.addresses) == 1
-    assert ("127.0.0.1", stores[0].port) not in device.addresses
+    assert ("127.0.0.1", stores[0].at.port) not in device.addresses

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.page_leases import PageTraffic
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import HEADER_BYTES, MAX_CHUNK_BYTES, chunks_of, receive_pages
-from eesd_dist.transport.rendezvous import StoreHost
 from eesd_dist.transport.wire import PREFIX_BYTES
 from tests.dist.transport import page_peers
 from tests.dist.transport.page_peers import NUM_PAGES, NUMBER, PAGE_BYTES, contents, join_link
@@ -29,11 +30,11 @@ class _Sender:
     def __init__(self, job: Any, *args: object, **options: object) -> None:
         self.joined_s = 0.0
         self._store = StoreHost()
-        self._job = peer_process(_run, job, self._store.port, args, options)
+        self._job = peer_process(_run, job, self._store.at, args, options)
 
     def receive(self, layers: list[Tensor], *, timeout_s: float = 20.0) -> PageTraffic:
         with self._job:
-            link = join_link(self._store.port, 1, timeout_s=timeout_s)
+            link = join_link(self._store.at, 1, timeout_s=timeout_s)
             self.joined_s = time.monotonic()
             return receive_pages(
                 link,
@@ -45,8 +46,8 @@ class _Sender:
             )
 
 
-def _run(job: Any, port: int, args: tuple[object, ...], options: Mapping[str, object]) -> None:
-    job(port, *args, **options)
+def _run(job: Any, at: Address, args: tuple[object, ...], options: Mapping[str, object]) -> None:
+    job(at, *args, **options)
 
 
 def _empty() -> list[Tensor]:
@@ -101,11 +102,11 @@ def test_a_damaged_chunk_is_refused_before_anything_is_written(
 def test_pages_of_another_migration_are_refused() -> None:
     store = StoreHost()
     with (
-        peer_process(page_peers.send, store.port),
+        peer_process(page_peers.send, store.at),
         pytest.raises(WireError, match="found migration 3f1c in a page header, expected another"),
     ):
         receive_pages(
-            join_link(store.port, 1, timeout_s=20.0),
+            join_link(store.at, 1, timeout_s=20.0),
             lambda chunk, content_B: pytest.fail("nothing is to be written"),
             page_bytes=PAGE_BYTES,
             num_pages=NUM_PAGES,

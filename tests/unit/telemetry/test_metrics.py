@@ -153,3 +153,10 @@ def test_two_services_in_one_process_do_not_mix() -> None:
     one, other = ServiceMetrics(model_name="demo"), ServiceMetrics(model_name="demo")
     one.observe_round(a_round())
     assert value(samples(other), "eesd_generation_tokens_total") == 0
+
+
+def test_refused_connections_are_counted_from_totals() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    for total in (0, 3, 3, 8):
+        metrics.observe_refused(total)
+    assert value(samples(metrics), "eesd_refused_connections_total") == 8

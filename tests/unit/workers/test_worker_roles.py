@@ -15,8 +15,8 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
+from eesd_dist.transport.key_store import StoreClient, StoreHost
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.rendezvous import StoreHost
 from eesd_dist.workers import draft_follower, draft_leader, epoch_groups, verify_worker
 from eesd_dist.workers.draft_follower import ShardFollower
 from eesd_dist.workers.draft_leader import EngineLeader
@@ -121,7 +121,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def meeting(here: None, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
     rendezvous = Rendezvous()
-    monkeypatch.setattr(epoch_groups, "connect_store", lambda *_, **__: None)
+    monkeypatch.setattr(StoreClient, "connect", lambda *_, **__: None)
     monkeypatch.setattr(epoch_groups, "build_group", rendezvous.build)
     return rendezvous
 
@@ -207,7 +207,7 @@ def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: 
     host = StoreHost()
     epoch = Epoch(
         number=1,
-        store=Address(host="127.0.0.1", port=host.port),
+        store=host.at,
         num_verify_ranks=1,
         timeout_s=60.0,
     )

@@ -6,14 +6,15 @@ NCCL needs a GPU for each rank: for two ranks on one GPU the row has its error m
 import re
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.ranks import RankReport, exchange, run_ranks
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.errors import EesdError
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.rendezvous import StoreHost, build_group
+from eesd_dist.transport.rendezvous import build_group, connect_store
 
 _LONGEST_S = 45.0
 _MOST_RANKS = 4
@@ -51,9 +52,10 @@ def _seconds(setting: Setting) -> float:
 
 def _alone(device: torch.device, rows: Rows) -> None:
     name = "NCCL, a group of one"
+    host = StoreHost()
     try:
         group = build_group(
-            StoreHost().store,
+            connect_store(host.at, timeout_s=20.0),
             epoch=1,
             name="one",
             rank=0,
@@ -73,7 +75,7 @@ def _alone(device: torch.device, rows: Rows) -> None:
 def _moves(device: torch.device) -> bool:
     """Checks the operations of sums over three or more ranks, from a rank to itself."""
     plane = NcclPlane(
-        PrefixStore("moves", StoreHost().store),
+        HashStore(),
         rank=0,
         size=1,
         timeout_s=20.0,

@@ -1,9 +1,12 @@
 """One rank of a small group in a separate process, which prints its report as a line of JSON.
 
 python -m eesd_dist.bench.gpu_check.sections.ranks JOB RANK SIZE PORT DEVICE
+
+The secret of the rendezvous is in the environment, which other users cannot read.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,8 +18,10 @@ import torch
 
 from eesd_dist.errors import EesdError, PeerLost
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.rank_sums import sum_in_rank_order
-from eesd_dist.transport.rendezvous import StoreHost, build_group, connect_store
+from eesd_dist.transport.rendezvous import build_group, connect_store
 
 Job = Literal["exchange", "stuck"]
 
@@ -24,6 +29,7 @@ TIMEOUT_S = 4.0
 """Deadline of every wait between the ranks."""
 _JOIN_S = 25.0
 _ADDRESS = "127.0.0.1"
+_SECRET = "EESD_RENDEZVOUS_SECRET"
 _LENGTH = 100_000
 
 
@@ -44,10 +50,11 @@ def run_ranks(job: Job, devices: Sequence[str], *, seconds: float) -> list[RankR
     words = [sys.executable, "-m", __name__, job]
     processes = [
         subprocess.Popen(
-            [*words, str(rank), str(len(devices)), str(host.port), device],
+            [*words, str(rank), str(len(devices)), str(host.at.port), device],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, _SECRET: host.at.secret},
         )
         for rank, device in enumerate(devices)
     ]
@@ -117,12 +124,13 @@ def _lose(group: ProcessGroup, device: torch.device) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     job, rank, size, port, device = argv[0], int(argv[1]), int(argv[2]), int(argv[3]), argv[4]
+    at = Address(host=_ADDRESS, port=port, secret=os.environ[_SECRET])
     over, _, lies = device.partition("<-")
     started_s, formed, said = time.perf_counter(), False, ""
     ok = False
     try:
         group = build_group(
-            connect_store(_ADDRESS, port, timeout_s=_JOIN_S),
+            connect_store(at, timeout_s=_JOIN_S),
             epoch=1,
             name=job,
             rank=rank,

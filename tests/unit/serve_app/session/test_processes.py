@@ -1,4 +1,4 @@
-"""Descendants are found, told apart from strangers, and ended."""
+"""Descendants are found, told apart from refused, and ended."""
 
 import subprocess
 import sys

@@ -1,0 +1,166 @@
+"""Connections of others than the ranks do not change what a group computes, and are counted."""
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from eesd_dist.transport.gloo import GlooDevice, GlooPlane
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.refused import RefusedConnections
+from tests.dist.transport import intruders
+from tests.dist.transport.intruders import Words
+from tests.dist.transport.peers import in_threads, join_threads, peer_process
+
+pytestmark = pytest.mark.dist
+
+OUTSIDE = "127.0.0.2"
+"""Another address than the ranks have."""
+INSIDE = "127.0.0.1"
+
+
+@contextmanager
+def _scanning(source: str, words: Words) -> Iterator[None]:
+    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    with peer_process(intruders.scan, source, words, intruders.listening_ports(), told):
+        assert heard.recv() == "scanning"
+        yield
+
+
+def _sums(groups: list[ProcessGroup]) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    inputs = [torch.randn(300, 192) for _ in groups]
+    in_threads(
+        *(lambda g=g, x=x: g.all_reduce(x) for g, x in zip(groups, inputs, strict=True))  # type: ignore[misc]
+    )
+    return inputs
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("words", ["silent", "garbage", "pair numbers", "gone at once"])
+def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_another_host(
+    words: Words,
+) -> None:
+    expected = _sums(join_threads(3))
+    refused = RefusedConnections()
+    with _scanning(OUTSIDE, words):
+        for _ in range(5):
+            groups = join_threads(3, refused=refused)
+            for _ in range(20):
+                assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
+            for group in groups:
+                group.abort("the test is over")
+    assert refused.num_refused > 20
+
+
+@pytest.mark.parametrize("words", ["silent", "garbage", "gone at once"])
+def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_a_ranks_host(
+    words: Words,
+) -> None:
+    expected = _sums(join_threads(3))
+    refused = RefusedConnections()
+    with _scanning(INSIDE, words):
+        for _ in range(5):
+            groups = join_threads(3, refused=refused)
+            for _ in range(20):
+                assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
+            for group in groups:
+                group.abort("the test is over")
+    assert refused.num_refused > 20
+
+
+def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one() -> None:
+    before = intruders.listening_ports()
+    refused = RefusedConnections()
+    groups = join_threads(2, refused=refused)
+    expected = _sums(groups)
+    (first, *_) = intruders.listening_ports() - before
+    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    with peer_process(intruders.knock, INSIDE, (INSIDE, first), "pair numbers", 7, told):
+        heard.recv()
+        assert refused.num_refused == 7
+        assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
+    for group in groups:
+        group.abort("the test is over")
+    assert refused.num_refused >= 7, "still known when the group has ended"
+
+
+class Planes:
+    """Two ranks' planes, with a moment between opening the filters and connecting."""
+
+    def __init__(self) -> None:
+        self.refused = RefusedConnections()
+        self.devices = [GlooDevice(INSIDE, refused=self.refused) for _ in range(2)]
+        for device in self.devices:
+            device.filter.admit([INSIDE])
+
+    def listener(self) -> tuple[intruders.Address, int]:
+        """Returns the address and the rank to which the other rank connects. Gloo compares ports
+        in network byte order."""
+        ports = [socket.htons(port) for device in self.devices for _, port in device.addresses]
+        rank = ports.index(min(ports))
+        (at,) = self.devices[rank].addresses
+        return at, rank
+
+    def connect(self) -> list[GlooPlane]:
+        store = HashStore()
+        planes: dict[int, GlooPlane] = {}
+
+        def join(rank: int) -> None:
+            planes[rank] = GlooPlane(
+                store,
+                rank=rank,
+                size=2,
+                timeout_s=10.0,
+                device=self.devices[rank],
+                peer_addresses=self.devices[1 - rank].addresses,
+            )
+
+        in_threads(lambda: join(0), lambda: join(1))
+        opened = planes[0].opened() | planes[1].opened()
+        for rank in range(2):
+            planes[rank].cut_unreported(opened)
+        return [planes[0], planes[1]]
+
+
+@pytest.mark.parametrize("words", ["silent", "garbage"])
+def test_a_connection_that_got_in_before_the_group_was_connected_is_cut_and_counted(
+    words: Words,
+) -> None:
+    ranks = Planes()
+    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    (at,) = ranks.devices[0].addresses
+    with peer_process(intruders.knock, INSIDE, at, words, 3, told):
+        heard.recv()
+        first, second = ranks.connect()
+        _wait_until(lambda: ranks.refused.num_refused == 3)
+        received = torch.zeros(3)
+        receiving = second.irecv(received, source=0, tag=1)
+        first.isend(torch.arange(3.0), to=1, tag=1, confirmed=True).wait(timeout_s=10.0)
+        receiving.wait(timeout_s=10.0)
+        assert received.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_an_intruder_in_the_place_of_a_rank_is_cut_and_its_link_is_gone() -> None:
+    ranks = Planes()
+    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    at, waiting = ranks.listener()
+    with peer_process(intruders.knock, INSIDE, at, "pair numbers", 3, told):
+        heard.recv()
+        planes = ranks.connect()
+        assert ranks.refused.num_refused == 3
+        x = torch.ones(3)
+        with pytest.raises(RuntimeError, match=r"closed|Connection"):
+            planes[waiting].irecv(x, source=1 - waiting, tag=1).wait(timeout_s=10.0)
+        assert x.tolist() == [1.0, 1.0, 1.0]
