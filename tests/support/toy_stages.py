@@ -111,7 +111,10 @@ class ToyDrafter:
             self._meet(requests)
             emissions = tuple(self._advance(request) for request in requests)
         if not emissions:
-            return ToyStep()
+            # A request that is held makes progress, as one whose long prompt is being computed.
+            return (
+                ToyStep(rounds=(_stats(0, ()),)) if limit is not None and self._live else ToyStep()
+            )
         self._num_rounds += 1
         return ToyStep(
             emissions=emissions,
@@ -168,7 +171,7 @@ def _stats(round_id: int, emissions: tuple[Emission, ...]) -> RoundStats:
         microbatch=0,
         num_requests=len(emissions),
         num_rows=2 * len(emissions),
-        num_prefill_rows=0,
+        num_prefill_rows=0 if emissions else 1,
         num_drafted=len(emissions),
         num_accepted=sum(e.num_accepted for e in emissions),
         num_emitted=sum(len(e.tokens) for e in emissions),
