@@ -261,6 +261,10 @@ class ServiceConfig(Section):
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
 
+    log_folder: HomePath | None = None
+    """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;
+    None: `$XDG_STATE_HOME/eesd/logs`, or `~/.local/state/eesd/logs`."""
+
     num_ingresses: PositiveInt = 1
     """HTTP replicas; they hold no state."""
 

@@ -33,6 +33,7 @@ _KEYS = {
     "host": "host",
     "port": "port",
     "pipelines": "pipelines.max_count",
+    "log_folder": "log_folder",
     "otlp_endpoint": "telemetry.otlp_endpoint",
     "trace_folder": "telemetry.trace_folder",
 }
@@ -72,6 +73,7 @@ class ServiceFlags:
     otlp_endpoint: Annotated[str | None, "OpenTelemetry collector, e.g. http://localhost:4318"] = (
         None
     )
+    log_folder: Annotated[Path | None, "folder for logs (~/.local/state/eesd/logs)"] = None
     trace_folder: Annotated[Path | None, "folder for span files, without a collector"] = None
 
 
