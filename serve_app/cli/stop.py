@@ -14,7 +14,10 @@ def stop(
     router: Annotated[str | None, "Ray name of the router"] = None,
     namespace: Annotated[str | None, "Ray namespace of the router"] = None,
 ) -> None:
-    """Stops the service of `eesd serve --address`; the cluster and its Serve go on."""
+    """Stops the service of `eesd serve --address`.
+
+    The cluster and its Serve go on.
+    """
     prepare_for_cluster()
     # Ray reads the environment when it is imported.
     from serve_app.operations.serving import stop_service

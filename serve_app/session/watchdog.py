@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from psutil import Error as PsutilError
@@ -24,6 +25,7 @@ from serve_app.session.processes import end, running_after
 RAY_LOGS = "ray"
 """Within the log folder: a link to Ray's logs while Ray runs, and then these logs."""
 
+_DRIVER_LOG = "python-core-driver-"
 _SETTLE_S = 5.0
 _KILL_S = 15.0
 _POLL_S = 0.1
@@ -48,7 +50,8 @@ class Watchdog:
     def remove_at_end(self, connection_file: Path) -> None:
         self._connection_files.append(connection_file)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{connection_file}\n".encode())
+        with suppress(BrokenPipeError):  # it was killed: see end()
+            self._process.stdin.write(f"{connection_file}\n".encode())
 
     def end(self) -> None:
         """Ends the session; returns when nothing of it is left."""
@@ -59,21 +62,23 @@ class Watchdog:
 
 
 def processes_of(folder: Path) -> set[Process]:
-    """Returns the processes that write to files in the folder: each process of Ray has its logs
-    there, as standard output at least.
+    """Returns the processes that write Ray's logs: all that Ray has started, and their children,
+    which inherit standard output. Drivers have other files: they are the watched process, and
+    commands that were connected to it.
 
-    A killed parent leaves no tree of processes, and Ray's processes overwrite their command line,
-    which also damages their environment.
+    Other marks get lost: a killed parent leaves no tree of processes, and Ray's processes overwrite
+    their command line, and a part of their environment with it.
     """
-    return {process for process in process_iter() if _writes_to(folder, process)}
+    logs = logs_of(folder).resolve()
+    return {process for process in process_iter() if _writes_in(logs, process)}
 
 
-def _writes_to(folder: Path, process: Process) -> bool:
+def _writes_in(logs: Path, process: Process) -> bool:
     try:
-        files = process.open_files()
+        written = [Path(file.path) for file in process.open_files() if file.mode != "r"]
     except PsutilError:  # it is another user's, or has ended
         return False
-    return any(file.mode != "r" and Path(file.path).is_relative_to(folder) for file in files)
+    return any(path.parent == logs and not path.name.startswith(_DRIVER_LOG) for path in written)
 
 
 def end_session(folder: Path, *, logs: Path | None, connection_files: list[Path]) -> None:
