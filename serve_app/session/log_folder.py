@@ -38,4 +38,7 @@ def _has_ended(folder: Path) -> bool:
 
 def _default() -> Path:
     state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "eesd" / "logs"
+    try:
+        return (Path(state) if state else Path.home() / ".local" / "state") / "eesd" / "logs"
+    except RuntimeError as error:  # neither HOME nor an entry in the table of users
+        raise ConfigError(f"{error}: name a folder for the logs with --log-folder") from error

@@ -3,9 +3,9 @@
     python -m serve_app.session.watchdog FOLDER [LOGS]
 
 The watchdog is a process of its own. It reads its standard input until the other end is closed,
-which also happens when that process is killed. Then it kills what is left of the Ray whose folder
-is FOLDER, moves Ray's logs to LOGS and removes FOLDER. Each line of its input is a connection file
-to remove as well. Nothing here imports Ray.
+which also happens when that process is killed. Then it kills what is left of the Ray in FOLDER,
+moves Ray's logs to LOGS and removes FOLDER. Each line of its input is a connection file to remove
+as well. Nothing here imports Ray.
 """
 
 import shutil

@@ -19,8 +19,8 @@ import pytest
 from psutil import Process
 
 from serve_app.session.local_ray import _LONGEST_FOLDER
-from serve_app.session.processes import descendants, running_after
-from tests.support.running import free_port
+from serve_app.session.processes import running_after
+from tests.support.running import descendants, free_port
 
 
 @contextmanager

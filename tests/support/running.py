@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from psutil import NoSuchProcess, Process
+
 from eesd_dist.types import Request
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.deployment import PipelineState
@@ -65,6 +67,14 @@ def tokens_of(items: Any) -> list[int]:
             raise item
         tokens += [token for emission in item for token in emission.tokens]
     return tokens
+
+
+def descendants(root: int | None = None) -> set[Process]:
+    """Returns children, their children and so on, of this process or of `root`."""
+    try:
+        return set(Process(root).children(recursive=True))
+    except NoSuchProcess:
+        return set()
 
 
 def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
