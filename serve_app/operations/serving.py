@@ -113,6 +113,7 @@ def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
                 f"no application {app_name!r} in the cluster at {address}, which has "
                 f"{', '.join(found) or 'none'}: name it with --app"
             )
+        _flush(app_name)
         remove_application(app_name, router)
 
 
@@ -150,7 +151,7 @@ def _serve_on_cluster(
     say(f"starting {config.served_model_name} ...")
     with connected_ray(address, shows_logs=shows_logs):
         stopping.listen()
-        is_update = _is_deployed(config.app_name)
+        is_update = config.app_name in serve.status().applications
         url = _start_serve(config, updates=True)
         if is_update:
             say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
@@ -160,16 +161,13 @@ def _serve_on_cluster(
             if not is_update:
                 remove_application(config.app_name, config.router)
             raise
-        end = f"the service stays when this command ends: {_stop_command(config, address)} stops it"
+        stop = _stop_command(config, address)
         if not stopping.is_set:
-            say(
-                _welcome(
-                    config, where=f"{url} of the cluster's head", url=url, began_s=began_s, end=end
-                )
-            )
+            where = f"{url} of the cluster's head"
+            say(_welcome(config, where=where, url=url, began_s=began_s, end=f"{stop} stops them"))
             _stay(config, stopping, say=say)
         if stopping.is_set:
-            say(end)
+            say(f"the service stays: {stop} stops it")
 
 
 def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
@@ -198,10 +196,6 @@ def _require_free(config: ServiceConfig) -> None:
             f"cannot listen on {_at(config.host, config.port)}: {error.strerror}; choose another "
             "with --host or --port"
         ) from error
-
-
-def _is_deployed(app_name: str) -> bool:
-    return app_name in serve.status().applications
 
 
 def _start_serve(config: ServiceConfig, *, updates: bool) -> str:
@@ -357,19 +351,19 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
     if config.telemetry != TelemetryConfig() or config.recorder.folder is not None:
-        _flush(config)
+        _flush(config.app_name)
     if is_ours:
         serve.shutdown()
     else:
         remove_application(config.app_name, config.router)
 
 
-def _flush(config: ServiceConfig) -> None:
+def _flush(app_name: str) -> None:
     """Spans are sent every half second, and the recorder writes later still: both are flushed
     before their processes end."""
     for deployment in ("Ingress", "Pipeline"):
         try:
-            handle = serve.get_deployment_handle(deployment, config.app_name)
+            handle = serve.get_deployment_handle(deployment, app_name)
             handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
         except Exception as error:  # the service stops in any case
             logger.warning("not flushed: deployment=%s error=%r", deployment, error)
