@@ -64,6 +64,16 @@ def serve_status() -> ServeStatus | None:
     )
 
 
+def is_serve_running() -> bool:
+    """Returns whether there is a Serve controller, were it being restarted. `serve.status()` raises
+    once Serve has been shut down from another process."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.util import list_named_actors
+
+    controller = {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE}
+    return controller in list_named_actors(all_namespaces=True)
+
+
 def prepared_cluster_config(content: Mapping[str, object]) -> dict[str, Any]:
     """Returns a cluster file with the defaults of `ray up`; raises Ray's errors for a bad one."""
     from ray.autoscaler._private.util import prepare_config, validate_config

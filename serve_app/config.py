@@ -298,6 +298,10 @@ class ServiceConfig(Section):
     allow_no_key: bool = False
     """Whether a host other than loopback may be served without a key."""
 
+    log_folder: HomePath | None = None
+    """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;
+    None: `$XDG_STATE_HOME/eesd/logs`, or `~/.local/state/eesd/logs`."""
+
     num_ingresses: PositiveInt = 1
     """HTTP replicas; they hold no state."""
 

@@ -17,6 +17,9 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
 # Every test run repeats the self-checks, once.
 _cache = tempfile.TemporaryDirectory(prefix="self-checks-")
 os.environ.setdefault("EESD_CACHE_DIR", _cache.name)
+# The logs of services under test are no user's.
+_state = tempfile.TemporaryDirectory(prefix="eesd-test-state-")
+os.environ["XDG_STATE_HOME"] = _state.name
 # Tests must not use a collector or cluster of the caller.
 for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "RAY_ADDRESS"):
     os.environ.pop(name, None)

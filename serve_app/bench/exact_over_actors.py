@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -90,11 +90,10 @@ def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
 @contextmanager
 def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorRunner]:
     """Runs the same on an existing cluster; ranks are spread over its nodes."""
-    import ray
     from ray import serve
 
     from serve_app.app import build_app
-    from serve_app.operations.serving import deploy
+    from serve_app.operations.serving import deploy, remove_application
     from serve_app.session.local_ray import connected_ray
 
     config = ServiceConfig(
@@ -110,9 +109,7 @@ def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorR
             deploy(build_app(config), name=_NAME, route_prefix=None, wait=_patiently)
             yield ActorRunner(config)
         finally:
-            serve.delete(_NAME)
-            with suppress(ValueError):  # no pipeline got as far as starting one
-                ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
+            remove_application(_NAME, config.router)
 
 
 def _patiently(seconds: float) -> bool:

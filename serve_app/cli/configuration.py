@@ -34,6 +34,7 @@ _KEYS = {
     "port": "port",
     "allow_no_key": "allow_no_key",
     "pipelines": "pipelines.max_count",
+    "log_folder": "log_folder",
     "otlp_endpoint": "telemetry.otlp_endpoint",
     "trace_folder": "telemetry.trace_folder",
 }
@@ -76,6 +77,7 @@ class ServiceFlags:
     otlp_endpoint: Annotated[str | None, "OpenTelemetry collector, e.g. http://localhost:4318"] = (
         None
     )
+    log_folder: Annotated[Path | None, "folder for logs (~/.local/state/eesd/logs)"] = None
     trace_folder: Annotated[Path | None, "folder for span files, without a collector"] = None
 
 

@@ -16,6 +16,7 @@ from serve_app.cli import bench, controllers, distill, pipelines
 from serve_app.cli.batch import batch
 from serve_app.cli.generate import generate
 from serve_app.cli.serve import serve
+from serve_app.cli.stop import stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def version() -> None:
 
 app = group("eesd")
 add_callback(app, eesd)
-for _command in (serve, generate, batch):
+for _command in (serve, stop, generate, batch):
     add_command(app, _command)
 add_module(app, "plan", PlanOptions, "cluster.planner")
 add_module(app, "preflight", PreflightOptions, "cluster.preflight")

@@ -42,10 +42,7 @@ class RunningService:
     json: Annotated[bool, "JSON instead of a table"] = False
 
     def router_config(self) -> "RouterConfig":
-        from serve_app.config import RouterConfig
-
-        named = {"name": self.router, "namespace": self.namespace}
-        return RouterConfig.model_validate({key: name for key, name in named.items() if name})
+        return router_named(self.router, self.namespace)
 
     @contextmanager
     def connected(self) -> "Iterator[ServiceConnection]":
@@ -86,6 +83,14 @@ class RunningService:
                 console.print(each)
         except KeyError as error:
             raise _not_ours(url, f"no {error} in its answer") from error
+
+
+def router_named(name: str | None, namespace: str | None) -> "RouterConfig":
+    """Returns the router of these names; None is the default."""
+    from serve_app.config import RouterConfig
+
+    given = {"name": name, "namespace": namespace}
+    return RouterConfig.model_validate({key: each for key, each in given.items() if each})
 
 
 def service_group(name: str, show: Callable[[RunningService], None], *, description: str) -> Typer:

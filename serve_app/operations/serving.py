@@ -1,7 +1,7 @@
-"""`eesd serve`: starts the service, says when it is ready, and stops it completely.
+"""`eesd serve`: starts the service and says when it is ready.
 
-It owns the order of startup and shutdown, and the signals that stop the service. What is served is
-`serve_app.app`.
+On a Ray of its own, the service ends with this process, completely. On a cluster it stays when this
+process ends, and `eesd stop` removes it. What is served is `serve_app.app`.
 """
 
 import logging
@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import ray
@@ -22,13 +22,13 @@ from ray.exceptions import RayTaskError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from cluster.ray_compat import ServeStatus, serve_status
+from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
-from serve_app.config import ServiceConfig, TelemetryConfig, require_key
+from serve_app.config import RouterConfig, ServiceConfig, TelemetryConfig, require_key
 from serve_app.router import router_handle
-from serve_app.session.connection_file import connection_file_for
-from serve_app.session.local_ray import connected_ray, local_ray
+from serve_app.session.local_ray import connected_ray, local_ray, service_ray
+from serve_app.session.log_folder import new_log_folder
 
 logger = logging.getLogger(__name__)
 
@@ -75,22 +75,15 @@ def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool,
     _check_early(config, is_ours=address is None)
     stopping = Stopping()
     stopping.listen()
-    began_s = time.monotonic()
-    where = (
-        local_ray(config, shows_logs=shows_logs)
-        if address is None
-        else connected_ray(address, shows_logs=shows_logs)
-    )
-    say(f"starting {config.served_model_name} ...")
     try:
-        with where, _findable(config, is_ours=address is None):
-            stopping.listen()
-            _serve_until_stopped(
-                config, stopping, began_s=began_s, is_ours=address is None, say=say
-            )
+        if address is None:
+            _serve_here(config, stopping, shows_logs=shows_logs, say=say)
+        else:
+            _serve_on_cluster(config, stopping, address=address, shows_logs=shows_logs, say=say)
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
-    say("stopped: no process is left" if address is None else "stopped")
+    if address is None:
+        say("stopped: no process is left")
 
 
 @contextmanager
@@ -102,7 +95,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
         else connected_ray(address, shows_logs=False)
     )
     with where:
-        _start_serve(config)
+        _start_serve(config, updates=False)
         try:
             _bring_up(config, Stopping())
             yield
@@ -110,21 +103,71 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
             _take_down(config, is_ours=address is None)
 
 
-def _serve_until_stopped(
-    config: ServiceConfig, stopping: Stopping, *, began_s: float, is_ours: bool, say: Say
+def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
+    """Removes the service from the cluster. Raises ConfigError if it is not there."""
+    with connected_ray(address, shows_logs=False):
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        found = sorted(serve.status().applications)
+        if app_name not in found:
+            raise ConfigError(
+                f"no application {app_name!r} in the cluster at {address}, which has "
+                f"{', '.join(found) or 'none'}: name it with --app"
+            )
+        _flush(app_name)
+        remove_application(app_name, router)
+
+
+def remove_application(app_name: str, router: RouterConfig) -> None:
+    """Deletes an application and its router; Serve stays."""
+    serve.delete(app_name)
+    with suppress(ValueError):  # no pipeline got as far as starting one
+        ray.kill(ray.get_actor(router.name, namespace=router.namespace))
+
+
+def _serve_here(config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, say: Say) -> None:
+    """Serves on a Ray that is started here, and ends with it."""
+    began_s = time.monotonic()
+    logs = new_log_folder(config.log_folder, port=config.port)
+    say(f"starting {config.served_model_name} (logs: {logs}) ...")
+    with service_ray(config, shows_logs=shows_logs, logs=logs):
+        stopping.listen()
+        router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
+        url = _start_serve(config, updates=False)
+        try:
+            _bring_up(config, stopping)
+            if not stopping.is_set:
+                say(_welcome(config, where=url, url=url, began_s=began_s, end="Ctrl-C stops them"))
+                _stay(config, stopping, say=say)
+        finally:
+            say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
+            _take_down(config, is_ours=True)
+
+
+def _serve_on_cluster(
+    config: ServiceConfig, stopping: Stopping, *, address: str, shows_logs: bool, say: Say
 ) -> None:
-    if is_ours:  # starts while Serve does, instead of when the first pipeline asks for it
-        router_handle(config)
-    url = _start_serve(config)
-    try:
-        _bring_up(config, stopping)
+    """Deploys the service or updates it, and reports its interruptions. The service stays."""
+    began_s = time.monotonic()
+    say(f"starting {config.served_model_name} ...")
+    with connected_ray(address, shows_logs=shows_logs):
+        stopping.listen()
+        is_update = config.app_name in serve.status().applications
+        url = _start_serve(config, updates=True)
+        if is_update:
+            say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
+        try:
+            _bring_up(config, stopping)
+        except EesdError:
+            if not is_update:
+                remove_application(config.app_name, config.router)
+            raise
+        stop = _stop_command(config, address)
         if not stopping.is_set:
-            took_s = time.monotonic() - began_s
-            say(_welcome(config, url=url, took_s=took_s, is_ours=is_ours))
+            where = f"{url} of the cluster's head"
+            say(_welcome(config, where=where, url=url, began_s=began_s, end=f"{stop} stops them"))
             _stay(config, stopping, say=say)
-    finally:
-        say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
-        _take_down(config, is_ours=is_ours)
+        if stopping.is_set:
+            say(f"the service stays: {stop} stops it")
 
 
 def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
@@ -156,28 +199,19 @@ def _require_free(config: ServiceConfig) -> None:
         ) from error
 
 
-@contextmanager
-def _findable(config: ServiceConfig, *, is_ours: bool) -> Iterator[None]:
-    """Within the block, other commands find a local Ray; a cluster's address is known to them."""
-    with ExitStack() as found:
-        if is_ours:
-            address = ray.get_runtime_context().gcs_address
-            found.enter_context(connection_file_for(config.port, address=address))
-        yield
-
-
-def _start_serve(config: ServiceConfig) -> str:
+def _start_serve(config: ServiceConfig, *, updates: bool) -> str:
     """Starts Serve unless it runs; returns the URL of the service.
 
     Raises ConfigError when Serve cannot listen there, listens at another address, or has a
-    conflicting application; what already runs stays as it is.
+    conflicting application; what already runs stays as it is. With `updates`, this service may run
+    already.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if serve_status() is None:
         _start_new_serve(config)
     running = serve_status()
     assert running is not None, "it has just been started, or was there"
-    require_place(config, running)
+    require_place(config, running, updates=updates)
     return _url(config, has_tls=running.has_tls)
 
 
@@ -196,11 +230,11 @@ def _start_new_serve(config: ServiceConfig) -> None:
         ) from error
 
 
-def require_place(config: ServiceConfig, running: ServeStatus) -> None:
+def require_place(config: ServiceConfig, running: ServeStatus, *, updates: bool) -> None:
     """Raises ConfigError if the running Serve cannot serve this configuration.
 
-    Serve keeps the options that it was first started with. An application of the same name would be
-    replaced.
+    Serve keeps the options that it was first started with, and replaces an application of the same
+    name: only with `updates`, and only one at the same route.
     """
     if running.proxy_location == ProxyLocation.Disabled:
         raise ConfigError(
@@ -214,11 +248,14 @@ def require_place(config: ServiceConfig, running: ServeStatus) -> None:
             f"{running.port}, or end it and all that it serves with `serve shutdown`"
         )
     for name, route in running.route_prefixes.items():
-        if name == config.app_name or route == "/":
+        is_itself = name == config.app_name
+        if updates and is_itself and route == "/":
+            continue
+        if is_itself or route == "/":
             raise ConfigError(
                 f"Serve runs in this cluster and has application {name!r} at {route}, expected "
-                f"none at / and none named {config.app_name!r}: stop it first, where it was "
-                "started or with `serve shutdown`"
+                f"none at / and none named {config.app_name!r}: stop it first, with `eesd stop` or "
+                "`serve shutdown`"
             )
 
 
@@ -264,18 +301,25 @@ def deploy(
 
 
 def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
-    """Reports interruptions until a signal. Raises EngineError if the service ends by itself."""
+    """Reports interruptions until a signal, or until the service is removed from Serve.
+
+    Raises EngineError if the service ends by itself.
+    """
     pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
     seen: dict[str, int] = {}
     mending: set[str] = set()
     missed = 0
     while not stopping.wait(_LOOK_EVERY_S):
+        status = _status_of(config.app_name)
+        if status == ApplicationStatus.DELETING:
+            say(f"{config.app_name} was removed, or Serve was shut down, by another process")
+            return
         try:
             states = pipelines.broadcast("state").results(timeout_s=_LOOK_EVERY_S)
         except Exception as error:  # Ray raises anything while it shuts down
             logger.info("no answer from the pipelines: error=%r", error)
-            if _is_kept_up(config.app_name):
-                continue
+            if status not in (None, ApplicationStatus.DEPLOY_FAILED):
+                continue  # Serve replaces lost replicas, which takes long for a large model
             missed += 1
             if missed == _MAX_MISSED_LOOKS:
                 raise EngineError(
@@ -294,37 +338,33 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
                 say(f"pipeline {state.pipeline} is ready again")
 
 
-def _is_kept_up(name: str) -> bool:
-    """Returns whether Serve still replaces lost replicas, which takes long for a large model."""
+def _status_of(app_name: str) -> ApplicationStatus | None:
+    """Returns DELETING also for an application that is gone; None if Serve does not answer."""
     try:
-        status = serve.status().applications.get(name)
-    except Exception as error:  # as above: Serve's controller, or Ray, is gone
+        found = serve.status().applications.get(app_name) if is_serve_running() else None
+    except Exception as error:  # Serve's controller is being replaced, or Ray is gone
         logger.info("no answer from Serve: error=%r", error)
-        return False
-    return status is not None and status.status != ApplicationStatus.DEPLOY_FAILED
+        return None
+    return ApplicationStatus.DELETING if found is None else found.status
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
     if config.telemetry != TelemetryConfig() or config.recorder.folder is not None:
-        _flush(config)
+        _flush(config.app_name)
     if is_ours:
         serve.shutdown()
-        return
-    serve.delete(config.app_name)
-    try:
-        ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
-    except ValueError:  # no pipeline got as far as starting one
-        return
+    else:
+        remove_application(config.app_name, config.router)
 
 
-def _flush(config: ServiceConfig) -> None:
+def _flush(app_name: str) -> None:
     """Spans are sent every half second, and the recorder writes later still: both are flushed
     before their processes end."""
     for deployment in ("Ingress", "Pipeline"):
         try:
-            handle = serve.get_deployment_handle(deployment, config.app_name)
+            handle = serve.get_deployment_handle(deployment, app_name)
             handle.broadcast("flush").results(timeout_s=_FLUSH_TIMEOUT_S)
         except Exception as error:  # the service stops in any case
             logger.warning("not flushed: deployment=%s error=%r", deployment, error)
@@ -359,15 +399,27 @@ def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
     return f"http{'s' if has_tls else ''}://{_at(config.host, config.port)}"
 
 
-def _welcome(config: ServiceConfig, *, url: str, took_s: float, is_ours: bool) -> str:
-    where = url if is_ours else f"{url} of the cluster's head"
+def _stop_command(config: ServiceConfig, address: str) -> str:
+    default = RouterConfig()
+    named = [
+        ("--app", config.app_name, ServiceConfig.model_fields["app_name"].default),
+        ("--router", config.router.name, default.name),
+        ("--namespace", config.router.namespace, default.namespace),
+    ]
+    words = [f" {flag} {name}" for flag, name, usual in named if name != usual]
+    return f"`eesd stop --address {address}{''.join(words)}`"
+
+
+def _welcome(config: ServiceConfig, *, where: str, url: str, began_s: float, end: str) -> str:
+    """`end`: what ends the service."""
+    took_s = time.monotonic() - began_s
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if _api_key(config) else ""
     parallel = config.engine.parallel
     drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
     names = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
     return f"""\
 ready after {took_s:.0f} s: {config.served_model_name} on {where}
-({names}; Ctrl-C stops them)
+({names}; {end})
 
 Try it:
 

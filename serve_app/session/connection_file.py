@@ -1,9 +1,9 @@
 """The connection file, by which other commands of a user find the service of `eesd serve`.
 
 The Ray of the service requires a token. Address and token are in a file that only this user can
-read, named by the service's port, as long as the service runs. A killed service leaves its file
-behind, so the address is tried before Ray is. Nothing here imports Ray, which reads the token when
-it first needs it.
+read, named by the service's port, as long as the service runs. A machine that lost power keeps the
+file, so the address is tried before Ray is. Nothing here imports Ray, which reads the token when it
+first needs it.
 """
 
 import json
@@ -32,18 +32,22 @@ class ConnectionFile:
 
 
 @contextmanager
-def connection_file_for(port: int, *, address: str) -> Iterator[None]:
+def connection_file_for(port: int, *, address: str) -> Iterator[Path]:
     """Within the block the user's other commands can find the service on this port."""
     file = _file(port)
     _write_private(
         file, json.dumps(asdict(ConnectionFile(address=address, token=os.environ[TOKEN])))
     )
     try:
-        yield
+        yield file
     finally:
-        file.unlink(missing_ok=True)
-        with suppress(OSError):  # the folder may hold files of other services
-            file.parent.rmdir()
+        remove(file)
+
+
+def remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    with suppress(OSError):  # the folder may hold files of other services
+        file.parent.rmdir()
 
 
 def prepare_to_connect(address: str | None, *, port: int) -> str:

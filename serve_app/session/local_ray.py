@@ -1,50 +1,61 @@
 """A Ray instance that starts and ends with the service, or a connection to a running cluster.
 
 The local instance is small (no dashboard, little shared memory). It requires a token that only its
-processes have, and its folder is removed in the end. The environment it needs is set by
-`serve_app.session.environment`.
+processes have, its folder is private, and a watchdog ends it and removes the folder. The
+environment it needs is set by `serve_app.session.environment`.
 """
 
 import logging
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EngineError
 from serve_app.config import ServiceConfig
-from serve_app.session.connection_file import is_silent
-from serve_app.session.processes import descendants, end, running_after
-
-logger = logging.getLogger(__name__)
+from serve_app.session.connection_file import connection_file_for, is_silent
+from serve_app.session.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
-_LONGEST_FOLDER = 40
-"""Characters. Ray creates sockets deep below its folder, with paths of at most 107 characters."""
-_SETTLE_S = 5.0
+_LONGEST_FOLDER = 27
+"""Bytes. The path of a socket has at most 107, and Ray's are up to 64 longer than the path of its
+folder, which is 16 longer than this one."""
 
 
 @contextmanager
-def local_ray(config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1) -> Iterator[None]:
-    """Within the block Ray runs here; after it no process, session or file of it is left."""
-    folder = tempfile.mkdtemp(prefix="eesd-", dir=_short_folder())
+def local_ray(
+    config: ServiceConfig, *, shows_logs: bool, min_cpus: int = 1, logs: Path | None = None
+) -> Iterator[Watchdog]:
+    """Within the block Ray runs here; after it no process, session or file of it is left.
+
+    The same holds after the end of this process, were it killed. Ray's logs are kept in `logs`.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=_short_folder()))
+    watchdog = Watchdog(folder, logs=logs)
     try:
-        _start(folder, num_cpus=max(_num_cpus(config), min_cpus), shows_logs=shows_logs)
-        yield
+        if logs is not None:
+            (logs / RAY_LOGS).symlink_to(logs_of(folder))
+        num_cpus = max(_num_cpus(config), min_cpus)
+        _start(ray_folder(folder), num_cpus=num_cpus, shows_logs=shows_logs)
+        yield watchdog
     finally:
-        ours = descendants()
         ray.shutdown()
-        left = running_after(ours, wait_s=_SETTLE_S)
-        if left:
-            logger.warning("ended what Ray left behind: processes=%d", len(left))
-            end(left)
-            running_after(left, wait_s=_SETTLE_S)
-        shutil.rmtree(folder, ignore_errors=True)
+        watchdog.end()
+
+
+@contextmanager
+def service_ray(config: ServiceConfig, *, shows_logs: bool, logs: Path) -> Iterator[None]:
+    """Within the block a local Ray runs that the user's other commands find."""
+    with local_ray(config, shows_logs=shows_logs, logs=logs) as watchdog:
+        address = ray.get_runtime_context().gcs_address
+        with connection_file_for(config.port, address=address) as file:
+            watchdog.remove_at_end(file)
+            yield
 
 
 @contextmanager
@@ -66,7 +77,7 @@ def connected_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
         ray.shutdown()
 
 
-def _start(folder: str, *, num_cpus: int, shows_logs: bool) -> None:
+def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
     try:
         ray.init(
             "local",
@@ -75,7 +86,7 @@ def _start(folder: str, *, num_cpus: int, shows_logs: bool) -> None:
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,
             log_to_driver=shows_logs,
-            _temp_dir=folder,
+            _temp_dir=str(folder),
         )
     except Exception as error:  # Ray raises many classes, without a common base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -84,7 +95,7 @@ def _start(folder: str, *, num_cpus: int, shows_logs: bool) -> None:
 
 def _short_folder() -> str:
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
+    return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _num_cpus(config: ServiceConfig) -> int:

@@ -1,8 +1,4 @@
-"""Finds and ends the descendants of a process.
-
-Ray's own shutdown leaves helpers behind for a minute or two when a node crashed; the process that
-started Ray has to find and end them.
-"""
+"""Waits for processes, and ends them."""
 
 import time
 from collections.abc import Iterable
@@ -11,14 +7,6 @@ from contextlib import suppress
 from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
 _POLL_S = 0.05
-
-
-def descendants(root: int | None = None) -> set[Process]:
-    """Returns children, their children and so on, of this process or of `root`."""
-    try:
-        return set(Process(root).children(recursive=True))
-    except NoSuchProcess:
-        return set()
 
 
 def running_after(processes: Iterable[Process], *, wait_s: float) -> set[Process]:

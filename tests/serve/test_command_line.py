@@ -4,25 +4,30 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from psutil import Process
 
-from serve_app.session.processes import descendants, running_after
-from tests.support.running import free_port
+from serve_app.session.local_ray import _LONGEST_FOLDER
+from serve_app.session.processes import running_after
+from tests.support.running import descendants, free_port
 
 
 @contextmanager
-def _started(*words: str) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
+def _started(
+    *words: str, env: Mapping[str, str] | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """The process, and its lines as they come."""
     process = subprocess.Popen(
         [sys.executable, "-m", "serve_app.cli.main", *words],
@@ -30,6 +35,7 @@ def _started(*words: str) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=None if env is None else {**os.environ, **env},
     )
     lines: list[str] = []
 
@@ -59,21 +65,36 @@ def _wait_for_line(lines: list[str], word: str, process: "subprocess.Popen[str]"
         time.sleep(0.1)
 
 
-def _sessions() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("eesd-")}
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder with the longest path in which Ray can have its folder."""
+    prefix = "eesd-test-".ljust(_LONGEST_FOLDER - len("/tmp/") - 8, "x")
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp") as folder:
+        assert len(folder) == _LONGEST_FOLDER
+        yield Path(folder)
 
 
-def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_service: Path) -> None:
+def _within(folder: Path) -> Mapping[str, str]:
+    """Environment of a command that has its files in this folder."""
+    return {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": ""}
+
+
+def _answers(url: str, model: str = "tiny") -> bool:
+    body = {"model": model, "prompt": "the cat", "max_tokens": 4}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(
+    tiny_service: Path, folder: Path
+) -> None:
     port = free_port()
-    before = _sessions()
-    with _started("serve", "--model", str(tiny_service), "--port", str(port)) as (process, lines):
+    words = ("serve", "--model", str(tiny_service), "--port", str(port))
+    with _started(*words, env=_within(folder)) as (process, lines):
         _wait_for_line(lines, "Ctrl-C stops", process)
         url = f"http://127.0.0.1:{port}"
         assert any(f"curl {url}/v1/chat/completions" in line for line in lines)
-        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200
-        _operate(port, tiny_service / "exit_head")
+        assert _answers(url)
+        _operate(port, tiny_service / "exit_head", folder)
         family = descendants(process.pid)
         assert len(family) > 5  # Ray, Serve and the actors
         # Serve has no setting for this one, which asks for the token like Ray's own.
@@ -81,7 +102,7 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(tiny_ser
         process.send_signal(signal.SIGINT)
         assert process.wait(90) == 0
     assert not running_after(family, wait_s=1.0)
-    assert _sessions() <= before
+    assert not list(folder.iterdir())
     assert "stopped: no process is left" in "".join(lines)
     assert "Traceback" not in "".join(lines)
 
@@ -97,39 +118,155 @@ def _listening_beyond_loopback(family: set[psutil.Process]) -> set[str]:
     }
 
 
-def _operate(port: int, head: Path) -> None:
+@pytest.mark.parametrize("end", ["kill -9", "serve.shutdown()"])
+def test_however_serve_ends_its_logs_are_all_that_is_left(
+    end: str, tiny_service: Path, folder: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    words = ("serve", "--model", str(tiny_service), "--port", str(port))
+    words = (*words, "--log-folder", str(tmp_path / "logs"))
+    with _started(*words, env=_within(folder)) as (process, lines):
+        _wait_for_line(lines, "Ctrl-C stops", process)
+        (session,) = (each for each in folder.iterdir() if (each / "r").exists())
+        (logs,) = (tmp_path / "logs").iterdir()
+        assert f"(logs: {logs})" in lines[0]
+        assert (logs / "ray" / "raylet.out").exists()  # while it runs, too
+        assert stat.S_IMODE(session.stat().st_mode) == 0o700
+        family = descendants(process.pid)
+        assert len(family) > 5
+        if end == "kill -9":
+            # A process that hangs does not notice that the others are gone.
+            _find(family, "RankActor").suspend()
+            process.kill()
+            assert not running_after(family, wait_s=30.0)
+        else:
+            with _shutting_down_serve(folder, port):
+                _wait_for_line(lines, "was removed, or Serve was shut down", process)
+                assert process.wait(30.0) == 0
+            assert not running_after(family, wait_s=1.0)
+    assert not list(folder.iterdir())
+    assert (logs / "ray" / "raylet.out").stat().st_size > 0
+    assert list((logs / "ray" / "serve").glob("replica_eesd_Pipeline_*"))
+    assert not (logs / "ray").is_symlink()
+    assert "Traceback" not in "".join(lines)
+
+
+def _find(family: set[Process], name: str) -> Process:
+    (found,) = (process for process in family if name in " ".join(process.cmdline()))
+    return found
+
+
+@contextmanager
+def _shutting_down_serve(folder: Path, port: int) -> Iterator[None]:
+    """As `serve shutdown` does, which needs the dashboard that a local Ray has not."""
+    (file,) = folder.glob(f"*/service-{port}.json")
+    found = json.loads(file.read_text())
+    code = (
+        "import ray, sys; from ray import serve; ray.init(sys.argv[1], log_to_driver=False); "
+        "serve.shutdown()"
+    )
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found["token"]}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, found["address"]],
+        env={**os.environ, **token},
+        stderr=subprocess.DEVNULL,
+    ) as client:
+        yield
+        client.kill()  # it would wait for Ray, which is gone
+
+
+_CLUSTER = """
+import os, sys
+from serve_app.session.environment import prepare_for_local_ray
+prepare_for_local_ray()
+import ray
+from serve_app.config import service_config
+from serve_app.session.local_ray import local_ray
+config = service_config({"engine": {"model": {"path": sys.argv[1]}}})
+with local_ray(config, shows_logs=False, min_cpus=4):
+    print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"], flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def _cluster(model: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Address of a running Ray, and the environment of the commands that may use it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _CLUSTER, str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address, token = process.stdout.readline().split()
+        yield address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+@pytest.mark.timeout(400)
+def test_on_a_cluster_the_service_stays_is_updated_and_is_removed_by_stop(
+    tiny_service: Path,
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with _cluster(tiny_service) as (address, env):
+        words = ("serve", "--address", address, "--model", str(tiny_service), "--port", str(port))
+        with _started(*words, env=env) as (process, lines):
+            _wait_for_line(lines, "Try it", process)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        assert f"`eesd stop --address {address}` stops it" in lines[-1]
+        assert _answers(url)
+        with _started(*words, "--name", "renamed", env=env) as (process, lines):
+            _wait_for_line(lines, "Try it", process)
+            assert "updating eesd, which runs there" in "".join(lines)
+            process.kill()
+        assert _answers(url, "renamed")
+        assert not _answers(url)
+        stopped = _run("stop", "--address", address, env=env)
+        assert (stopped.returncode, stopped.stdout) == (0, "stopped: eesd\n")
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 404
+        again = _run("stop", "--address", address, env=env)
+        assert again.returncode == 2
+        assert f"no application 'eesd' in the cluster at {address}, which has none" in again.stderr
+
+
+def _operate(port: int, head: Path, folder: Path) -> None:
     """What the same user may do from another process, but no client over HTTP."""
     at = ("--port", str(port))
-    pinned = _run("controllers", "pin", *at)
+    env = _within(folder)
+    pinned = _run("controllers", "pin", *at, env=env)
     assert pinned.returncode == 0, pinned.stderr
-    promoted = _run("controllers", "promote", str(head), *at, "--json")
+    promoted = _run("controllers", "promote", str(head), *at, "--json", env=env)
     assert promoted.returncode == 0, promoted.stderr
-    shown = _run("controllers", *at).stdout
+    shown = _run("controllers", *at, env=env).stdout
     assert "pools       pinned" in shown
     assert json.loads(promoted.stdout)[0]["sha256"][:12] in shown
 
 
-def test_a_signal_while_it_starts_leaves_nothing_behind_either(tiny_service: Path) -> None:
-    before = _sessions()
+def test_a_signal_while_it_starts_leaves_nothing_behind_either(
+    tiny_service: Path, folder: Path
+) -> None:
     words = ("serve", "--model", str(tiny_service), "--port", str(free_port()))
-    with _started(*words) as (process, lines):
+    with _started(*words, env=_within(folder)) as (process, lines):
         _wait_for_line(lines, "starting", process)
         time.sleep(3.0)
         family = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     assert not running_after(family, wait_s=1.0)
-    assert _sessions() <= before
+    assert not list(folder.iterdir())
     assert "Traceback" not in "".join(lines)
 
 
-def _run(*words: str) -> "subprocess.CompletedProcess[str]":
+def _run(*words: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "serve_app.cli.main", *words],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
+        env=None if env is None else {**os.environ, **env},
     )
 
 

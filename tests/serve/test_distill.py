@@ -15,7 +15,8 @@ from psutil import Process
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of, shard_name
 from serve_app.cli.main import main
-from serve_app.session.processes import descendants, end, running_after
+from serve_app.session.processes import running_after
+from tests.support.running import descendants
 from tests.support.tiny_service import write_tiny_service
 
 WORDS = (
@@ -69,7 +70,7 @@ def test_a_killed_run_is_finished_by_the_same_command(
     family = _killed_at_the_first_shard(_command(target, out), features)
     early = {file.name: file.stat() for file in features.glob("shard-*")}
     assert not (features / MANIFEST_FILE).exists()
-    end(running_after(family, wait_s=2.0))  # two of Ray's agents stay for a minute
+    assert not running_after(family, wait_s=30.0)
 
     done = subprocess.run(_command(target, out), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from cluster.ray_compat import available_resources, serve_status
+from cluster.ray_compat import available_resources, is_serve_running, serve_status
 from tests.support.running import Running
 
 
@@ -29,3 +29,7 @@ def test_a_serve_tells_where_it_listens_and_what_it_serves(service: Running) -> 
     assert not status.has_tls
     assert status.route_prefixes[service.config.app_name] == "/"
     assert set(status.route_prefixes) == set(serve.status().applications)
+
+
+def test_serve_is_said_to_run_while_it_does(service: Running) -> None:
+    assert is_serve_running()

@@ -31,6 +31,7 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 _STARTED = "Ray runtime started"
 _START_S = 200.0
 _STOP_S = 30.0
+_SERVICE_STOP_S = 90.0
 _POLL_S = 0.1
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -114,7 +115,7 @@ class RayHosts:
 
     @contextmanager
     def service(self, tree: Mapping[str, object]) -> Iterator["HostsService"]:
-        """Runs `eesd serve` on host 0; yields when it answers, and stops it with a signal."""
+        """Runs `eesd serve` on host 0; yields when it answers, and removes it with `eesd stop`."""
         config = self.hosts.folder / "service.yaml"
         config.write_text(yaml.safe_dump(dict(tree)))
         log = self.hosts.folder / "service.log"
@@ -125,15 +126,13 @@ class RayHosts:
             0, ["-m", "serve_app.cli.main", *words, "--config", str(config)], log=log
         )
         try:
-            _wait_for(log, "Ctrl-C stops", process)
+            _wait_for(log, "Try it", process)
             yield HostsService(url=f"http://{host}:{PORT}", log=log, hosts=self.hosts)
         finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_STOP_S)
+            process.kill()
+            process.wait(_STOP_S)
+            stop = ["-m", "serve_app.cli.main", "stop", "--address", self.address]
+            self.run(0, stop, log=self.hosts.folder / "stop.log").wait(_SERVICE_STOP_S)
 
     def _start(self, host: int) -> None:
         folder = self.hosts.folder / str(host)

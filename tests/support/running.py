@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from psutil import NoSuchProcess, Process
+
 from eesd_dist.errors import EesdError
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Request
@@ -119,6 +121,14 @@ def tokens_of(items: Any) -> list[int]:
             raise item
         tokens += [token for emission in item for token in emission.tokens]
     return tokens
+
+
+def descendants(root: int | None = None) -> set[Process]:
+    """Returns children, their children and so on, of this process or of `root`."""
+    try:
+        return set(Process(root).children(recursive=True))
+    except NoSuchProcess:
+        return set()
 
 
 def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:

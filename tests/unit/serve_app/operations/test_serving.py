@@ -58,10 +58,10 @@ def _running(
 
 
 def test_a_serve_that_listens_at_another_address_is_not_asked_to_serve() -> None:
-    require_place(_config("0.0.0.0", 8000), _running("0.0.0.0"))
+    require_place(_config("0.0.0.0", 8000), _running("0.0.0.0"), updates=True)
     expected = r"listens on 0\.0\.0\.0:8000, expected \[::1\]:8001: give --host 0\.0\.0\.0 --port"
     with pytest.raises(ConfigError, match=expected):
-        require_place(_config("::1", 8001), _running("0.0.0.0"))
+        require_place(_config("::1", 8001), _running("0.0.0.0"), updates=True)
 
 
 def test_other_hosts_are_not_served_without_a_key_unless_this_is_said(
@@ -79,14 +79,22 @@ def test_other_hosts_are_not_served_without_a_key_unless_this_is_said(
 
 def test_a_serve_without_http_is_not_asked_to_serve() -> None:
     with pytest.raises(ConfigError, match=r"runs in this cluster without HTTP"):
-        require_place(_config(), _running(location=ProxyLocation.Disabled))
+        require_place(_config(), _running(location=ProxyLocation.Disabled), updates=True)
 
 
-def test_no_application_that_is_there_is_replaced() -> None:
-    require_place(_config(), _running(routes={"mine": "/mine", "inner": None}))
+@pytest.mark.parametrize("updates", [False, True])
+def test_no_application_of_another_kind_is_replaced(updates: bool) -> None:
+    require_place(_config(), _running(routes={"mine": "/mine", "inner": None}), updates=updates)
     for others in ({"eesd": "/elsewhere"}, {"another": "/"}):
         with pytest.raises(ConfigError, match=rf"has application '{next(iter(others))}' at /"):
-            require_place(_config(), _running(routes=others))
+            require_place(_config(), _running(routes=others), updates=updates)
+
+
+def test_a_service_is_replaced_only_where_that_is_an_update() -> None:
+    running = _running(routes={"eesd": "/"})
+    require_place(_config(), running, updates=True)
+    with pytest.raises(ConfigError, match="has application 'eesd' at /"):
+        require_place(_config(), running, updates=False)
 
 
 def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,18 +113,25 @@ def test_the_welcome_has_an_address_and_a_request_that_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("EESD_API_KEY", raising=False)
-    welcome = _welcome(_config("::1"), is_ours=True)
+    welcome = _welcome(_config("::1"))
     assert "on http://[::1]:8000\n" in welcome
     assert "curl http://[::1]:8000/v1/chat/completions -H 'Content-Type: application/json' -d" in (
         welcome
     )
-    assert "on http://127.0.0.1:8000 of the cluster's head\n" in _welcome(_config(), is_ours=False)
     monkeypatch.setenv("EESD_API_KEY", "s3cret")
-    welcome = _welcome(_config(), is_ours=True)
+    welcome = _welcome(_config())
     assert '-H "Authorization: Bearer $EESD_API_KEY"' in welcome
     assert "s3cret" not in welcome
 
 
-def _welcome(config: ServiceConfig, *, is_ours: bool) -> str:
+def _welcome(config: ServiceConfig) -> str:
     url = serving._url(config)
-    return serving._welcome(config, url=url, took_s=1.0, is_ours=is_ours)
+    return serving._welcome(config, where=url, url=url, began_s=0.0, end="Ctrl-C stops them")
+
+
+def test_the_command_that_stops_a_service_names_what_is_not_the_default() -> None:
+    assert serving._stop_command(_config(), "h:1") == "`eesd stop --address h:1`"
+    named = {"app_name": "b", "router": {"name": "r", "namespace": "n"}}
+    config = service_config({"engine": {"model": {"path": str(BUNDLED_MODEL)}}, **named})
+    flags = "--app b --router r --namespace n"
+    assert serving._stop_command(config, "h:1") == f"`eesd stop --address h:1 {flags}`"

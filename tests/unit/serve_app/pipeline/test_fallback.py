@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from ray.exceptions import RayActorError
+from serve_app.pipeline.streams import Streams
 
 from eesd_dist.config import EngineConfig, ParallelConfig
 from eesd_dist.errors import EngineError, PeerLost
@@ -24,7 +25,6 @@ from serve_app.pipeline import workers as workers_module
 from serve_app.pipeline.fallback import FallbackHandle, degraded_page
 from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
-from serve_app.pipeline.streams import Streams
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Worker, Workers, WorkerSpec
 from tests.support.toy_stages import ToyStages, toy_token

@@ -4,9 +4,9 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serve_app.pipeline.quarantine import Patience, Quarantine
 
 from eesd_dist.types import RequestId
-from serve_app.pipeline.quarantine import Patience, Quarantine
 
 
 def _ids(*names: str) -> list[RequestId]:

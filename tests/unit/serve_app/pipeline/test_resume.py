@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import pytest
+from serve_app.pipeline.resume import Resubmit, resumed
 
 from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, QueueFull, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import StreamItem
-from serve_app.pipeline.resume import Resubmit, resumed
 
 TEXT = tuple(TokenId(t) for t in range(100, 110))
 LOST = PeerLost(peer="verify rank 1", operation="round 3", reason="its process has died")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from serve_app.pipeline.resume import resumed
+from serve_app.pipeline.streams import Streams
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, PoisonRequest, RequestError
@@ -22,8 +24,6 @@ from eesd_dist.workers.messages import (
 )
 from serve_app.config import RecoveryConfig
 from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.resume import resumed
-from serve_app.pipeline.streams import Streams
 from serve_app.pipeline.workers import Worker
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import held, toy_token

@@ -5,7 +5,8 @@ import sys
 
 from psutil import Process
 
-from serve_app.session.processes import descendants, end, running_after
+from serve_app.session.processes import end, running_after
+from tests.support.running import descendants
 
 _GRANDCHILD = """
 import subprocess, sys, time
