@@ -1,4 +1,4 @@
-"""Reports of native crashes: a process that dies of its own fault says so in a file.
+"""Reports of native crashes: a process that dies of its own fault says so in a log file.
 
 An abort, a segmentation fault or a bus error is reported by the process itself, in its signal
 handler; SIGKILL, which comes from outside, is not. So a death with a report may be the fault of a
@@ -12,33 +12,25 @@ from pathlib import Path
 
 
 def report_crashes() -> None:
-    """Lets this process leave a report when native code crashes; called once, before others."""
-    folder = _folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _remove_old(folder)
+    """Lets this process leave a report when native code crashes."""
     # Never closed: the signal handler writes to it.
-    file = os.open(folder / f"{os.getpid()}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    file = os.open(_file(os.getpid()), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
     faulthandler.enable(file=file, all_threads=False)
 
 
 def crash_report(pid: int) -> str:
-    """Returns the first line of what a dead process of this node has reported, and removes it;
-    empty if it has reported nothing."""
-    file = _folder() / f"{pid}.txt"
+    """Returns the first line of what a dead process of this node has reported; empty if it has
+    reported nothing."""
     try:
-        lines = file.read_text(errors="replace").splitlines()
-        file.unlink()
+        lines = _file(pid).read_text(errors="replace").splitlines()
     except OSError:
         return ""
     return lines[0] if lines else ""
 
 
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"eesd-crashes-{os.getuid()}"
-
-
-def _remove_old(folder: Path) -> None:
-    """Removes files of processes that ended without a report."""
-    for file in folder.glob("*.txt"):
-        if not Path(f"/proc/{file.stem}").exists() and file.stat().st_size == 0:
-            file.unlink(missing_ok=True)
+def _file(pid: int) -> Path:
+    """Ray's log folder is where it has put this process's standard error."""
+    stderr = Path("/proc/self/fd/2")
+    log = stderr.resolve() if stderr.exists() else Path()
+    folder = log.parent if log.is_file() else Path(tempfile.gettempdir())
+    return folder / f"eesd-crash-{pid}.txt"
