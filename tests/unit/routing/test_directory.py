@@ -129,9 +129,7 @@ def test_the_latest_promotion_outlives_its_reporter_and_is_for_its_configuration
     assert json.dumps(book.describe()) == "[]"
 
 
-def test_callers_should_know_at_once_of_another_process_or_of_what_it_takes_and_of_nothing_else() -> (
-    None
-):
+def test_callers_hear_at_once_of_another_process_and_of_what_it_takes_and_of_no_more() -> None:
     clock = Clock()
     book = directory(clock)
     first = report("a")
