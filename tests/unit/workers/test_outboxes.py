@@ -153,7 +153,7 @@ def test_what_an_earlier_submission_made_is_late_for_a_later_one() -> None:
         mail.open(_request("a"), client="c")
         assert not mail.close(request_id, 2)
         mail.deliver([_emission("a", 6)])
-        assert mail.close(request_id, 1)
+        assert mail.close(request_id, 1), "and what it has not read is dropped"
         mail.open(_request("a", submission=2), client="c")
         assert not mail.close(request_id, 1)
         late = mail.deliver([_emission("a", 7), _emission("a", 8, submission=2)])
@@ -182,7 +182,8 @@ def test_a_client_that_was_silent_for_long_gets_another_outbox_and_its_streams_e
         assert (new.number, new.items) == (0, ())
         mail.open(_request("a", submission=2), client="silent")
         mail.deliver([_emission("a", 4, submission=2)])
-        assert _read(await _taken(mail, "silent", (new.outbox, 0))) == [("a", 2, [4])]
+        for last in ((old.outbox, old.number), (new.outbox, 0)):  # the first reply may be lost too
+            assert _read(await _taken(mail, "silent", last)) == [("a", 2, [4])]
 
     asyncio.run(run())
 
@@ -330,7 +331,8 @@ class _Deliveries(RuleBasedStateMachine):
     def _hear(self, client: _Client, delivery: Delivery) -> None:
         outbox, number = client.last
         if delivery.outbox == outbox or outbox == "":
-            assert delivery.number == number + bool(delivery.items)
+            # A batch whose streams were all cancelled is empty.
+            assert delivery.number - number in ((1,) if delivery.items else (0, 1))
         client.last = (delivery.outbox, delivery.number)
         kinds = [(r, s, isinstance(item, EesdError)) for r, s, item in delivery.items]
         assert len(kinds) == len(set(kinds)), "a stream's emissions are merged"
