@@ -332,8 +332,9 @@ class DraftActor:
         if self._admission.next_suspect() is not None and not running.is_quiet:
             asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
             return
-        for request_id in self._admission.admit():
-            self._enter(running, self._waiting.pop(request_id))
+        while admitted := self._admission.admit():  # again where the engine has refused a suspect
+            for request_id in admitted:
+                self._enter(running, self._waiting.pop(request_id))
 
     def _enter(self, running: _RunningEpoch, request: Request) -> None:
         try:
@@ -360,6 +361,7 @@ class DraftActor:
         if self._mail.close(request_id, submission):
             self._watch.left(request_id)
             self._drop(request_id)
+            self._admit()
         else:
             self._cancelled.append((request_id, submission))
 
@@ -371,6 +373,7 @@ class DraftActor:
             for request_id in unread:
                 self._watch.left(request_id)
                 self._drop(request_id)
+            self._admit()
             if unread:
                 logger.warning(
                     "unread streams ended: pipeline=%s streams=%d", self._name, len(unread)
@@ -489,6 +492,7 @@ class DraftActor:
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
         for request_id in moved:
             self._send_on(request_id, error)
+        self._admit()
         return len(moved)
 
     def _send_on(self, request_id: RequestId, error: EesdError) -> None:

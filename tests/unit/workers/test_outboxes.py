@@ -1,8 +1,8 @@
-"""What rounds have made reaches every client once and in order, over calls whose replies are lost."""
+"""What rounds have made reaches each client once and in order, though replies are lost."""
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from eesd_dist.errors import EesdError, Migrated, PeerLost, RequestError
+from eesd_dist.errors import EesdError, Migrated, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import Delivery
 from eesd_dist.workers.outboxes import Outboxes
