@@ -43,7 +43,7 @@ from eesd_dist.workers.messages import (
     WorkerIdentity,
     WorkerStatus,
 )
-from eesd_dist.workers.outboxes import Outboxes
+from eesd_dist.workers.outboxes import TAKE_WAIT_S, Outboxes
 from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
@@ -60,8 +60,6 @@ _QUIET_POLL_S = 0.02
 _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
 _LOOK_S = 1.0
-_TAKE_WAIT_S = 2.0
-"""After so long a call of a client without streams to read returns empty."""
 _LEASE_MARGIN_S = 5.0
 _NUM_CANCELLED = 256
 """Cancelled submissions to remember: more than can be cancelled before they arrive."""
@@ -353,7 +351,7 @@ class DraftActor:
         `last` are outbox and number of the last batch that the client has. The batch is empty after
         two seconds without news. Streams of a client that does not read are ended.
         """
-        return await self._mail.take(client, last=last, wait_s=_TAKE_WAIT_S)
+        return await self._mail.take(client, last=last, wait_s=TAKE_WAIT_S)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
         """Ends this submission of the request and frees its resources. If it is not here, it has
