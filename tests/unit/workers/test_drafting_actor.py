@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ from tests.support.toy_stages import (
     ToyLeader,
     ToyStages,
     ToyStep,
+    held,
     toy_token,
 )
 
@@ -391,24 +393,50 @@ def test_a_suspect_waits_until_no_round_with_another_request_is_in_flight_and_is
     asyncio.run(run())
 
 
-def test_a_suspect_that_is_cancelled_or_refused_lets_the_others_in() -> None:
+def test_a_suspect_that_the_engine_refuses_lets_the_others_in() -> None:
     async def run() -> None:
         drafter = _Entries(CONFIG)
-        drafter.refused.add("refused")
-        async with _joined(drafter) as (actor, client):
-            cancelled, refused = (
-                replace(_request(name), is_suspect=True) for name in ("cancelled", "refused")
-            )
+        drafter.may_leave.set()
+        drafter.refused.add("suspect")
+        async with _joined(drafter) as (_, client):
+            suspect = replace(_request("suspect"), is_suspect=True)
             other = _request("other", max_tokens=4)
-            for request in (cancelled, refused, other):
-                await client.submit(request)
-            await asyncio.to_thread(drafter.has_made.wait, 5.0)
-            assert [name for name, _ in drafter.entries] == ["cancelled"]
-            await actor.cancel(cancelled.request_id, cancelled.submission)
-            drafter.may_leave.set()
-            assert isinstance(await client.error(refused), RequestError)
+            await client.submit(suspect)
+            await client.submit(other)
+            assert isinstance(await client.error(suspect), RequestError)
             assert len(await client.tokens(other)) == 4
-            assert drafter.entries[1:] == [("other", set())]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "evicted", "unread"])
+def test_a_suspect_that_leaves_before_its_first_token_lets_the_others_in(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting_actor, "_LOOK_S", 0.05)
+    monkeypatch.setattr(drafting_actor, "_UNREAD_S", 0.3)
+    config = EngineConfig.model_validate({"model": {"path": str(tmp_path)}})
+
+    async def run() -> None:
+        drafter = _Entries(config)
+        drafter.may_leave.set()
+        async with _joined(drafter) as (actor, client):
+            suspect = replace(_request("suspect"), is_suspect=True)
+            other = _request("other", max_tokens=4)
+            with held(config, at=0):  # no round that ends would look at the queue
+                await actor.submit(suspect, "a client that has died")
+                await client.submit(other)
+                await asyncio.sleep(0.2)
+                assert drafter.entries == [("suspect", set())]
+                if how == "cancelled":
+                    await actor.cancel(suspect.request_id, suspect.submission)
+                elif how == "evicted":
+                    moved = Migrated(by="p", to=None, reason="test")
+                    await actor.evict([suspect.request_id], moved)
+                else:
+                    await asyncio.sleep(1.0)
+                assert drafter.entries[1:] == [("other", set())]
+            assert len(await client.tokens(other)) == 4
 
     asyncio.run(run())
 
