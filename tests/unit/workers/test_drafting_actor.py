@@ -393,17 +393,26 @@ def test_a_suspect_waits_until_no_round_with_another_request_is_in_flight_and_is
     asyncio.run(run())
 
 
-def test_a_suspect_that_the_engine_refuses_lets_the_others_in() -> None:
+def test_a_suspect_that_the_engine_refuses_lets_the_others_in(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate({"model": {"path": str(tmp_path)}})
+
     async def run() -> None:
-        drafter = _Entries(CONFIG)
+        drafter = _Entries(config)
         drafter.may_leave.set()
-        drafter.refused.add("suspect")
-        async with _joined(drafter) as (_, client):
-            suspect = replace(_request("suspect"), is_suspect=True)
+        drafter.refused.add("refused")
+        async with _joined(drafter) as (actor, client):
+            tested, refused = (
+                replace(_request(name), is_suspect=True) for name in ("tested", "refused")
+            )
             other = _request("other", max_tokens=4)
-            await client.submit(suspect)
-            await client.submit(other)
-            assert isinstance(await client.error(suspect), RequestError)
+            with held(config, at=0):  # no round that ends would look at the queue
+                await client.submit(tested)
+                await asyncio.sleep(0.2)
+                await client.submit(refused)
+                await client.submit(other)
+                await actor.cancel(tested.request_id, tested.submission)
+                assert isinstance(await client.error(refused), RequestError)
+                assert drafter.entries == [("tested", set()), ("other", set())]
             assert len(await client.tokens(other)) == 4
 
     asyncio.run(run())
