@@ -108,10 +108,6 @@ class Request:
     those of an earlier submission may still arrive."""
 
 
-PROBE = "probe"
-"""The workload class of health checks, which are not counted in statistics of requests."""
-
-
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"

@@ -52,7 +52,7 @@ from eesd_dist.workers.messages import (
     WorkerIdentity,
     WorkerStatus,
 )
-from eesd_dist.workers.outboxes import Outboxes
+from eesd_dist.workers.outboxes import TAKE_WAIT_S, Outboxes
 from eesd_dist.workers.process import prepare_process, process_info, tracing_of
 from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
@@ -69,8 +69,6 @@ _QUIET_POLL_S = 0.02
 _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
 _LOOK_S = 1.0
-_TAKE_WAIT_S = 2.0
-"""After so long a call of a client without streams to read returns empty."""
 _LEASE_MARGIN_S = 5.0
 _NUM_CANCELLED = 256
 """Cancelled submissions to remember: more than can be cancelled before they arrive."""
@@ -347,8 +345,9 @@ class DraftActor:
         if self._admission.needs_quiet and not running.is_quiet:
             asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
             return
-        for request_id in self._admission.admit():
-            self._enter(running, self._waiting.pop(request_id))
+        while admitted := self._admission.admit():  # again where the engine has refused a suspect
+            for request_id in admitted:
+                self._enter(running, self._waiting.pop(request_id))
 
     def _enter(self, running: _RunningEpoch, request: Request) -> None:
         try:
@@ -367,7 +366,7 @@ class DraftActor:
         `last` are outbox and number of the last batch that the client has. The batch is empty after
         two seconds without news. Streams of a client that does not read are ended.
         """
-        return await self._mail.take(client, last=last, wait_s=_TAKE_WAIT_S)
+        return await self._mail.take(client, last=last, wait_s=TAKE_WAIT_S)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
         """Ends this submission of the request and frees its resources. If it is not here, it has
@@ -375,6 +374,7 @@ class DraftActor:
         if self._mail.close(request_id, submission):
             self._watch.left(request_id)
             self._drop(request_id)
+            self._admit()
         else:
             self._cancelled.append((request_id, submission))
 
@@ -386,6 +386,7 @@ class DraftActor:
             for request_id in unread:
                 self._watch.left(request_id)
                 self._drop(request_id)
+            self._admit()
             if unread:
                 logger.warning(
                     "unread streams ended: pipeline=%s streams=%d", self._name, len(unread)
@@ -506,6 +507,7 @@ class DraftActor:
         moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
         for request_id in moved:
             self._send_on(request_id, error)
+        self._admit()
         return len(moved)
 
     def _send_on(self, request_id: RequestId, error: EesdError) -> None:

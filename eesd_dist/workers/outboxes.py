@@ -18,6 +18,9 @@ from eesd_dist.errors import EesdError, RequestError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.messages import Delivery, StreamItem
 
+TAKE_WAIT_S = 2.0
+"""After so long a call of a client without anything to read returns empty."""
+
 _Key = tuple[RequestId, int]
 """A request and its submission."""
 

@@ -12,7 +12,6 @@ from itertools import zip_longest
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
-    PROBE,
     Emission,
     FinishReason,
     RecorderCounts,
@@ -76,8 +75,6 @@ class DraftWatch:
         self._requests: dict[RequestId, _Watched] = {}
 
     def arrived(self, request: Request) -> None:
-        if request.workload == PROBE:
-            return
         self._requests[request.request_id] = _Watched(request)
 
     def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:

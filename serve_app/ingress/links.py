@@ -55,7 +55,7 @@ class Link:
         box = self._mail.open(request)
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._read())
-        self._address.submit.remote(request, self._client)
+        submitting = asyncio.ensure_future(self._submit(request))
         is_over = False
         try:
             while not is_over:
@@ -64,13 +64,25 @@ class Link:
                 yield item
         finally:
             self._mail.close(request.request_id, request.submission)
+            submitting.cancel()  # its result matters to the stream alone
             if not is_over and self._lost is None:
                 self._address.cancel.remote(request.request_id, request.submission)
+
+    async def _submit(self, request: Request) -> None:
+        """Submits the request. Where that fails its stream ends, since it may never have begun."""
+        try:
+            await self._address.submit.remote(request, self._client)
+        except RayError as error:
+            if self._mail.submission_of(request.request_id) == request.submission:
+                self._mail.fail(request.request_id, self._loss(f"not submitted: {error!r}"))
+
+    def _loss(self, reason: str) -> PeerLost:
+        return PeerLost(peer=self.pipeline, operation="stream", reason=reason)
 
     def fail(self, reason: str) -> None:
         """Ends the link: its process is gone, or another has its place."""
         if self._lost is None:
-            self._lost = PeerLost(peer=self.pipeline, operation="stream", reason=reason)
+            self._lost = self._loss(reason)
             self._mail.fail_all(self._lost)
 
     async def close(self) -> None:
@@ -104,17 +116,17 @@ class Link:
     def _take(self, delivery: Delivery) -> None:
         if self._last[0] not in ("", delivery.outbox):
             # This process was not heard for so long that its streams were ended there.
-            self._mail.fail_all(
-                PeerLost(peer=self.pipeline, operation="stream", reason="it was read too late")
-            )
+            self._mail.fail_all(self._loss("it was read too late"))
         self._last = (delivery.outbox, delivery.number)
         for request_id, submission, item in delivery.items:
-            if self._mail.submission_of(request_id) != submission:
-                continue
+            is_read = self._mail.submission_of(request_id) == submission
             if isinstance(item, EesdError):
-                self._mail.fail(request_id, item)
-            else:
+                if is_read:
+                    self._mail.fail(request_id, item)
+            elif is_read:
                 self._mail.deliver(item)
+            elif item[-1].finish_reason is None:  # its cancellation was lost, or is on its way
+                self._address.cancel.remote(request_id, submission)
 
 
 class Links:

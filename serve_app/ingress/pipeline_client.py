@@ -17,6 +17,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import route_span
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Request, RequestId, RoundStats
+from eesd_dist.workers.outboxes import TAKE_WAIT_S
 from serve_app.config import ServiceConfig
 from serve_app.ingress.links import Links
 from serve_app.ingress.load_balancing import LoadBalancer
@@ -44,7 +45,7 @@ class ServiceClient:
         self._load_balancer = load_balancer
         self._tracer = tracing.tracer
         self._recovery = config.recovery
-        self._links = Links(silence_s=config.engine.parallel.timeout_s)
+        self._links = Links(silence_s=TAKE_WAIT_S + config.engine.parallel.timeout_s)
         self._submissions = count(time.time_ns())
         """Unique over all ingresses, and growing in each."""
 

@@ -33,7 +33,7 @@ from eesd_dist.distill.features import (
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.recorder import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import PROBE, RecorderCounts, Request
+from eesd_dist.types import RecorderCounts, Request
 from serve_app.config import RecorderConfig
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ _FLUSH_WAIT_S = 5.0
 _HEADER_BYTES = 4096
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
 _LOCK_FILE = ".lock"
-_NOT_SAMPLED = frozenset({PROBE})
 
 
 def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
@@ -94,7 +93,8 @@ class RecorderFolder:
         return self._empty.top_k
 
     def wants(self, request: Request) -> bool:
-        return request.workload not in _NOT_SAMPLED and self._rng.random() < self._sample_rate
+        del request  # every one has the same chance
+        return self._rng.random() < self._sample_rate
 
     def put(self, piece: VerifiedPiece) -> None:
         size = self._size_of(piece)

@@ -178,6 +178,24 @@ def test_a_round_of_another_epoch_is_refused_and_its_sender_hears_of_the_loss() 
     channel.close()
 
 
+def test_a_rank_says_which_round_it_is_in_and_none_while_it_waits_for_the_next() -> None:
+    drafting, verifying = join_threads(2)
+    source, channel = DistRoundSource(verifying), DistVerifyChannel(drafting)
+    assert verifying.number is None
+    channel.send(header(5, epoch=1), hidden())
+    assert source.next_round() is not None
+    assert verifying.number == 5, "until it has asked for the next round"
+    waiting = threading.Thread(target=source.next_round)
+    waiting.start()
+    time.sleep(0.2)
+    assert verifying.number is None
+    channel.send(header(6, epoch=1), hidden())
+    waiting.join(LATE_S)
+    assert verifying.number == 6
+    verifying.abort("the test is over")
+    drafting.abort()
+
+
 def test_abort_wakes_the_thread_that_waits_for_a_round() -> None:
     drafting, verifying = join_threads(2)
     source = DistRoundSource(verifying)

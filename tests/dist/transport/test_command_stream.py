@@ -1,5 +1,8 @@
 """Commands of every size from rank 0 of a stage to another rank."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -38,3 +41,24 @@ def test_commands_of_every_size_arrive_with_their_rows_and_without_any() -> None
 
     in_threads(lead, follow)
     assert [plain(command) for command in found] == [plain(command) for command in sent]
+
+
+def test_a_follower_says_which_command_it_is_in_and_none_while_it_waits_for_the_next() -> None:
+    leading, following = join_threads(2)
+    sink, source = DistCommandSink(leading), DistCommandSource(following)
+    found: list[int | None] = []
+
+    def follow() -> None:
+        while source.next_command() is not None:
+            found.append(following.number)
+
+    waiting = threading.Thread(target=follow)
+    waiting.start()
+    for number in (1, 2):
+        time.sleep(0.2)
+        assert following.number is None
+        assert len(found) == number - 1
+        sink.announce(RunLayers(tokens=[6], segments=[RowSegment(1, 1, [0])]))
+    sink.close()
+    waiting.join(10.0)
+    assert found == [1, 2]

@@ -39,12 +39,16 @@ class World:
         is_ready: bool = True,
         draining: bool = False,
         age_s: float = 0.0,
+        leader: str = "",
+        start_s: float | None = None,
     ) -> None:
         report = PipelineReport(
             pipeline_id=PipelineId(name),
-            address=f"replica of {name}",
+            leader=leader or f"leader of {name}",
+            address=f"handle of {name}",
             num_running=running,
             weight=weight,
+            start_s=start_s,
             is_ready=is_ready,
             draining=draining,
         )
@@ -89,7 +93,7 @@ def test_a_short_prefix_is_not_worth_the_wait_behind_a_live_request() -> None:
 def test_a_prefix_outweighs_load_by_exactly_what_it_saves() -> None:
     world = World()
     world.say("a")
-    world.say("b", draining=True)
+    world.say("b", is_ready=False)
     world.chooser.ended(world.send(prompt(1)).pipeline)
     world.say("a", running=4)
     world.say("b")
@@ -155,19 +159,50 @@ def test_ties_are_broken_by_the_dice() -> None:
     assert all(count == pytest.approx(100, abs=40) for count in chosen.values())
 
 
-def test_a_pipeline_that_takes_no_requests_gets_none_not_even_its_own_prefix() -> None:
+def test_a_pipeline_that_is_not_ready_gets_no_request_not_even_of_its_own_prefix() -> None:
     world = World()
     world.say("a")
     world.chooser.ended(world.send(prompt(1)).pipeline)
-    world.say("a", draining=True)
+    world.say("a", is_ready=False)
     assert world.chooser.choose(prompt(1)) is None
-    world.say("b")
-    world.say("c", is_ready=False)
-    assert {world.send(prompt(1)).pipeline for _ in range(50)} == {"b"}
-    assert world.chooser.choose(prompt(1), excluded={"b"}) is None
     assert world.chooser.choose(prompt(1), only="a") is None
+    world.say("b")
+    assert {world.send(prompt(1)).pipeline for _ in range(50)} == {"b"}
     world.say("a")
-    assert world.send(prompt(1), only="a").address == "replica of a"
+    chosen = world.send(prompt(1), only="a")
+    assert (chosen.leader, chosen.address) == ("leader of a", "handle of a")
+
+
+def test_a_draining_or_excluded_pipeline_gets_a_request_only_if_no_other_is_ready() -> None:
+    world = World()
+
+    def takers(**how: object) -> set[str]:
+        found: set[str] = set()
+        for _ in range(30):
+            choice = world.send(prompt(1), **how)
+            world.chooser.ended(choice.pipeline)
+            found.add(choice.pipeline)
+        return found
+
+    world.say("a")
+    world.say("b")
+    for name in "ab":
+        world.chooser.ended(world.send(prompt(1), only=name).pipeline)
+    assert takers() == {"a", "b"}
+    world.say("a", draining=True)
+    assert takers() == {"b"}
+    assert takers(only="a") == {"a"}
+    world.say("b", is_ready=False)
+    assert takers() == {"a"}
+    world.say("a")
+    world.say("b")
+    assert takers(excluded={"a"}) == {"b"}
+    assert takers(excluded={"a", "b"}) == {"a", "b"}
+    world.say("b", draining=True)
+    world.say("a", is_ready=False)
+    assert takers(excluded={"b"}) == {"b"}
+    world.say("b", is_ready=False)
+    assert world.chooser.choose(prompt(1), excluded={"b"}) is None
 
 
 def test_one_that_failed_is_chosen_again_only_when_it_was_heard_of_since() -> None:
@@ -196,17 +231,6 @@ def test_requests_sent_since_the_report_count_in_addition_to_it_and_once() -> No
     assert world.load("a") == 5
     world.chooser.ended(PipelineId("a"))
     assert world.load("a") == 4
-
-
-def test_a_request_that_another_one_took_is_counted_there() -> None:
-    world = World()
-    world.say("a")
-    choice = world.send(prompt(1))
-    world.say("b")
-    world.chooser.admitted(choice, by=PipelineId("b"))
-    assert (world.load("a"), world.load("b")) == (0, 1)
-    world.chooser.admitted(world.chooser.choose(prompt(1), only="a"), by=PipelineId("a"))
-    assert (world.load("a"), world.load("b")) == (1, 1)
 
 
 def test_a_directory_that_is_still_empty_is_not_believed_at_once() -> None:
@@ -270,17 +294,24 @@ def test_a_router_that_is_silent_for_long_costs_no_memory_and_no_count() -> None
     assert not world.chooser._pipelines[PipelineId("a")].changes
 
 
-def test_a_pipeline_is_gone_when_a_directory_that_answers_has_long_not_heard_of_it() -> None:
+def test_the_leader_of_a_pipeline_is_the_process_of_its_latest_report() -> None:
     world = World()
-    one, two = PipelineId("a"), PipelineId("b")
-    for second in range(30):
-        world.now_s += 1.0
-        world.say("a")
-        if second < 5:
-            world.say("b")
-        assert world.chooser.is_gone(two) == (second > 14)
-        assert not world.chooser.is_gone(one)
-    world.now_s += 60.0  # a directory that does not answer, or has just recovered, is no evidence
-    assert not world.chooser.is_gone(two)
-    world.say("c")
-    assert not world.chooser.is_gone(one)
+    world.say("a")
+    world.say("b", leader="first")
+    world.say("b", leader="second", is_ready=False)
+    assert world.chooser.leaders() == {"a": "leader of a", "b": "second"}
+    world.now_s += 4.0
+    world.say("a")
+    world.now_s += 2.0
+    world.chooser.refresh([])
+    assert world.chooser.leaders() == {"a": "leader of a"}, "b has expired"
+
+
+def test_the_slowest_start_is_that_of_the_pipelines_that_have_measured_one() -> None:
+    world = World()
+    assert world.chooser.slowest_start_s() is None
+    world.say("a")
+    assert world.chooser.slowest_start_s() is None
+    world.say("b", start_s=40.0)
+    world.say("c", start_s=70.0, is_ready=False)
+    assert world.chooser.slowest_start_s() == 70.0

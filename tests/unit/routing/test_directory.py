@@ -10,7 +10,6 @@ import pytest
 
 from eesd_dist.errors import CapacityError
 from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport, Promotion
-from eesd_dist.routing.directory import IngressRoll
 
 
 class Clock:
@@ -32,7 +31,9 @@ def report(
 ) -> PipelineReport:
     return PipelineReport(
         pipeline_id=PipelineId(name),
-        address=f"actor:{name}",
+        leader=f"leader of {name}",
+        address=object(),
+        ranks={"drafting actor": object()},
         num_running=running,
         num_waiting=waiting,
         draining=draining,
@@ -43,7 +44,7 @@ def test_the_least_busy_takes_the_request() -> None:
     book = directory(Clock())
     book.heartbeat(report("a", running=3, waiting=2))
     book.heartbeat(report("b", running=4))
-    assert book.choose().address == "actor:b"
+    assert book.choose().leader == "leader of b"
 
 
 @pytest.mark.parametrize("choice", ["least_loaded", "two_choices"])
@@ -110,6 +111,8 @@ def test_what_an_operator_sees_is_plain_json() -> None:
     (described,) = json.loads(json.dumps(book.describe()))
     assert described["load"] == 3
     assert described["silent_s"] == 1.0
+    assert described["leader"] == "leader of a"
+    assert not {"address", "ranks"} & described.keys(), "handles are no JSON"
 
 
 def test_the_latest_promotion_outlives_its_reporter_and_is_for_its_configuration_alone() -> None:
@@ -126,47 +129,26 @@ def test_the_latest_promotion_outlives_its_reporter_and_is_for_its_configuration
     assert json.dumps(book.describe()) == "[]"
 
 
-def _pass(
-    clock: Clock, roll: IngressRoll, *, seconds: int, heard: str = ""
-) -> list[frozenset[str]]:
-    """Returns the answers to one heartbeat per second; the ingresses in `heard` ask before."""
-    answers = []
-    for _ in range(seconds):
-        clock.now_s += 1
-        for ingress in heard:
-            roll.heard(ingress)
-        answers.append(roll.silent())
-    return answers
-
-
-def test_an_ingress_that_has_ceased_to_ask_is_named_until_it_asks_again() -> None:
+def test_callers_hear_at_once_of_another_process_and_of_what_it_takes_and_of_no_more() -> None:
     clock = Clock()
-    roll = IngressRoll(clock=clock, expiry_s=5.0)
-    assert not any(_pass(clock, roll, seconds=20, heard="ab"))
-    assert not any(_pass(clock, roll, seconds=10, heard="b"))
-    assert _pass(clock, roll, seconds=5, heard="b") == [{"a"}] * 5
-    assert not any(_pass(clock, roll, seconds=20, heard="ab"))
-
-
-def test_an_ingress_that_stays_silent_is_forgotten() -> None:
-    clock = Clock()
-    roll = IngressRoll(clock=clock, expiry_s=5.0)
-    roll.heard("a")
-    assert _pass(clock, roll, seconds=120)[-1] == {"a"}
-    assert not _pass(clock, roll, seconds=1)[-1]
-    assert not roll._heard_s
-
-
-def test_a_roll_that_stood_still_misses_no_ingress() -> None:
-    clock = Clock()
-    roll = IngressRoll(clock=clock, expiry_s=5.0)
-    for _ in range(5):  # delayed heartbeats may arrive before delayed questions
-        _pass(clock, roll, seconds=5, heard="a")
-        clock.now_s += 600.0
-        assert roll.silent() == roll.silent() == frozenset()
-    assert _pass(clock, roll, seconds=9)[-1] == {"a"}  # it does not ask later either
-
-
-def test_a_new_roll_names_no_ingress() -> None:
-    clock = Clock()
-    assert not any(_pass(clock, IngressRoll(clock=clock, expiry_s=5.0), seconds=60))
+    book = directory(clock)
+    first = report("a")
+    assert book.heartbeat(first), "a pipeline that was not known"
+    assert not book.heartbeat(first)
+    assert not book.heartbeat(dataclasses.replace(first, num_running=7, weight=2.0, start_s=9.0))
+    changes: list[dict[str, object]] = [
+        {"leader": "another process"},
+        {"epoch": 2},
+        {"is_ready": False},
+        {"draining": True},
+    ]
+    for change in changes:
+        changed = dataclasses.replace(first, **change)  # type: ignore[arg-type]
+        assert book.heartbeat(changed), change
+        assert not book.heartbeat(changed)
+        assert book.heartbeat(first)
+    book.leave(first.pipeline_id)
+    assert book.heartbeat(first)
+    clock.now_s += 6.0
+    assert book.listed() == ()
+    assert book.heartbeat(first), "it had expired"

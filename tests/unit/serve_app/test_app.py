@@ -36,3 +36,12 @@ def test_the_key_of_the_starting_process_overrides_the_environment_of_a_replica(
     assert key_of(CONFIG, given=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "")
     assert key_of(CONFIG, given=None) is None
+
+
+def test_a_replica_that_leaves_has_time_to_end_its_workers_after_it_has_drained() -> None:
+    config = service_config({**TREE, "recovery": {"drain_s": 40}})
+    ingress = application_of(config)._bound_deployment
+    (pipelines,) = [each for each in ingress.init_args if isinstance(each, Application)]
+    assert ingress._deployment_config.graceful_shutdown_timeout_s == 40
+    timeout_s = pipelines._bound_deployment._deployment_config.graceful_shutdown_timeout_s
+    assert 45 < timeout_s < 80

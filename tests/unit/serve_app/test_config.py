@@ -87,3 +87,17 @@ def test_what_does_not_fit_is_named_with_what_was_found_and_what_to_do(
     with pytest.raises(ConfigError) as error:
         _config(**tree)
     assert str(error.value).startswith(complaint)
+
+
+def test_a_stream_waits_for_a_few_starts_of_a_pipeline_unless_it_is_told_how_long() -> None:
+    measured = _config().recovery
+    assert measured.pause_for(None) == measured.pause_for(2.0) == 60.0, "at least a minute"
+    assert measured.pause_for(100.0) == 300.0
+    told = _config(recovery={"stream_pause_s": 5}).recovery
+    assert told.pause_for(None) == told.pause_for(100.0) == 5.0
+
+
+@pytest.mark.parametrize("key", ["stream_pause_s", "lease_s", "max_interruptions", "suspect_after"])
+def test_what_recovery_waits_for_and_counts_is_more_than_nothing(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"recovery\.{key}: Input should be greater than 0"):
+        _config(recovery={key: 0})

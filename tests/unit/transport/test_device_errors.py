@@ -62,7 +62,9 @@ def test_a_transfer_that_nccl_refuses_names_its_peer() -> None:
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, torch.OutOfMemoryError])
 def test_what_this_ranks_own_device_raises_names_this_rank(kind: type[RuntimeError]) -> None:
     failing = group(FailingPlane(kind))
+    assert failing.number is None
     failing.doing(7)
+    assert failing.number == 7
     with pytest.raises(EngineError, match=r"verify rank 0 .* own device .* of round 7") as found:
         failing.all_reduce(ON_DEVICE)
     assert not isinstance(found.value, PeerLost)

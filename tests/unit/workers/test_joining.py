@@ -7,7 +7,7 @@ import pytest
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.workers.joining import Joining
-from eesd_dist.workers.messages import Address, Epoch
+from eesd_dist.workers.messages import Address, Epoch, LoadReport
 
 
 class Load:
@@ -83,5 +83,36 @@ def test_after_leaving_the_next_epoch_is_joined_as_ever() -> None:
             load.go.set()
             assert await joining.enter(_epoch(number), load) is load
             assert await joining.leave()
+
+    asyncio.run(run())
+
+
+def _report(bytes_done: int) -> LoadReport:
+    return LoadReport(
+        bytes_done=bytes_done, bytes_total=8, piece="", seconds=1.0, peak_memory_bytes=1
+    )
+
+
+def test_a_heartbeat_tells_loading_which_makes_progress_from_joining_and_from_waiting() -> None:
+    async def run() -> None:
+        joining = Joining(name="verify rank 0")
+        waiting = joining.status(None)
+        assert (waiting.epoch, waiting.is_busy) == (0, False)
+        load = Load()
+        joined = asyncio.create_task(joining.enter(_epoch(1), load))
+        await asyncio.to_thread(load.has_begun.wait, 10)
+        loading = [joining.status(_report(done)) for done in (0, 5)]
+        assert [(s.phase, s.progress, s.is_busy) for s in loading] == [
+            ("loading", 0, True),
+            ("loading", 5, True),
+        ]
+        for report in (None, _report(8)):  # no weights, or all of them
+            building = joining.status(report)
+            assert (building.phase, building.is_busy) == ("joining an epoch", True)
+            assert building.allowed_s > loading[0].allowed_s > 0
+        load.go.set()
+        await joined
+        assert not joining.status(_report(8)).is_busy
+        assert await joining.leave()
 
     asyncio.run(run())

@@ -7,7 +7,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
-    PROBE,
     Emission,
     FinishReason,
     Request,
@@ -67,19 +66,7 @@ def test_a_request_that_is_sent_on_and_returns_counts_once(watch: DraftWatch) ->
     assert _counts(watch) == {**once, "length": 1}
 
 
-def test_a_request_without_a_reader_is_an_abort_and_a_probe_is_not_counted(
-    watch: DraftWatch,
-) -> None:
+def test_a_request_without_a_reader_is_an_abort(watch: DraftWatch) -> None:
     watch.arrived(REQUEST)
     watch.left(REQUEST.request_id)
-    assert _counts(watch) == {"prompt_tokens_total": 2, "abort": 1}
-    watch.arrived(
-        Request(
-            request_id=RequestId("probe"),
-            prompt=(TokenId(0),),
-            sampling=SamplingParams(),
-            workload=PROBE,
-        )
-    )
-    watch.left(RequestId("probe"))
     assert _counts(watch) == {"prompt_tokens_total": 2, "abort": 1}

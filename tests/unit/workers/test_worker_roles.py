@@ -202,6 +202,14 @@ def test_ranks_that_cannot_load_leave_their_groups(
         follower.load_head("other")
 
 
+def test_a_leader_names_the_head_that_it_drafts_with() -> None:
+    config = _config()
+    assert EngineLeader(config, Tracing()).head_folder == ""
+    model = config.model.model_copy(update={"head": Path("/heads/one")})
+    configured = config.model_copy(update={"model": model})
+    assert EngineLeader(configured, Tracing()).head_folder == "/heads/one"
+
+
 def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: None) -> None:
     leader = EngineLeader(_config(), Tracing())
     host = StoreHost()

@@ -1,201 +1,236 @@
-"""An ingress over pipelines that refuse, freeze or vanish: it asks on, and waits for none of them.
-
-The pipelines are generators in this process, behind the two calls of Serve's handle that are used.
-"""
+"""A client over pipelines that are lost, full, draining or not ready: its texts go on, or end with
+one clear error."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from typing import Any, cast
+import time
+from pathlib import Path
 
 import pytest
-import ray
 
-from eesd_dist.errors import EesdError, Migrated, PeerLost
-from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers.messages import StreamItem
-from serve_app.config import RecoveryConfig
-from serve_app.ingress import pipeline_client
-from serve_app.ingress.load_balancing import LoadBalancer
-from serve_app.ingress.pipeline_client import ServiceClient, answered, next_of
-from serve_app.pipeline.deployment import Admitted
-
-REQUEST = Request(request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams())
-LAST = (
-    Emission(
-        request_id=REQUEST.request_id,
-        tokens=(TokenId(5),),
-        num_accepted=0,
-        finish_reason=FinishReason.STOP,
-    ),
-)
-Answer = Callable[[dict[str, Any]], AsyncGenerator[Admitted | StreamItem, None]]
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, PoisonRequest, QueueFull
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.ingress.replicas import answered
+from tests.support.in_process import epoch
+from tests.support.toy_poison import POISON, WAYS, PoisonedStages
+from tests.support.toy_stages import toy_token
+from tests.unit.serve_app.ingress.toy_service import ToyService, config_of, toy_service
 
 
-class Responses:
-    """What Serve gives back for a streaming call."""
-
-    def __init__(self, items: AsyncGenerator[Admitted | StreamItem, None]) -> None:
-        self._items = items
-        self.is_cancelled = False
-
-    def __aiter__(self) -> AsyncIterator[Admitted | StreamItem]:
-        return self
-
-    async def __anext__(self) -> Admitted | StreamItem:
-        return await anext(self._items)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-class CancelCalls:
-    """Of the cancellations sent; the first answer comes from another pipeline."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
-
-    async def remote(self, request_id: RequestId, attempt: int, sender: str, *, target: str) -> str:
-        self.told.append((request_id, attempt, sender, target))
-        return target if len(self.told) > 1 else "another"
-
-
-class Handle:
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self.calls: list[dict[str, Any]] = []
-        self.responses: list[Responses] = []
-        self.cancel_calls = CancelCalls()
-
-    def options(self, *, stream: bool) -> "Handle":
-        assert stream
-        return self
-
-    @property
-    def stream(self) -> "Handle":
-        return self
-
-    @property
-    def cancel(self) -> "CancelCalls":
-        return self.cancel_calls
-
-    def remote(self, request: Request, **how: Any) -> Responses:
-        self.calls.append(how)
-        self.responses.append(Responses(self._answer(how)))
-        return self.responses[-1]
-
-
-class Lookout:
-    """A load balancer that knows no pipeline and records losses."""
-
-    num_usable = 1
-    sender = "this ingress"
-
-    def __init__(self) -> None:
-        self.refused: Counter[str] = Counter()
-        self.gone: set[str] = set()
-
-    def start(self) -> None:
-        return
-
-    def choose(
-        self, tokens: Sequence[int], *, migrated: Migrated | None, refused: Collection[str]
-    ) -> None:
-        del tokens, migrated
-        self.refused.update(refused)
-
-    def admitted(self, choice: object, *, by: str) -> None:
-        return
-
-    def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
-        return
-
-    def lost(self, pipeline: str) -> None:
-        self.gone.discard(pipeline)
-
-    def is_gone(self, pipeline: str) -> bool:
-        return pipeline in self.gone
-
-
-async def _tokens(handle: Handle, lookout: Lookout) -> list[int]:
-    client = ServiceClient(
-        handle,
-        recovery=RecoveryConfig(stream_pause_s=2.0, max_interruptions=1),
-        tracing=Tracing(),
-        load_balancer=cast(LoadBalancer, lookout),
+def _request(
+    name: str = "r", *, max_tokens: int = 40, prompt: tuple[TokenId, ...] = (TokenId(1),)
+) -> Request:
+    return Request(
+        request_id=RequestId(name), prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens)
     )
-    return [token async for e in client.stream(REQUEST) for token in e.tokens]
 
 
-def test_a_pipeline_that_refuses_since_it_knows_another_is_made_to_take_the_stream() -> None:
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
-        yield Admitted(pipeline="draining", address="a")
-        yield (
-            LAST if how["must_take"] else Migrated(by="draining", to=None, reason="drained by hand")
+def _text(request: Request) -> list[int]:
+    start = len(request.prompt)
+    return [toy_token(request, start + i) for i in range(request.sampling.max_tokens)]
+
+
+def _ran_in(service: ToyService) -> str:
+    return "".join(name for name, each in service.pipelines.items() if each.served)
+
+
+async def _begun(service: ToyService, request: Request) -> tuple["asyncio.Task[list[int]]", str]:
+    """Starts to read a text; returns the reading and its pipeline once it has tokens."""
+    reading = asyncio.ensure_future(service.tokens(request))
+    await service.has_submitted.wait()
+    await asyncio.sleep(0.1)
+    return reading, _ran_in(service)
+
+
+def test_a_text_goes_on_in_another_pipeline_when_its_own_is_lost_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch) as service:
+            reading, name = await _begun(service, _request())
+            await service.pipelines[name].lose()
+            assert await reading == _text(_request())
+            (other,) = {"a", "b"} - {name}
+            (resumed,) = service.pipelines[other].served
+            (first,) = service.pipelines[name].served
+            assert 0 < len(resumed.generated) < 40
+            assert resumed.generated == tuple(_text(_request())[: len(resumed.generated)])
+            assert resumed.submission > first.submission
+
+    asyncio.run(run())
+
+
+def test_a_text_goes_on_in_the_same_pipeline_after_an_epoch_that_broke(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch, names="a") as service:
+            reading, _ = await _begun(service, _request())
+            actor = service.pipelines["a"].handle.actor
+            await actor.leave(PeerLost(peer="verify rank 0", operation="receive", reason="dead"))
+            await asyncio.sleep(0.3)
+            assert not reading.done()
+            await actor.join(epoch(2))
+            assert await reading == _text(_request())
+
+    asyncio.run(run())
+
+
+def test_a_migrated_stream_goes_on_in_the_pipeline_that_expects_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch, names="abcdef") as service:
+            reading, name = await _begun(service, _request())
+            target = sorted(service.pipelines.keys() - {name})[2]
+            service.pipelines[target].draining = True  # it expects this one stream
+            await asyncio.sleep(0.1)
+            moved = Migrated(by=name, to=target, reason="drained by hand")
+            await service.pipelines[name].handle.actor.evict(None, moved)
+            assert await reading == _text(_request())
+            assert _ran_in(service) == "".join(sorted(name + target))
+            assert b'eesd_router_migrations_total{ingress=""} 1.0' in service.load_balancer.page()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_was_sent_on_returns_only_if_no_other_pipeline_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch) as service:
+            request = _request(max_tokens=80)
+            reading, name = await _begun(service, request)
+            (other,) = {"a", "b"} - {name}
+
+            async def send_on(by: str) -> None:
+                moved = Migrated(by=by, to=None, reason="drained by hand")
+                assert await service.pipelines[by].handle.actor.evict(None, moved) == 1
+
+            await send_on(name)
+            await asyncio.sleep(0.3)
+            service.pipelines[name].is_ready = False
+            await asyncio.sleep(0.2)
+            await send_on(other)
+            assert await reading == _text(request)
+            assert [len(service.pipelines[n].served) for n in (name, other)] == [1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_draining_pipeline_gets_a_request_only_if_it_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch) as service:
+            service.pipelines["a"].draining = True
+            await asyncio.gather(
+                *[service.tokens(_request(str(i), max_tokens=4)) for i in range(10)]
+            )
+            assert _ran_in(service) == "b"
+            service.pipelines["b"].is_ready = False
+            await asyncio.sleep(0.2)
+            assert len(await service.tokens(_request(max_tokens=4))) == 4
+            assert len(service.pipelines["a"].served) == 1
+
+    asyncio.run(run())
+
+
+def test_without_a_ready_pipeline_a_request_waits_and_then_ends_with_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        config = config_of(recovery={"stream_pause_s": 1.0})
+        async with toy_service(config, monkeypatch, names="a") as service:
+            service.pipelines["a"].is_ready = False
+            began_s = time.monotonic()
+            with pytest.raises(EngineError, match="no pipeline is ready after 1 s"):
+                await service.tokens(_request())
+            assert time.monotonic() - began_s >= 1.0
+            waiting = asyncio.ensure_future(service.tokens(_request()))
+            await asyncio.sleep(0.5)
+            service.pipelines["a"].is_ready = True
+            assert await waiting == _text(_request())
+
+    asyncio.run(run())
+
+
+def test_a_stream_whose_pipeline_does_not_come_back_ends_with_the_reason_of_its_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        config = config_of(recovery={"stream_pause_s": 1.0})
+        async with toy_service(config, monkeypatch, names="a") as service:
+            reading, _ = await _begun(service, _request(max_tokens=100_000))
+            await service.pipelines["a"].lose()
+            with pytest.raises(EngineError, match=r"no pipeline is ready after 1 s: .*lost a"):
+                await reading
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_a_new_request_at_once_and_is_waited_for_by_a_resumed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        config = config_of()
+        small = config.engine.model_copy(
+            update={"scheduler": config.engine.scheduler.model_copy(update={"max_waiting": 1})}
         )
+        engines: dict[str, EngineConfig] = {"a": small}
+        async with toy_service(config, monkeypatch, engines=engines) as service:
+            small_one, large = service.pipelines["a"], service.pipelines["b"]
+            large.draining = True
+            occupant, name = await _begun(service, _request("occupant", max_tokens=120))
+            assert name == "a"
+            with pytest.raises(QueueFull):
+                await service.tokens(_request("new"))
+            large.draining, small_one.draining = False, True
+            await asyncio.sleep(0.2)
+            resumed = asyncio.ensure_future(service.tokens(_request("resumed")))
+            await asyncio.sleep(0.2)
+            assert len(large.served) == 1
+            small_one.draining = False
+            await large.lose()
+            assert await resumed == _text(_request("resumed"))
+            assert await occupant == _text(_request("occupant", max_tokens=120))
+            assert [r.request_id for r in small_one.served].count(RequestId("resumed")) > 1
 
-    handle, lookout = Handle(answer), Lookout()
-    assert asyncio.run(_tokens(handle, lookout)) == [5]
-    assert [call["must_take"] for call in handle.calls] == [False, True]
-    assert lookout.refused == Counter({"draining": 1})
+    asyncio.run(run())
 
 
-def test_a_stream_behind_a_link_that_failed_is_cancelled_and_sent_again_as_a_newer_attempt(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_reader_that_leaves_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with toy_service(config_of(), monkeypatch, names="a") as service:
+            reading, _ = await _begun(service, _request(max_tokens=100_000))
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.sleep(0.3)
+            assert await service.pipelines["a"].handle.actor.live() == ()
+
+    asyncio.run(run())
+
+
+def test_a_poison_request_is_refused_and_the_texts_of_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
-        yield Admitted(pipeline="p", address="a")
-        if how["attempt"] == 1:
-            raise ray.exceptions.ActorUnavailableError("a blip", b"0" * 16)
-        yield LAST
+    async def run() -> None:
+        config = config_of(engine={"model": {"path": str(tmp_path)}})
+        stages = PoisonedStages()
+        async with toy_service(config, monkeypatch, names="a", stages=stages) as service:
+            recovering = asyncio.ensure_future(service.pipelines["a"].recover_forever())
+            others = [_request(str(i), max_tokens=60) for i in range(3)]
+            reading = [asyncio.ensure_future(service.tokens(each)) for each in others]
+            await asyncio.sleep(0.3)
+            poison = _request("poison", prompt=(POISON, WAYS["bug in the drafting actor"]))
+            with pytest.raises(PoisonRequest, match="no vocabulary"):
+                await service.tokens(poison)
+            assert await asyncio.gather(*reading) == [_text(each) for each in others]
+            tries = [r for r in service.pipelines["a"].served if r.request_id == "poison"]
+            assert [r.is_suspect for r in tries] == [False, False, True]
+            assert not recovering.done()
 
-    async def read() -> list[int]:
-        tokens = await _tokens(handle, Lookout())
-        await asyncio.sleep(0.1)
-        return tokens
-
-    monkeypatch.setattr(pipeline_client, "_ASK_AGAIN_S", 0.01)
-    handle = Handle(answer)
-    assert asyncio.run(read()) == [5]
-    assert [call["attempt"] for call in handle.calls] == [1, 2]
-    assert [r.is_cancelled for r in handle.responses] == [True, False]
-    assert handle.cancel_calls.told == [("r", 1, "this ingress", "a")] * 2, (
-        "until the right one has heard"
-    )
-
-
-def test_a_silent_stream_goes_on_in_another_pipeline_once_its_pipeline_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pipeline_client, "_LISTEN_S", 0.05)
-    lookout = Lookout()
-
-    async def answer(how: dict[str, Any]) -> AsyncGenerator[Admitted | StreamItem, None]:
-        yield Admitted(pipeline="p", address="a")
-        if how["attempt"] == 1:
-            lookout.gone.add("p")
-            await asyncio.Event().wait()
-        await asyncio.sleep(0.2)  # slow, and there
-        yield LAST
-
-    handle = Handle(answer)
-    assert asyncio.run(_tokens(handle, lookout)) == [5]
-    assert [r.is_cancelled for r in handle.responses] == [True, False]
-
-
-def test_a_timeout_of_the_items_own_is_not_taken_for_a_loss() -> None:
-    async def items() -> AsyncGenerator[int, None]:
-        yield 1
-        raise TimeoutError
-
-    async def read() -> None:
-        stream = items()
-        assert await next_of(stream, is_gone=lambda: True) == 1
-        with pytest.raises(TimeoutError):
-            await next_of(stream, is_gone=lambda: True)
-
-    asyncio.run(read())
+    asyncio.run(run())
 
 
 def test_answers_are_taken_and_frozen_pipelines_are_left_out() -> None:

@@ -232,21 +232,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, empty: FeatureM
         opened(tmp_path / "file" / "below", empty)
 
 
-def test_a_share_of_the_requests_is_sampled_and_probes_never(
-    tmp_path: Path, empty: FeatureManifest
-) -> None:
+def test_a_share_of_the_requests_is_sampled(tmp_path: Path, empty: FeatureManifest) -> None:
     recorder = opened(tmp_path, empty, sample_rate=0.25)
-
-    def request(workload: str) -> Request:
-        return Request(
-            request_id=RequestId("r"),
-            prompt=(TokenId(1),),
-            sampling=SamplingParams(),
-            workload=workload,
-        )
-
-    assert 400 < sum(recorder.wants(request("chat")) for _ in range(2000)) < 600
-    assert not any(recorder.wants(request("probe")) for _ in range(200))
+    request = Request(request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams())
+    assert 400 < sum(recorder.wants(request) for _ in range(2000)) < 600
 
 
 def test_the_recorder_is_off_unless_a_folder_is_named(target: Path, tmp_path: Path) -> None:
