@@ -37,13 +37,15 @@ class Tenure:
         *,
         lease_s: float,
         expired: Callable[[], None],
+        owner: str = "",
         tick_s: float = 1.0,
     ) -> None:
-        """`expired` ends the process. The first lease begins now."""
+        """`expired` ends the process. The first lease begins now. Without an `owner`, it belongs to
+        the first supervisor that renews it."""
         self.identity = identity
         self._expired = expired
         self._tick_s = tick_s
-        self._owner = ""
+        self._owner = owner
         self._start_s: float | None = None
         self._left_s = lease_s
         threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
@@ -123,7 +125,7 @@ def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
 
 
 def detached_tenure(
-    identity: WorkerIdentity, *, namespace: str, number: int, lease_s: float
+    identity: WorkerIdentity, *, owner: str, namespace: str, number: int, lease_s: float
 ) -> Tenure:
     """Returns the lease of a detached actor: when it expires, the process exits, and the last one
     of its pipeline removes the placement groups. `number` orders the workers."""
@@ -139,4 +141,4 @@ def detached_tenure(
             logger.exception("placement groups not removed: pipeline=%s", identity.pipeline)
         os._exit(0)
 
-    return Tenure(identity, lease_s=lease_s, expired=expired)
+    return Tenure(identity, owner=owner, lease_s=lease_s, expired=expired)

@@ -377,6 +377,7 @@ class Workers:
             "tenure": partial(
                 detached_tenure,
                 identity,
+                owner=how.owner,
                 namespace=how.namespace,
                 number=self.slots.index(slot),
                 lease_s=how.timings.lease_s,
