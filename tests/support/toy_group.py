@@ -337,7 +337,7 @@ class ToyIngress:
         return list(self._attempts.tokens[len(self._request.prompt) :])
 
     async def _attempt(self, submission: int) -> bool:
-        while not self._supervisor.is_ready:  # noqa: ASYNC110  # as an ingress without the router
+        while not self._supervisor.is_ready:  # as an ingress without the router
             await self._supervisor.check()
             await asyncio.sleep(POLL_S)
         leader = (await self._supervisor.worker_group()).leader
