@@ -45,7 +45,7 @@ def _lease(owner: str) -> Lease:
 
 
 class World:
-    """A service whose supervisors die, each in a process of its own."""
+    """A service and its supervisors, which die."""
 
     def __init__(self, cluster: ToyCluster, folder: Path) -> None:
         self.cluster = cluster

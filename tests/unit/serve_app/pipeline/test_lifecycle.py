@@ -105,9 +105,9 @@ class ToyPipeline(RuleBasedStateMachine):
 
     MAX_FRUITLESS = 3
     MAX_ACTIONS = 12
-    """To a full epoch, from any state, without further faults."""
+    """To a full epoch, from any state, without other faults than those that lie in wait."""
 
-    @initialize(has_fallbacks=booleans(), has_promoted_head=booleans())
+    @initialize(has_fallbacks=sampled_from([True, True, False]), has_promoted_head=booleans())
     def serve_starts_it(self, has_fallbacks: bool, has_promoted_head: bool) -> None:
         self.has_fallbacks = has_fallbacks
         self.has_promoted_head = has_promoted_head
@@ -205,9 +205,8 @@ class ToyPipeline(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_over)
     @rule()
-    def faults_cease_for_a_while(self) -> None:
+    def no_other_faults_come_for_a_while(self) -> None:
         """Then the pipeline is soon in a full epoch, or over for a reason."""
-        self.failing.clear()
         for _ in range(self.MAX_ACTIONS):
             if self.act() in {Action.WATCH} | OVER:
                 break
@@ -336,9 +335,10 @@ def _play(*, max_examples: int, shrinks: bool = True) -> None:
     )
 
 
+@pytest.mark.hypothesis
 def test_whatever_fails_in_any_order_the_table_leads_to_a_full_epoch_and_uses_every_rule() -> None:
     ToyPipeline.reached.clear()
-    _play(max_examples=200)
+    _play(max_examples=800)
     assert ToyPipeline.reached == {rule.action for rule in RULES}
 
 
