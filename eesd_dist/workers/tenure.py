@@ -1,8 +1,8 @@
-"""A worker's lease: who supervises it, and its end when nobody does any more.
+"""A worker's lease: its supervisor, and its end when it has none any more.
 
 Workers outlive their supervisor, so that a lost replica reloads no model: the next one claims them.
-A worker whose lease is not renewed has no supervisor and will get none, and ends by itself. The
-lease runs down only while the process runs: a machine that was suspended loses no worker.
+A worker with a lease that is not renewed has no supervisor and will get none, and ends by itself.
+The lease runs down only while the process runs: a machine that was suspended loses no worker.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Finds the workers of a dead supervisor and claims them, so that nothing is loaded again.
 
-A new replica looks for workers of its application whose supervisor has died. It takes over those
-with the same configuration and kills the others, which hold GPUs for nothing.
+A new replica looks for orphans: workers of its application that a dead supervisor has left. It
+takes over those with the same configuration and kills the others, which hold GPUs for nothing.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphans:
-    """The workers of a pipeline whose supervisor has died, by Ray name."""
+    """The workers that a dead supervisor has left, by Ray name."""
 
     pipeline: str
     workers: Mapping[str, Tenancy]

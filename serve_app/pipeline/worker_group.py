@@ -235,7 +235,7 @@ class WorkerGroup:
         self.kind = EpochKind.NONE
 
     async def send_streams_on(self, reason: EesdError) -> None:
-        """Ends all streams with a reason to continue elsewhere, and lets the last round end: a rank
+        """Ends all streams with a reason to be submitted again, and lets the last round end: a rank
         that leaves in the middle of a round may wait for one that has left."""
         try:
             async with asyncio.timeout(self._timings.leave_s):

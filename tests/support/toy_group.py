@@ -40,6 +40,7 @@ from tests.support.toy_stages import ToyStages, toy_token
 APP = "app"
 NAMESPACE = "tests"
 POLL_S = 0.01
+_TICK_S = 0.1
 
 _TIMINGS = {
     "deadline_s": 20.0,
@@ -109,6 +110,7 @@ class ToyCluster:
 
     def __init__(self) -> None:
         self.actors: dict[str, ToyHandle] = {}
+        self.tenures: list[Tenure] = []
         self.dead: set[str] = set()
         self.groups: set[str] = set()
 
@@ -128,6 +130,11 @@ class ToyCluster:
 
     def placement_groups_named(self, prefix: str) -> dict[str, str]:
         return {name: name for name in self.groups if name.startswith(prefix)}
+
+    def close(self) -> None:
+        """Ends all leases, and their threads."""
+        for each in self.tenures:
+            each._left_s = 0.0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "kill", self.kill)
@@ -182,13 +189,7 @@ class ToyWorkers(Workers):
             "name": slot.name,
             "stages": how.stages,
             "telemetry": how.telemetry,
-            "tenure": partial(
-                Tenure,
-                identity,
-                owner=how.owner,
-                lease_s=how.timings.lease_s,
-                expired=lambda: None,
-            ),
+            "tenure": partial(self._tenure, identity),
         }
         actor = (
             DraftActor(how.engine, **common)
@@ -199,6 +200,18 @@ class ToyWorkers(Workers):
         name = f"{pipeline_prefix(how.app, how.pipeline)}{slot.name}/{uuid4().hex[:8]}"
         self._cluster.actors[name] = handle
         return handle
+
+    def _tenure(self, identity: WorkerIdentity) -> Tenure:
+        lease = self.lease()
+        tenure = Tenure(
+            identity,
+            owner=lease.owner,
+            lease_s=lease.seconds,
+            expired=lambda: None,
+            tick_s=_TICK_S,
+        )
+        self._cluster.tenures.append(tenure)
+        return tenure
 
 
 def slots_of(num_draft_ranks: int) -> tuple[RankSlot, ...]:
@@ -239,6 +252,11 @@ def handle_of(group: WorkerGroup, name: str) -> ToyHandle:
 
 def slot_of(group: WorkerGroup, name: str) -> RankSlot:
     return next(slot for slot in group.workers.slots if slot.name == name)
+
+
+def is_filled(group: WorkerGroup) -> bool:
+    """Whether every slot has a worker."""
+    return not any(group.workers.is_empty(slot) for slot in group.workers.slots)
 
 
 async def lose(group: WorkerGroup, name: str) -> None:

@@ -24,6 +24,7 @@ from tests.support.toy_group import (
     emissions_of,
     expected,
     handle_of,
+    is_filled,
     lose,
     toy_request,
     until,
@@ -135,7 +136,7 @@ def test_a_worker_that_freezes_while_an_epoch_starts_is_named_and_replaced(
         await group.end_epoch(lost.value)
         assert frozen.killed.is_set()
         await group.start_epoch(timeout_s=10.0)
-        assert group.workers.are_complete
+        assert is_filled(group)
         await group.stop()
 
     asyncio.run(run())

@@ -36,6 +36,7 @@ from tests.support.toy_group import (
     answer,
     expected,
     handle_of,
+    is_filled,
     slot_of,
     supervised,
     toy_request,
@@ -225,7 +226,7 @@ def test_streams_go_on_with_fallbacks_when_the_draft_stage_dies_while_an_epoch_s
         await until(lambda: ingress.num_tokens > 10)
         stages.may_join.clear()
         handle_of(group, "verify rank 1").killed.set()
-        await until(lambda: group.epoch == 2 and group.workers.are_complete)
+        await until(lambda: group.epoch == 2 and is_filled(group))
         await until(lambda: "join" in handle_of(group, "verify rank 1").asked)
         _hold_spawns(group)
         handle_of(group, "draft rank 1").killed.set()
@@ -614,17 +615,17 @@ def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_i
         await until(lambda: not supervisor.is_ready)
         assert "verify rank 1" in supervisor.why_unavailable()
         assert "has made no progress for" in supervisor.why_unavailable()
-        await until(lambda: published[-1:] == [False])
+        await until(lambda: published == [False])
         frozen.thawed.set()
         await until(lambda: supervisor.is_ready)
-        await until(lambda: published[-1] is True)
+        await until(lambda: published == [False, True])
         assert supervisor.num_interruptions == 0
 
     _story(
         story,
         lambda: ToyWorkers(cluster, tmp_path, fallback=False, stall_s=0.2),
         stall_s=0.2,
-        published=lambda: published.append(bool(told) and told[0].is_ready),
+        published=lambda: published.extend(each.is_ready for each in told),
     )
 
 

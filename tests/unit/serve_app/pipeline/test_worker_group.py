@@ -25,6 +25,7 @@ from tests.support.toy_group import (
     answer,
     expected,
     handle_of,
+    is_filled,
     lose,
     slot_of,
     toy_request,
@@ -108,7 +109,7 @@ def test_a_worker_that_dies_while_another_loads_ends_the_start_at_once(
         stages = _SlowStages()
         group = WorkerGroup(ToyWorkers(cluster, tmp_path, fallback=False, stages=stages))
         start = asyncio.ensure_future(group.start_epoch(timeout_s=60.0))
-        await until(lambda: not any(group.workers.is_empty(s) for s in group.workers.slots))
+        await until(lambda: is_filled(group))
         await until(lambda: "join" in handle_of(group, "verify rank 1").asked)
         handle_of(group, victim).killed.set()
         with pytest.raises(PeerLost, match=rf"{victim}.*its process has died") as lost:
@@ -149,7 +150,7 @@ def test_a_worker_that_is_stuck_in_joining_is_named_and_replaced_and_its_peers_a
         workers = ToyWorkers(cluster, tmp_path, stages=stages, deadline_s=0.4)
         group = WorkerGroup(workers)
         start = asyncio.ensure_future(group.start_epoch(timeout_s=60.0))
-        await until(lambda: workers.are_complete)
+        await until(lambda: is_filled(group))
         stuck, peer = handle_of(group, "verify rank 1"), handle_of(group, "verify rank 0")
         stuck.actor._joining._leave_wait_s = 0.1
         why = r"verify rank 1.*during joining an epoch: no progress within 0\.4 s"
