@@ -6,6 +6,7 @@ would know of them: their names, and which supervisors have died.
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -41,6 +42,9 @@ APP = "app"
 NAMESPACE = "tests"
 POLL_S = 0.01
 _TICK_S = 0.1
+
+# A lease may end between two tests, when no handler captures its warning.
+logging.getLogger(tenure.__name__).addHandler(logging.NullHandler())
 
 _TIMINGS = {
     "deadline_s": 20.0,
