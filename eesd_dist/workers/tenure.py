@@ -1,8 +1,8 @@
-"""A worker's lease: who supervises it, and its end when nobody does any more.
+"""A worker's lease: its supervisor, and its end when it has none any more.
 
 Workers outlive their supervisor, so that a lost replica reloads no model: the next one claims them.
-A worker whose lease is not renewed has no supervisor and will get none, and ends by itself. The
-lease runs down only while the process runs: a machine that was suspended loses no worker.
+A worker with a lease that is not renewed has no supervisor and will get none, and ends by itself.
+The lease runs down only while the process runs: a machine that was suspended loses no worker.
 """
 
 import logging
@@ -38,13 +38,15 @@ class Tenure:
         *,
         lease_s: float,
         expired: Callable[[], None],
+        owner: str = "",
         tick_s: float = 1.0,
     ) -> None:
-        """`expired` ends the process. The first lease begins now."""
+        """`expired` ends the process. The first lease begins now. Without an `owner`, it belongs to
+        the first supervisor that renews it."""
         self.identity = identity
         self._expired = expired
         self._tick_s = tick_s
-        self._owner = ""
+        self._owner = owner
         self._start_s: float | None = None
         self._left_s = lease_s
         threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
@@ -124,7 +126,7 @@ def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
 
 
 def detached_tenure(
-    identity: WorkerIdentity, *, namespace: str, number: int, lease_s: float
+    identity: WorkerIdentity, *, owner: str, namespace: str, number: int, lease_s: float
 ) -> Tenure:
     """Returns the lease of a detached actor, whose process reports its crashes.
 
@@ -144,4 +146,4 @@ def detached_tenure(
         os._exit(0)
 
     report_crashes()
-    return Tenure(identity, lease_s=lease_s, expired=expired)
+    return Tenure(identity, owner=owner, lease_s=lease_s, expired=expired)

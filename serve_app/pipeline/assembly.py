@@ -1,14 +1,16 @@
-"""Where a pipeline's workers come from: claimed from a dead supervisor, or placed anew."""
+"""Where a pipeline's workers come from: claimed from a dead supervisor, or placed."""
 
+import asyncio
 import logging
 from typing import Any
 
 import ray
 
 from eesd_dist.config import EngineConfig
+from eesd_dist.errors import EngineError
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
-from serve_app.pipeline.claim import Orphans, claim, digest_of
+from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
 from serve_app.pipeline.placement import RankSlot, gpus_per_rank, rank_slots
 from serve_app.pipeline.placement_groups import (
     PlacementGroups,
@@ -62,12 +64,18 @@ class Assembly:
         the workers of this pipeline."""
         if self._orphans is not None:
             slots = self._slots(_gpus_per_rank(self._config.engine))
-            groups = present_placement_groups(
-                slots, placement=self._config.placement, name=self._name
-            )
-            group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
-            logger.info("claimed: pipeline=%s epoch=%d", self._spec.pipeline, group.epoch)
-            return group
+            try:
+                groups = present_placement_groups(
+                    slots, placement=self._config.placement, name=self._name
+                )
+            except EngineError as error:  # no worker could be replaced
+                names = tuple(self._orphans.workers)
+                logger.warning("not claimed: pipeline=%s error=%s", self._spec.pipeline, error)
+                await asyncio.to_thread(end_workers, self._config, self._spec.pipeline, names)
+            else:
+                group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
+                logger.info("claimed: pipeline=%s epoch=%d", self._spec.pipeline, group.epoch)
+                return group
         slots, groups = await self._placed()
         group = WorkerGroup(Workers(groups, slots, spec=self._spec))
         if self._head is not None:

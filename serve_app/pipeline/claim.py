@@ -1,7 +1,7 @@
 """Finds the workers of a dead supervisor and claims them, so that nothing is loaded again.
 
-A new replica looks for workers of its application whose supervisor has died. It takes over those
-with the same configuration and kills the others, which hold GPUs for nothing.
+A new replica looks for orphans: workers of its application that a dead supervisor has left. It
+takes over those with the same configuration and kills the others, which hold GPUs for nothing.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from cluster.ray_compat import is_actor_dead
-from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.errors import EesdError, LeaseLost, PeerLost
 from eesd_dist.workers.messages import Lease, Tenancy
 from eesd_dist.workers.tenure import pipeline_prefix, placement_groups_named, workers_named
 from serve_app.config import ServiceConfig
@@ -31,7 +31,7 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphans:
-    """The workers of a pipeline whose supervisor has died, by Ray name."""
+    """The workers that a dead supervisor has left, by Ray name."""
 
     pipeline: str
     workers: Mapping[str, Tenancy]
@@ -77,7 +77,7 @@ async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
             continue
         if any(t.identity.digest != digest_of(config) for t in workers.values()):
             logger.warning("workers of another configuration ended: pipeline=%s", pipeline)
-            await asyncio.to_thread(_end, config, pipeline, tuple(workers))
+            await asyncio.to_thread(end_workers, config, pipeline, tuple(workers))
         elif await _is_first(config, workers, lease):
             return Orphans(pipeline=pipeline, workers=workers)
     return None
@@ -97,11 +97,15 @@ async def _is_first(config: ServiceConfig, workers: Mapping[str, Tenancy], lease
 
 
 async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
-    """Takes the workers over, with the epoch they are in. A worker that does not answer is
-    killed."""
+    """Takes the workers over, with the epoch they are in. A worker that does not answer is killed.
+
+    Raises LeaseLost when another supervisor has claimed one of them.
+    """
     for name, tenancy in orphans.workers.items():
         try:
             await workers.claim(name, tenancy)
+        except LeaseLost:
+            raise
         except (EesdError, TimeoutError, ValueError) as error:
             logger.warning("not claimed: worker=%s error=%r", name, error)
             await asyncio.to_thread(_kill, name, workers.spec.namespace)
@@ -113,11 +117,10 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
     starts = [t.start_s for t in tenancies if t.start_s is not None]
     workers.start_s = max(starts, default=None)
     epoch = max(t.epoch for t in tenancies)
-    kind = EpochKind.FULL if epoch else EpochKind.NONE
-    trouble = _why_broken(workers, tenancies, epoch=epoch)
-    if trouble is None and any(t.is_degraded for t in tenancies):
-        kind = EpochKind.DEGRADED
-    group.adopt(epoch=epoch, kind=kind, trouble=trouble)
+    if epoch:
+        is_degraded = any(t.is_degraded for t in tenancies)
+        kind = EpochKind.DEGRADED if is_degraded else EpochKind.FULL
+        group.adopt(epoch=epoch, kind=kind, trouble=_why_broken(workers, tenancies, epoch=epoch))
     return group
 
 
@@ -153,7 +156,8 @@ def _are_dead(owners: set[str]) -> bool:
     return all(is_actor_dead(owner) for owner in owners)
 
 
-def _end(config: ServiceConfig, pipeline: str, names: tuple[str, ...]) -> None:
+def end_workers(config: ServiceConfig, pipeline: str, names: Collection[str]) -> None:
+    """Kills workers of a dead supervisor, and removes their placement groups."""
     for name in names:
         _kill(name, config.router.namespace)
     for group in placement_groups_named(pipeline_prefix(config.app_name, pipeline)).values():

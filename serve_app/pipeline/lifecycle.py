@@ -1,10 +1,12 @@
 """What a pipeline's supervisor does next: one table of states and actions.
 
-`next_action` is a pure function of the pipeline's state, wanted and observed: the first rule that
-holds decides. The same table is printed in docs/failures.md and driven by a state machine in the
-tests.
+    python -m serve_app.pipeline.lifecycle
+
+prints the table that docs/failures.md has. `next_action` is a pure function of the pipeline's
+state, wanted and observed: the first rule that holds decides.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -143,3 +145,7 @@ def table() -> str:
         for number, rule in enumerate(RULES, start=1)
     ]
     return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

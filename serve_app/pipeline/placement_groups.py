@@ -235,7 +235,7 @@ def _asked(bundles: Bundles, *, name: str) -> _Placed:
         group = placement_group(
             [slot.resources for slot in bundles.slots],
             strategy=bundles.strategy,
-            # A group that replaces another exists beside it for a moment.
+            # A group that replaces another exists together with it for a moment.
             name=f"{_prefix(name, bundles)}{uuid4().hex[:8]}",
             lifetime="detached",
             bundle_label_selector=selectors if any(selectors) else None,

@@ -208,12 +208,11 @@ class Supervisor:
         except LeaseLost as error:
             logger.warning("claimed by another supervisor: pipeline=%s", self._pipeline)
             self._fatal = error
-        except EesdError as error:
-            self._fatal = error
-            logger.error("given up: pipeline=%s: %s", self._pipeline, error)
         except Exception as error:
-            logger.exception("a bug: pipeline=%s", self._pipeline)
-            self._fatal = EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
+            bug = EngineError(f"pipeline {self._pipeline} is given up by a bug: {error!r}")
+            self._fatal = error if isinstance(error, EesdError) else bug
+            is_bug = self._fatal is bug
+            logger.error("given up: pipeline=%s: %s", self._pipeline, error, exc_info=is_bug)
             if self._worker_group.done():
                 await self._worker_group.result().stop()
         if not self._worker_group.done() and self._fatal is not None:
@@ -288,6 +287,8 @@ class Supervisor:
             # The promoted head's folder is gone or has changed.
             logger.error("back to the configured head: pipeline=%s error=%s", self._pipeline, error)
             self._is_head_refused = True
+        except LeaseLost:
+            raise
         except EesdError as error:
             await self._not_started(group, error)
         else:
@@ -299,6 +300,8 @@ class Supervisor:
     async def _start_degraded(self, group: WorkerGroup) -> None:
         try:
             await group.start_degraded_epoch(timeout_s=self._timings.load_s / 2)
+        except LeaseLost:
+            raise
         except EesdError as error:
             logger.warning("no fallback: pipeline=%s error=%s", self._pipeline, error)
             self._has_fallback_failed = True
@@ -322,12 +325,13 @@ class Supervisor:
     async def _restore_draft(self, group: WorkerGroup) -> None:
         try:
             await group.restore_draft(timeout_s=self._timings.load_s)
-        except ConfigError as error:
-            if not group.has_other_head:
-                raise
-            self._is_head_refused = True
-            self._trouble, self._is_broken = error, True
+        except LeaseLost:
+            raise
         except EesdError as error:
+            if isinstance(error, ConfigError) and group.has_other_head:
+                self._is_head_refused = True
+                self._trouble, self._is_broken = error, True
+                return
             logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
             self._backoff.failed()
             await asyncio.sleep(self._backoff.pause_s)
@@ -381,14 +385,16 @@ class Supervisor:
 
     async def _end_epoch(self, group: WorkerGroup) -> None:
         """Ends a broken epoch, so that a new one can be started."""
-        leader = next(iter(group.engaged), None)
-        had_requests = leader is not None and leader.status.num_live > 0
-        has_worked = leader is not None and leader.status.progress > 0
+        # The last heartbeat may be older than the epoch.
+        heard = [m.status for m in group.engaged[:1] if m.status.epoch == group.epoch]
+        # A lost peer or an unreadable file is no crash.
+        is_crash = not isinstance(self._trouble, (PeerLost, ConfigError))
+        had_requests = is_crash or any(status.num_live > 0 for status in heard)
+        has_worked = any(status.progress > 0 for status in heard)
         self._degraded_s = self.degraded_s
         self._since_s = time.monotonic()
         self._num_interruptions += 1
         await self._publish_status()
-        is_crash = not isinstance(self._trouble, PeerLost)
         await group.end_epoch(self._trouble, is_crash=is_crash)
         self._is_broken = False
         if has_worked:

@@ -1,4 +1,4 @@
-"""All times of a pipeline's supervision, in one object whose order is checked at start-up."""
+"""All times of a pipeline's supervision, in one object that checks their order at start-up."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Timings:
     beat_s: float = 0.5
     """Interval of heartbeats."""
     stall_s: float = 3.0
-    """A pipeline whose workers have made no progress for so long gets no new requests."""
+    """With a worker that has made no progress for so long, a pipeline gets no new requests."""
     grace_s: float = 0.3
     """A killed rank's peers notice a moment before Ray reports which process died."""
     busy_s: float = 10.0

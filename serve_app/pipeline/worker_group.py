@@ -15,7 +15,14 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eesd_dist.errors import PROCESS_DIED, ConfigError, EesdError, EngineError, PeerLost
+from eesd_dist.errors import (
+    PROCESS_DIED,
+    ConfigError,
+    EesdError,
+    EngineError,
+    LeaseLost,
+    PeerLost,
+)
 from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement import RankSlot
@@ -240,7 +247,7 @@ class WorkerGroup:
         self.kind = EpochKind.NONE
 
     async def send_streams_on(self, reason: EesdError) -> None:
-        """Ends all streams with a reason to continue elsewhere, and lets the last round end: a rank
+        """Ends all streams with a reason to be submitted again, and lets the last round end: a rank
         that leaves in the middle of a round may wait for one that has left."""
         try:
             async with asyncio.timeout(self._timings.leave_s):
@@ -254,8 +261,8 @@ class WorkerGroup:
         self.workers.placement_groups.remove()
 
     def _set_fallbacks(self) -> None:
-        verify = [self.workers.at(slot) for slot in self._verify_slots]
-        self._fallbacks = tuple(host.fallback() for host in verify[: len(self._draft_slots)])
+        hosts = {slot.name for slot in self._verify_slots[: len(self._draft_slots)]}
+        self._fallbacks = tuple(m.fallback() for m in self.workers if m.slot.name in hosts)
 
     async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
         host = worker.host or worker
@@ -347,9 +354,13 @@ class WorkerGroup:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def _first_failure(self) -> EesdError:
-        """Watches all workers, those that are spawned during the wait too."""
+        """Watches all workers, those that are spawned during the wait too; those that were dead
+        before are replaced."""
+        gone = {worker for worker in self.engaged if worker.is_dead}
         while True:
             for worker in self.engaged:
+                if worker.is_dead and worker not in gone:
+                    return self._loss_of(worker)
                 if worker.failure.done():
                     self._broken.add((worker.host or worker).slot.name)
                     return worker.failure.result()
@@ -381,7 +392,7 @@ class WorkerGroup:
                     operation=operation,
                     reason=f"its weights are not loaded after {timeout_s:g} s",
                 )
-        except ConfigError:
+        except (ConfigError, LeaseLost):
             raise
         except EesdError:  # it would fail again
             self.workers.kill(worker)
@@ -428,12 +439,9 @@ class WorkerGroup:
 
     def _culprit(self, ends: dict[Worker, EesdError | None]) -> EesdError:
         """Returns the most specific known cause: a death, then a bug, then an error of a rank."""
-        operation = f"epoch {self._epoch}"
         for worker in self.engaged:
             if worker.is_dead:
-                death = worker.death
-                reason = PROCESS_DIED if death.cancelled() else death.result()
-                return PeerLost(peer=worker.label, operation=operation, reason=reason)
+                return self._loss_of(worker)
         errors = [error for error in ends.values() if error is not None]
         bugs = [error for error in errors if not isinstance(error, PeerLost)]
         of_ranks = [
@@ -442,7 +450,11 @@ class WorkerGroup:
         for candidates in (bugs, of_ranks, errors):
             if candidates:
                 return candidates[0]
-        return EngineError(f"{operation} of this pipeline ended by itself")
+        return EngineError(f"epoch {self._epoch} of this pipeline ended by itself")
+
+    def _loss_of(self, worker: Worker) -> PeerLost:
+        reason = PROCESS_DIED if worker.death.cancelled() else worker.death.result()
+        return PeerLost(peer=worker.label, operation=f"epoch {self._epoch}", reason=reason)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:

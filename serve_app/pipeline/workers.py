@@ -232,11 +232,6 @@ class Workers:
         """Iterates over the present workers, in the order of the slots."""
         return iter([self._in_slot[p.name] for p in self.slots if p.name in self._in_slot])
 
-    @property
-    def are_complete(self) -> bool:
-        """Whether every slot has a worker: then a new epoch needs no new process."""
-        return not any(self.is_empty(slot) for slot in self.slots)
-
     def is_empty(self, slot: RankSlot) -> bool:
         worker = self._in_slot.get(slot.name)
         return worker is None or worker.is_dead
@@ -396,6 +391,7 @@ class Workers:
             "tenure": partial(
                 detached_tenure,
                 identity,
+                owner=how.owner,
                 namespace=how.namespace,
                 number=self.slots.index(slot),
                 lease_s=how.timings.lease_s,

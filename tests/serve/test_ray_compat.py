@@ -1,11 +1,18 @@
 """What Ray does not promise is as `cluster.ray_compat` relies on."""
 
+import time
+
 import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from cluster.ray_compat import available_resources, is_serve_running, serve_status
+from cluster.ray_compat import (
+    available_resources,
+    is_actor_dead,
+    is_serve_running,
+    serve_status,
+)
 from tests.support.running import Running
 
 
@@ -19,6 +26,26 @@ def test_free_resources_are_told_by_node_and_follow_what_is_taken(ray_port: int)
         assert available_resources()[node_id]["CPU"] == before - 1
     finally:
         remove_placement_group(group)
+
+
+@ray.remote(num_cpus=0)
+class _Actor:
+    def number(self) -> str:
+        return str(ray.get_runtime_context().get_actor_id())
+
+
+def test_an_actor_is_dead_once_it_was_killed_and_one_that_ray_does_not_know_is_too(
+    ray_port: int,
+) -> None:
+    actor = _Actor.remote()
+    actor_id = ray.get(actor.number.remote(), timeout=60)
+    assert not is_actor_dead(actor_id)
+    ray.kill(actor)
+    deadline_s = time.monotonic() + 30.0
+    while not is_actor_dead(actor_id):
+        assert time.monotonic() < deadline_s, "Ray has not noticed the death"
+        time.sleep(0.05)
+    assert is_actor_dead("0" * len(actor_id))
 
 
 def test_a_serve_tells_where_it_listens_and_what_it_serves(service: Running) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EngineError, Migrated
+from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.schedule.page_leases import (
     KvLayout,
     LeasedPages,
@@ -18,7 +19,7 @@ from eesd_dist.schedule.page_leases import (
 )
 from eesd_dist.types import PageId, RequestId
 from eesd_dist.workers.messages import Address, PageLink, Reservation
-from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
+from serve_app.pipeline.kv_migration import Contacts, How, KvMigration, MigrationReport, migrate
 from tests.unit.schedule.hash_stages import kv_layout
 
 LAYOUT = kv_layout(verify_ranks=1)
@@ -34,6 +35,7 @@ class Actor:
         self.leases: set[str] = set()
         self.reservations: set[str] = set()
         self.num_evictions = 0
+        self.evicted_with: object = None
         self.broken: dict[str, Callable[[], None]] = {}
         self.frozen: set[str] = set()
 
@@ -87,7 +89,8 @@ class Actor:
     _receive_pages = _send_pages
 
     def _evict(self, request_ids: object, error: object) -> int:
-        del request_ids, error
+        del request_ids
+        self.evicted_with = error
         self.num_evictions += 1
         return 1
 
@@ -170,4 +173,56 @@ def test_pages_of_a_verify_rank_that_differs_are_not_taken() -> None:
     )
     assert report.how == "recomputed"
     assert report.reason.endswith("verify rank 0: machine is m here and another there")
+    assert source.num_evictions == 1
+
+
+class _NoMethods:
+    """A handle of an actor without such a method, as of a verify rank."""
+
+
+@pytest.mark.parametrize("how", ["pages", "recompute"])
+def test_a_leader_that_is_no_drafting_actor_is_an_error_that_names_it(how: How) -> None:
+    ends = [Contacts(pipeline=name, ranks={"verify rank 0": _NoMethods()}) for name in "ab"]
+    with pytest.raises(EngineError, match="verify rank 0 cannot be asked for evict"):
+        asyncio.run(migrate(*ends, how=how))
+
+
+def _drained(source: Actor, other: PipelineReport, *, how: How = "pages") -> MigrationReport:
+    async def mine() -> Contacts:
+        return _contacts("one", source)
+
+    migration = KvMigration(contacts=mine, how=how, timeout_s=TIMEOUT_S)
+    return asyncio.run(migration(other, "it is being drained"))
+
+
+def _report(*actors: Actor) -> PipelineReport:
+    ranks = _contacts("two", *actors).ranks
+    return PipelineReport(pipeline_id=PipelineId("two"), leader="x", address=None, ranks=ranks)
+
+
+def test_pages_go_to_the_ranks_that_the_other_pipeline_has_reported() -> None:
+    source, target = Actor(), Actor()
+    assert _drained(source, _report(target)).how == "pages"
+    assert target.reservations == set()
+    evicted = source.evicted_with
+    assert isinstance(evicted, Migrated)
+    assert (evicted.by, evicted.to) == ("one", "two"), "streams follow their pages"
+
+
+@pytest.mark.parametrize("how", ["pages", "recompute"])
+def test_without_pages_streams_go_to_any_pipeline_with_room(how: How) -> None:
+    source = Actor()
+    fallback = Actor(layout=dataclasses.replace(LAYOUT, machine="another"))
+    report = _drained(source, _report(fallback), how=how)
+    assert report.how == "recomputed"
+    assert report.num_requests == 1
+    assert isinstance(source.evicted_with, Migrated)
+    assert source.evicted_with.to is None
+
+
+def test_a_pipeline_without_a_leader_has_no_ranks_and_costs_only_the_copy() -> None:
+    source = Actor()
+    report = _drained(source, _report())
+    assert report.how == "recomputed"
+    assert "its ranks are ['drafting actor'] here and [] there" in report.reason
     assert source.num_evictions == 1

@@ -1,292 +1,465 @@
-"""A supervisor with a group in this process, and what it does when the group cannot be repaired."""
+"""A supervisor with a worker group in this process: what it does about each loss, and how streams
+fare."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost, PoisonRequest
+from eesd_dist.errors import (
+    ConfigError,
+    EesdError,
+    EngineCrashed,
+    EngineError,
+    LeaseLost,
+    Migrated,
+    PeerLost,
+    PoisonRequest,
+)
+from eesd_dist.routing.directory import Promotion
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.types import Request
-from eesd_dist.workers.messages import Epoch
+from eesd_dist.workers.messages import Epoch, Lease
 from eesd_dist.workers.roles import DraftLeader, RankWorker
-from serve_app.config import service_config
 from serve_app.pipeline import placement_groups
-from serve_app.pipeline import supervisor as supervisor_module
 from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.placement_groups import PlacementGroups
-from serve_app.pipeline.supervisor import Supervisor, _may_be_a_request
+from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.worker_group import WorkerGroup
+from tests.support.toy_group import (
+    ToyCluster,
+    ToyHandle,
+    ToyIngress,
+    ToyWorkers,
+    answer,
+    expected,
+    handle_of,
+    is_filled,
+    slot_of,
+    supervised,
+    toy_request,
+    toy_timings,
+    until,
+)
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
-from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker, held
-from tests.unit.serve_app.pipeline.test_fallback import _Here, _kills_here, _request
-
-__all__ = ["_kills_here"]
+from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker
 
 
-class _Supervisor(Supervisor):
-    """Real but for its worker group and its peer pipelines."""
+def _story(
+    told: Callable[[WorkerGroup, Supervisor], Awaitable[None]],
+    workers: Callable[[], ToyWorkers],
+    *,
+    waits: bool = True,
+    **options: Any,
+) -> None:
+    """Tells a story about a supervised group, once its first epoch has started."""
 
-    def __init__(self, group: WorkerGroup | Exception, folder: Path, **recovery: object) -> None:
-        self.outcome = group
-        self.there: Any = None
-        config = service_config(
-            {
-                "engine": {
-                    "model": {"path": str(folder)},
-                    "parallel": {"verify_tensor_parallel_size": 2},
-                },
-                "recovery": recovery,
-            }
-        )
-        super().__init__(
-            config,
-            ToyStages(),
-            pipeline="p",
-            router=None,
-            find_peer_pipeline=self._peer_pipeline,
-            publish_status=self._nothing,
-        )
+    async def run() -> None:
+        group = WorkerGroup(workers())
+        supervisor = supervised(group, **options)
+        async with asyncio.timeout(40.0):
+            if waits:
+                await supervisor.check()
+            await told(group, supervisor)
+            await supervisor.stop()
 
-    async def _peer_pipeline(self) -> Any:
-        return self.there
-
-    async def _nothing(self) -> None:
-        pass
-
-    async def _make_group(self) -> WorkerGroup:
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    async def stopped(self) -> None:
-        self._supervising.cancel()
-        await asyncio.gather(self._supervising, return_exceptions=True)
-
-
-async def _tokens(supervisor: Supervisor, request: Request) -> int:
-    return sum([len(e.tokens) async for part in supervisor.streams.stream(request) for e in part])
+    asyncio.run(run())
 
 
 def _fails(slot: RankSlot) -> Any:
     raise EngineError(f"no device for {slot.name}")
 
 
-def test_streams_migrate_when_another_pipeline_comes_up_while_forming_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Streams.
+
+
+@pytest.mark.parametrize("victim", ["drafting actor", "verify rank 1"])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_stream_loses_no_token_when_a_worker_dies_and_the_death_is_not_held_against_it(
+    victim: str, fallback: bool, tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(supervisor_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        request = toy_request("r", max_tokens=60)
+        ingress = ToyIngress(supervisor, request)
+        stream = asyncio.ensure_future(ingress.answer())
+        await until(lambda: ingress.num_tokens > 10)
+        handle_of(group, victim).killed.set()
+        assert await stream == expected(request)
+        assert supervisor.num_interruptions == 1
+        assert not any(isinstance(error, EngineCrashed) for error in ingress.errors)
+        assert victim in str(ingress.errors[0])
+        assert supervisor.recovery_s is not None
 
-    async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
-        supervisor = _Supervisor(group, tmp_path)
-        await supervisor.check()
-        stream = asyncio.ensure_future(_tokens(supervisor, _request("moves", max_tokens=10_000)))
-        await asyncio.sleep(0.1)
-        monkeypatch.setattr(group.workers, "_create_actor", _fails)
-        group.handle("drafting actor").killed.set()
-        await asyncio.sleep(1.0)
-        assert not stream.done(), "failed formations are no reason to end it"
-        supervisor.there = "another"
-        with pytest.raises(Migrated, match="re-forming"):
-            await asyncio.wait_for(stream, 3.0)
-        await supervisor.stopped()
-        await group.stop()
-
-    asyncio.run(run())
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=fallback))
 
 
-def test_forming_is_given_up_after_its_deadline_and_streams_may_go_on_in_another_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "way", ["bug in the drafting actor", "bug in a verify rank"], ids=["drafting", "verify"]
+)
+def test_a_poison_request_is_refused_and_all_others_get_every_token(
+    way: str, tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "_MAX_RETRY_S", 0.02)
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        del group
+        good = [toy_request("g" * n, max_tokens=30) for n in range(1, 4)]
+        bad = toy_request("bad", max_tokens=9, prompt=(POISON, WAYS[way]))
+        said = await asyncio.gather(
+            *[ToyIngress(supervisor, request).answer() for request in (*good, bad)],
+            return_exceptions=True,
+        )
+        assert said[:3] == [expected(request) for request in good]
+        assert isinstance(said[3], PoisonRequest)
+        assert supervisor.is_ready
 
-    async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
-        supervisor = _Supervisor(group, tmp_path, load_timeout_s=0.5)
-        await supervisor.check()
-        stream = asyncio.ensure_future(_tokens(supervisor, _request("lost", max_tokens=10_000)))
-        await asyncio.sleep(0.1)
-        monkeypatch.setattr(group.workers, "_create_actor", _fails)
-        group.handle("drafting actor").killed.set()
-        with pytest.raises(PeerLost, match=r"not formed within 0\.5 s, the last time: .*no device"):
-            await asyncio.wait_for(stream, 5.0)
-        await asyncio.wait_for(supervisor._supervising, 5.0)
-        with pytest.raises(EngineError, match="is given up"):
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False, stages=PoisonedStages()))
+
+
+def test_an_engine_that_breaks_under_every_request_is_given_up(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    beat_s = 1.0  # the crashes come between two heartbeats
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        prompt = (POISON, WAYS["bug in the drafting actor"])
+        bad = [toy_request(f"bad-{i}", max_tokens=9, prompt=prompt) for i in range(4)]
+        said = await asyncio.gather(
+            *[ToyIngress(supervisor, request).answer() for request in bad],
+            return_exceptions=True,
+        )
+        assert all(isinstance(error, EesdError) for error in said)
+        with pytest.raises(EngineError, match="given up: it broke 3 times in a row without"):
             await supervisor.check()
+        assert supervisor.why_unavailable().startswith("given up: ")
+        await until(lambda: not cluster.actors)
+        assert group.epoch == 3
 
-    asyncio.run(run())
+    _story(
+        story,
+        lambda: ToyWorkers(
+            cluster, tmp_path, fallback=False, stages=PoisonedStages(), beat_s=beat_s
+        ),
+        max_interruptions=2,
+        beat_s=beat_s,
+    )
 
 
-@pytest.mark.parametrize("when", ["making", "forming"])
-def test_a_bug_in_keeping_a_pipeline_leaves_no_caller_waiting(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interruptions_with_tokens_between_them_and_without_requests_are_not_limited(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        for number in range(1, 4):
+            handle_of(group, "verify rank 0").killed.set()  # idle
+            await until(lambda n=number: supervisor.num_interruptions == n and supervisor.is_ready)
+        for number in range(4, 7):
+            request = toy_request(f"r{number}", max_tokens=40)
+            ingress = ToyIngress(supervisor, request)
+            stream = asyncio.ensure_future(ingress.answer())
+            await until(lambda: group.leader.status.progress > 0 and group.leader.status.num_live)
+            handle_of(group, "verify rank 0").killed.set()
+            assert await stream == expected(request)
+        assert supervisor.num_interruptions == 6
+        await supervisor.check()
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False), max_interruptions=1)
+
+
+# Degraded epochs.
+
+
+def test_a_stream_goes_through_a_degraded_epoch_and_back_with_every_token(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        await _fallback_prepared(group)
+        request = toy_request("moving", max_tokens=200)
+        ingress = ToyIngress(supervisor, request)
+        stream = asyncio.ensure_future(ingress.answer())
+        await until(lambda: ingress.num_tokens > 10)
+        may_come = _hold_spawns(group)
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: supervisor.is_degraded)
+        num_before = ingress.num_tokens
+        await until(lambda: ingress.num_tokens > num_before + 10)
+        assert supervisor.degraded_s > 0
+        may_come.set()
+        await until(lambda: supervisor.is_ready and not supervisor.is_degraded)
+        degraded_s = supervisor.degraded_s
+        assert await stream == expected(request)
+        assert supervisor.degraded_s == degraded_s
+        assert supervisor.num_interruptions == 1, "failing back is none"
+        kinds = [type(error) for error in ingress.errors]
+        assert kinds[0] is PeerLost
+        assert Migrated in kinds
+        assert EngineCrashed not in kinds
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path))
+
+
+async def _fallback_prepared(group: WorkerGroup) -> None:
+    await until(lambda: not group._preparing)
+
+
+def _hold_spawns(group: WorkerGroup) -> asyncio.Event:
+    """New workers do not start until the event is set."""
+    may_come, spawn = asyncio.Event(), group.workers._spawn
+
+    async def comes(slot: RankSlot, operation: str) -> Any:
+        await may_come.wait()
+        return await spawn(slot, operation)
+
+    group.workers._spawn = comes  # type: ignore[method-assign]
+    return may_come
+
+
+def test_streams_go_on_with_fallbacks_when_the_draft_stage_dies_while_an_epoch_starts(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    """A verify rank is lost, and a draft rank during the start that replaces it."""
+    stages = _JoinsWhenTold()
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        request = toy_request("kept", max_tokens=60)
+        ingress = ToyIngress(supervisor, request)
+        stream = asyncio.ensure_future(ingress.answer())
+        await until(lambda: ingress.num_tokens > 10)
+        stages.may_join.clear()
+        handle_of(group, "verify rank 1").killed.set()
+        await until(lambda: group.epoch == 2 and is_filled(group))
+        await until(lambda: "join" in handle_of(group, "verify rank 1").asked)
+        _hold_spawns(group)
+        handle_of(group, "draft rank 1").killed.set()
+        stages.may_join.set()
+        await until(lambda: supervisor.is_degraded)
+        assert await stream == expected(request)
+        assert supervisor.is_degraded
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, num_draft_ranks=2, stages=stages))
+
+
+class _HasNoRoom(ToyLeader):
+    def connect(self, epoch: Epoch) -> None:
+        if epoch.is_degraded:
+            raise OSError("cannot allocate memory")
+
+
+class _NoRoomForFallback(ToyStages):
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return _HasNoRoom(config)
+
+
+def test_a_fallback_that_fails_by_itself_does_not_cost_its_host(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        host = handle_of(group, "verify rank 0")
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
+        assert not supervisor.is_degraded
+        assert group.epoch == 3, "one degraded attempt, then a full epoch"
+        assert handle_of(group, "verify rank 0") is host
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, stages=_NoRoomForFallback()))
+
+
+def test_a_submission_that_comes_to_a_leader_on_its_way_out_is_told_so(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        send_on = group.send_streams_on
+        late: list[asyncio.Task[object]] = []
+
+        async def sends_on(reason: EesdError) -> None:
+            await send_on(reason)
+            request = toy_request("late", max_tokens=10_000)
+            late.append(asyncio.ensure_future(answer(group.leader, request)))
+            await asyncio.sleep(0.1)
+
+        monkeypatch.setattr(group, "send_streams_on", sends_on)
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: late)
+        with pytest.raises(PeerLost, match="failing back"):
+            await asyncio.wait_for(late[0], 10.0)
+        await until(lambda: supervisor.is_ready and not supervisor.is_degraded)
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PeerLost(peer="drafting actor", operation="o", reason="slow disk"), ConfigError("damaged")],
+    ids=["slow", "damaged"],
+)
+def test_a_draft_stage_that_cannot_be_restored_is_tried_again_while_fallbacks_decode(
+    error: EesdError, tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        restore, num_tries = group.restore_draft, 0
+
+        async def restores(*, timeout_s: float) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries < 4:
+                raise error
+            await restore(timeout_s=timeout_s)
+
+        monkeypatch.setattr(group, "restore_draft", restores)
+        epochs: list[int] = []
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: supervisor.is_degraded)
+        epochs.append(group.epoch)
+        await until(lambda: supervisor.is_ready and not supervisor.is_degraded)
+        epochs.append(group.epoch)
+        assert num_tries == 4
+        assert epochs == [2, 3], "the degraded epoch went on"
+        assert supervisor.num_interruptions == 1
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path))
+
+
+# A promoted head.
+
+
+class _HeadGone(ToyStages):
+    """The drafting actor cannot load this head."""
+
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return _HeadlessLeader(config) if config.model.head is not None else ToyLeader(config)
+
+
+class _HeadlessLeader(ToyLeader):
+    def prepare(self, **_: object) -> None:
+        raise ConfigError(f"{self._config.model.head} is gone")
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_promoted_head_that_is_gone_is_replaced_by_the_configured_one(
+    fallback: bool, tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        group.set_head("/heads/gone")
+        supervisor.promotion = Promotion(in_place_of="", head="/heads/gone", taken_unix_s=1.0)
+        request = toy_request("r", max_tokens=80)
+        ingress = ToyIngress(supervisor, request)
+        stream = asyncio.ensure_future(ingress.answer())
+        await until(lambda: ingress.num_tokens > 4)
+        may_come = _hold_spawns(group)
+        handle_of(group, "drafting actor").killed.set()
+        if fallback:
+            await until(lambda: supervisor.is_degraded and group.leader.status.num_live)
+        may_come.set()
+        assert await stream == expected(request)
+        await until(lambda: supervisor.is_ready and not supervisor.is_degraded)
+        assert not group.has_other_head
+        assert supervisor.promotion is None
+        assert not any(isinstance(error, EngineCrashed) for error in ingress.errors), (
+            "a missing file is no request's doing"
+        )
+
+    _story(
+        story,
+        lambda: ToyWorkers(cluster, tmp_path, fallback=fallback, stages=_HeadGone()),
+    )
+
+
+def test_a_head_is_not_taken_by_a_pipeline_that_is_degraded_or_not_ready(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        may_come = _hold_spawns(group)
+        with pytest.raises(ConfigError, match="toys draft without a head"):
+            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+        assert supervisor.promotion is None
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: supervisor.is_degraded)
+        with pytest.raises(EngineError, match=r"degraded: .*try again"):
+            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+        handle_of(group, "verify rank 0").killed.set()
+        await until(lambda: not supervisor.is_ready)
+        with pytest.raises(EngineError, match=r"unavailable after 0\.1 s: re-forming for"):
+            await supervisor.load_head("/heads/two", in_place_of="", pause_s=0.1)
+        may_come.set()
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path))
+
+
+# Starts that fail.
+
+
+def test_a_start_is_given_up_after_its_deadline_and_all_workers_are_released(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        request = toy_request("lost", max_tokens=10_000)
+        stream = asyncio.ensure_future(answer(group.leader, request))
+        leader = group.leader
+        await until(lambda: leader.status.num_live)
+        monkeypatch.setattr(group.workers, "_create_actor", _fails)
+        handle_of(group, "verify rank 0").killed.set()
+        with pytest.raises(PeerLost, match="verify rank 0"):
+            await asyncio.wait_for(stream, 5.0)
+        await until(lambda: not cluster.actors)
+        with pytest.raises(EngineError, match=r"not formed within 0\.5 s.*no device"):
+            await supervisor.check()
+        assert group.epoch > 2, "it was tried more than once"
+
+    # The deadline of a worker has to be shorter than that of a start.
+    _story(
+        story,
+        lambda: ToyWorkers(cluster, tmp_path, fallback=False),
+        deadline_s=0.4,
+        load_s=0.5,
+    )
+
+
+def test_a_wrong_configuration_is_given_up_at_once(tmp_path: Path, cluster: ToyCluster) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        with pytest.raises(ConfigError, match=r"verify rank .*found nothing"):
+            await supervisor.check()
+        assert group.epoch == 1
+        assert not cluster.actors
+
+    _story(
+        story,
+        lambda: ToyWorkers(cluster, tmp_path / "nothing", fallback=False),
+        waits=False,
+    )
+
+
+@pytest.mark.parametrize("when", ["making", "starting"])
+def test_a_bug_in_supervision_leaves_no_caller_waiting_and_no_worker(
+    when: str, tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
+        group = WorkerGroup(ToyWorkers(cluster, tmp_path))
+        await group.workers.fill(group.workers.slots[0], "test")
 
-        async def breaks(*, timeout_s: float) -> None:
+        async def breaks(**_: object) -> None:
             raise KeyError("unexpected")
 
         monkeypatch.setattr(group, "start_epoch", breaks)
-        supervisor = _Supervisor(KeyError("unexpected") if when == "making" else group, tmp_path)
+        supervisor = supervised(KeyError("unexpected") if when == "making" else group)
         with pytest.raises(EngineError, match="given up by a bug: KeyError"):
             await asyncio.wait_for(supervisor.check(), 5.0)
         if when == "making":
             with pytest.raises(EngineError, match="given up by a bug"):
                 await asyncio.wait_for(supervisor.worker_group(), 5.0)
-        with pytest.raises(PeerLost, match="given up by a bug"):
-            await asyncio.wait_for(_tokens(supervisor, _request("ended", max_tokens=4)), 5.0)
+            assert supervisor.present_group is None
+        else:
+            assert not cluster.actors
 
     asyncio.run(run())
 
 
-def test_places_are_looked_after_again_when_looking_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(placement_groups, "_POLL_STATUS_S", 0.01)
-    num_looks = 0
-
-    def look() -> None:
-        nonlocal num_looks
-        num_looks += 1
-        raise ConnectionError("the head is away")
-
+def test_a_group_that_cannot_be_placed_says_why_to_all_callers() -> None:
     async def run() -> None:
-        groups = placement_groups.PlacementGroups([], name="p")
-        monkeypatch.setattr(groups, "_poll", look)
-        keeping = asyncio.ensure_future(groups.keep())
-        await asyncio.sleep(0.2)
-        assert not keeping.done()
-        keeping.cancel()
-
-    asyncio.run(run())
-    assert num_looks > 1
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (PeerLost(peer="a", operation="o", reason=PROCESS_DIED), True),
-        (EngineError("a bug"), True),
-        (PeerLost(peer="a", operation="o", reason="its node has died"), False),
-        (PeerLost(peer="a", operation="o", reason="no answer within 20 s"), False),
-        (PeerLost(peer="a", operation="o", reason="its connection is gone"), False),
-    ],
-)
-def test_deaths_and_bugs_may_be_a_requests_doing_and_lost_machines_not(
-    error: EesdError, expected: bool
-) -> None:
-    assert _may_be_a_request(error) is expected
-
-
-def test_an_engine_that_breaks_under_every_request_is_given_up_and_its_streams_are_lost(
-    tmp_path: Path,
-) -> None:
-    async def run() -> list[object]:
-        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
-        group.workers.spec = replace(group.workers.spec, stages=PoisonedStages())
-        supervisor = _Supervisor(group, tmp_path, max_interruptions=1)
-        await supervisor.check()
-        bad = [
-            replace(
-                _request(f"bad-{i}", max_tokens=9),
-                prompt=(POISON, WAYS["bug in the drafting actor"]),
-            )
-            for i in range(4)
-        ]
-        streams = [_tokens(supervisor, request) for request in bad]
-        said: list[object] = await asyncio.wait_for(
-            asyncio.gather(*streams, return_exceptions=True), 10.0
-        )
-        return said
-
-    said = asyncio.run(run())
-    assert sum(isinstance(error, PoisonRequest) for error in said) == 2
-    lost = [error for error in said if isinstance(error, PeerLost)]
-    assert len(lost) == 2
-    assert all("is given up: it broke 4 times in a row without" in str(e) for e in lost)
-
-
-def test_streams_that_a_drafting_actor_kept_go_on_with_the_fallback_that_leads_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A verify rank is lost, and a draft rank while the epoch is formed."""
-
-    async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=2)
-        supervisor = _Supervisor(group, tmp_path)
-        await supervisor.check()
-        form = group.start_epoch
-
-        async def forms_once(*, timeout_s: float) -> None:
-            monkeypatch.setattr(group, "start_epoch", form)
-            slots = {slot.name: slot for slot in group.workers.slots}
-            if group.workers.is_empty(slots["verify rank 1"]):
-                await group.workers.fill(slots["verify rank 1"], "test")
-            group.handle("draft rank 1").killed.set()
-            while not group.workers.is_empty(slots["draft rank 1"]):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            monkeypatch.setattr(group.workers, "_spawn", _never)
-            raise PeerLost(peer="draft rank 1", operation="test", reason=PROCESS_DIED)
-
-        with held(group.engine):
-            request = _request("kept", max_tokens=60)
-            stream = asyncio.ensure_future(_tokens(supervisor, request))
-            while (await group.drafter.handle.stats.remote()).num_running == 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            monkeypatch.setattr(group, "start_epoch", forms_once)
-            group.handle("verify rank 1").killed.set()
-            while not supervisor.is_degraded:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert await asyncio.wait_for(stream, 10.0) == 60
-        assert supervisor.is_degraded
-        await supervisor.stopped()
-        await group.stop()
-
-    asyncio.run(run())
-
-
-async def _never(slot: RankSlot, operation: str) -> Any:
-    await asyncio.Event().wait()
-
-
-def test_a_submission_that_comes_to_a_leader_on_its_way_out_comes_out_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1)
-        supervisor = _Supervisor(group, tmp_path)
-        await supervisor.check()
-        halt = group.halt
-        late: list[asyncio.Task[list[object]]] = []
-
-        async def submission() -> list[object]:
-            request = _request("late", max_tokens=10_000)
-            return [item async for item in supervisor.streams.probe(request)]
-
-        async def halts() -> None:
-            late.append(asyncio.ensure_future(submission()))
-            await asyncio.sleep(0.1)
-            await halt()
-
-        monkeypatch.setattr(group, "halt", halts)
-        group.handle("drafting actor").killed.set()
-        async with asyncio.timeout(20.0):
-            while not late:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert isinstance((await late[0])[-1], EesdError)
-            while supervisor.is_degraded or not supervisor.is_ready:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await supervisor.stopped()
-        await group.stop()
+        supervisor = supervised(ConfigError("no room for pipeline p"))
+        with pytest.raises(ConfigError, match="no room"):
+            await supervisor.check()
+        with pytest.raises(ConfigError, match="no room"):
+            await supervisor.worker_group()
+        assert "given up: no room" in supervisor.why_unavailable()
 
     asyncio.run(run())
 
@@ -309,83 +482,185 @@ class _FirstOneBroken(ToyStages):
 
 
 def test_a_process_that_fails_by_itself_is_replaced_and_its_healthy_peers_are_not(
-    tmp_path: Path,
+    tmp_path: Path, cluster: ToyCluster
 ) -> None:
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1, fallback=False)
-        as_configured = group.workers.spec
-        slots = {slot.name: slot for slot in group.workers.slots}
-        group.workers.spec = replace(as_configured, stages=_FirstOneBroken())
-        await group.workers.fill(slots["verify rank 1"], "test")
-        await group.workers.fill(slots["verify rank 0"], "test")
-        broken, healthy = group.handle("verify rank 1"), group.handle("verify rank 0")
-        supervisor = _Supervisor(group, tmp_path)
+        workers = ToyWorkers(cluster, tmp_path, fallback=False, stages=_FirstOneBroken())
+        group = WorkerGroup(workers)
+        await workers.fill(slot_of(group, "verify rank 1"), "test")
+        await workers.fill(slot_of(group, "verify rank 0"), "test")
+        broken, healthy = handle_of(group, "verify rank 1"), handle_of(group, "verify rank 0")
+        supervisor = supervised(group)
         await asyncio.wait_for(supervisor.check(), 10.0)
-        assert group.handle("verify rank 0") is healthy
-        assert group.handle("verify rank 1") is not broken
-        await supervisor.stopped()
-        await group.stop()
+        assert handle_of(group, "verify rank 0") is healthy
+        assert handle_of(group, "verify rank 1") is not broken
+        await supervisor.stop()
 
     asyncio.run(run())
 
 
-def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# The end.
+
+
+@pytest.mark.parametrize("during", ["the first start", "a full epoch", "a degraded epoch"])
+def test_a_pipeline_that_is_taken_down_ends_its_workers_whatever_it_was_doing(
+    during: str, tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    counted = iter([0.0, 1.0, 1.0])
-    asked: list[list[float]] = []
-    removed: list[PlacementGroups] = []
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        if during == "a degraded epoch":
+            _hold_spawns(group)
+            handle_of(group, "drafting actor").killed.set()
+            await until(lambda: supervisor.is_degraded)
+        elif during == "the first start":
+            _hold_spawns(group)
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(supervisor.stop(), 5.0)
+        assert not cluster.actors
 
-    class Room(PlacementGroups):
-        def remove(self) -> None:
-            removed.append(self)
+    _story(story, lambda: ToyWorkers(cluster, tmp_path), waits=during != "the first start")
 
-    async def placement_groups_for(
-        slots: Sequence[RankSlot], *, placement: object, name: str
-    ) -> PlacementGroups:
-        asked.append([slot.resources.get("GPU", 0.0) for slot in slots])
-        return Room([], name=name)
 
-    monkeypatch.setattr(supervisor_module, "_gpus_per_rank", lambda engine: next(counted))
-    monkeypatch.setattr(supervisor_module, "placement_groups_for", placement_groups_for)
-
+def test_a_pipeline_that_waits_for_room_is_taken_down_at_once() -> None:
     async def run() -> None:
-        supervisor = _Supervisor(EngineError("no group in this test"), tmp_path)
-        slots, groups = await supervisor._placed()
-        assert asked == [[0.0] * 3, [1.0] * 3]
-        assert [slot.resources["GPU"] for slot in slots] == [1.0] * 3
-        assert len(removed) == 1
-        assert removed[0] is not groups
-        await supervisor.stopped()
+        async def never() -> WorkerGroup:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def nothing() -> None:
+            pass
+
+        supervisor = Supervisor(
+            never,
+            pipeline="p",
+            timings=toy_timings(),
+            max_interruptions=1,
+            publish_status=nothing,
+        )
+        await asyncio.sleep(0.01)
+        assert "loading for" in supervisor.why_unavailable()
+        await asyncio.wait_for(supervisor.stop(), 5.0)
 
     asyncio.run(run())
 
 
-class _HasNoRoom(ToyLeader):
-    def connect(self, epoch: Epoch) -> None:
-        if epoch.is_degraded:
-            raise OSError("cannot allocate memory")
+class _JoinsWhenTold(ToyStages):
+    """Verify ranks join once they may."""
+
+    def __init__(self) -> None:
+        self.may_join = threading.Event()
+        self.may_join.set()
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        return _Waits(config, rank=rank, may_join=self.may_join)
 
 
-class _NoRoomForFallback(ToyStages):
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
-        return _HasNoRoom(config)
+class _Waits(ToyWorker):
+    def __init__(self, config: EngineConfig, *, rank: int, may_join: threading.Event) -> None:
+        super().__init__(config, rank=rank)
+        self._may_join = may_join
+
+    def join(self, epoch: Epoch) -> ToyRank:
+        self._may_join.wait(30.0)
+        return super().join(epoch)
 
 
-def test_a_fallback_that_fails_by_itself_does_not_cost_its_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("during", ["a start", "a full epoch", "a degraded epoch"])
+def test_a_supervisor_that_has_lost_its_lease_touches_no_worker_any_more(
+    during: str, tmp_path: Path, cluster: ToyCluster
+) -> None:
+    stages = _JoinsWhenTold()
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        if during == "a degraded epoch":
+            _hold_spawns(group)
+            handle_of(group, "drafting actor").killed.set()
+            await until(lambda: supervisor.is_degraded)
+        elif during == "a start":
+            stages.may_join.clear()
+            handle_of(group, "drafting actor").killed.set()
+            await until(lambda: "join" in _asked_since(group, epoch=2))
+        handles = [worker.handle for worker in group.workers if not worker.is_dead]
+        for handle in handles:
+            await handle.actor.claim(Lease(owner="replica-2", seconds=60.0), "replica-1")
+        await until(lambda: "given up" in supervisor.why_unavailable())
+        with pytest.raises(LeaseLost, match="replica-2, not replica-1"):
+            await supervisor.check()
+        stages.may_join.set()
+        await supervisor.stop()
+        assert not any(isinstance(h, ToyHandle) and h.killed.is_set() for h in handles)
+
+    def _asked_since(group: WorkerGroup, *, epoch: int) -> list[str]:
+        asked = handle_of(group, "verify rank 0").asked
+        return asked if group.epoch == epoch and asked.count("join") == 2 else []
+
+    _story(
+        story,
+        lambda: ToyWorkers(cluster, tmp_path, fallback=during == "a degraded epoch", stages=stages),
+    )
+
+
+# What is told of it.
+
+
+def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_it_is_lost(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    published: list[bool] = []
+    told: list[Supervisor] = []
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        told.append(supervisor)
+        frozen = handle_of(group, "verify rank 1")
+        frozen.thawed.clear()
+        await until(lambda: not supervisor.is_ready)
+        assert "verify rank 1" in supervisor.why_unavailable()
+        assert "has made no progress for" in supervisor.why_unavailable()
+        await until(lambda: published == [False])
+        frozen.thawed.set()
+        await until(lambda: supervisor.is_ready)
+        await until(lambda: published == [False, True])
+        assert supervisor.num_interruptions == 0
+
+    _story(
+        story,
+        lambda: ToyWorkers(cluster, tmp_path, fallback=False, stall_s=0.2),
+        stall_s=0.2,
+        published=lambda: published.extend(each.is_ready for each in told),
+    )
+
+
+def test_the_longest_start_is_kept_and_goes_into_the_leases(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        first_s = supervisor.start_s
+        assert first_s is not None
+        group.workers.start_s = 100.0
+        handle_of(group, "verify rank 0").killed.set()
+        await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
+        assert supervisor.start_s == 100.0
+        assert group.workers.lease().start_s == 100.0
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False))
+
+
+def test_placement_groups_are_checked_again_when_checking_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement_groups, "_POLL_STATUS_S", 0.01)
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise ConnectionError("the head is away")
+
     async def run() -> None:
-        group = _Here(tmp_path, num_draft_ranks=1)
-        group.workers.spec = replace(group.workers.spec, stages=_NoRoomForFallback())
-        supervisor = _Supervisor(group, tmp_path)
-        await asyncio.wait_for(supervisor.check(), 10.0)
-        host = group.handle("verify rank 0")
-        group.handle("drafting actor").killed.set()
-        async with asyncio.timeout(10.0):
-            while supervisor.num_interruptions == 0 or not supervisor.is_ready:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert not supervisor.is_degraded
-        assert group.handle("verify rank 0") is host
-        await supervisor.stopped()
-        await group.stop()
+        groups = placement_groups.PlacementGroups([], name="p")
+        monkeypatch.setattr(groups, "_poll", look)
+        keeping = asyncio.ensure_future(groups.keep())
+        await until(lambda: num_looks > 1)
+        assert not keeping.done()
+        keeping.cancel()
 
     asyncio.run(run())

@@ -1,6 +1,8 @@
-"""What goes wrong with an actor is told in terms of ours, with its name."""
+"""Workers are spawned, watched and claimed; what fails in them is reported as this project's
+errors, with their names."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +10,13 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError, PeerLost
+from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError, LeaseLost, PeerLost
+from eesd_dist.workers.messages import WorkerIdentity
+from eesd_dist.workers.tenure import Tenure
 from serve_app.pipeline import workers
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.workers import Worker
+from tests.support.toy_group import ToyCluster, ToyHandle, ToyWorkers, until
 
 
 def test_a_damaged_checkpoint_is_told_with_the_rank_and_the_node_that_saw_it() -> None:
@@ -56,11 +63,14 @@ def test_a_new_worker_that_is_no_longer_needed_is_killed(
 
     async def story() -> None:
         death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        there = asyncio.ensure_future(come(SimpleNamespace(handle="there", death=death)))
+        beating = asyncio.Event()
+        worker = SimpleNamespace(handle="there", death=death, stop_beating=beating.set)
+        there = asyncio.ensure_future(come(worker))
         await asyncio.sleep(0)
         workers._kill_spawned(there)
         assert killed == ["there"]
         assert death.cancelled()
+        assert beating.is_set()
         under_way = asyncio.ensure_future(come(None))
         workers._kill_spawned(under_way)
         await asyncio.sleep(0)
@@ -69,3 +79,132 @@ def test_a_new_worker_that_is_no_longer_needed_is_killed(
         assert killed == ["there"]
 
     asyncio.run(story())
+
+
+class _SlowToStart(ToyWorkers):
+    """The first actors never answer, as on a node that is cut off."""
+
+    def __init__(self, *args: Any, num_silent: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.made: list[ToyHandle] = []
+        self._num_silent = num_silent
+
+    def _create_actor(self, slot: RankSlot) -> ToyHandle:
+        handle = super()._create_actor(slot)
+        self.made.append(handle)
+        if len(self.made) <= self._num_silent:
+            handle.thawed.clear()
+        return handle
+
+
+def test_a_process_that_does_not_start_is_killed_and_tried_again_with_twice_the_time(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        spawns = _SlowToStart(cluster, tmp_path, num_silent=2, spawn_s=0.1)
+        slot = spawns.slots[0]
+        began_s = asyncio.get_running_loop().time()
+        await spawns.fill(slot, "start")
+        assert asyncio.get_running_loop().time() - began_s >= 0.3
+        assert [handle.killed.is_set() for handle in spawns.made] == [True, True, False]
+        assert spawns.at(slot).handle is spawns.made[-1]
+        await spawns.release_all()
+
+    asyncio.run(run())
+
+
+def test_a_slot_without_a_worker_says_so(tmp_path: Path, cluster: ToyCluster) -> None:
+    async def run() -> None:
+        empty = ToyWorkers(cluster, tmp_path)
+        with pytest.raises(PeerLost, match="drafting actor during call: its process is gone"):
+            empty.at(empty.slots[0])
+
+    asyncio.run(run())
+
+
+def _tenure(worker: Worker) -> Tenure:
+    tenure = worker.handle.actor._tenure
+    assert isinstance(tenure, Tenure)
+    return tenure
+
+
+def test_a_worker_belongs_to_its_supervisor_before_the_first_heartbeat_and_keeps_to_it(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        mine = ToyWorkers(cluster, tmp_path, owner="replica-1")
+        handle = mine._create_actor(mine.slots[0])
+        assert (await handle.actor.tenancy()).owner == "replica-1"
+        mine.start_s = 7.0
+        await mine.fill(mine.slots[0], "start")
+        worker = mine.at(mine.slots[0])
+        identity = WorkerIdentity(app="app", pipeline="p", slot="drafting actor", digest="d")
+        assert _tenure(worker).identity == identity
+        await until(lambda: _tenure(worker)._start_s == 7.0)  # the lease carries it
+        await mine.release_all()
+
+    asyncio.run(run())
+
+
+def test_heartbeats_renew_the_lease_and_without_them_it_runs_down(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        mine = ToyWorkers(cluster, tmp_path)
+        await mine.fill(mine.slots[0], "start")
+        worker = mine.at(mine.slots[0])
+        tenure = _tenure(worker)
+        tenure._left_s = 1.0
+        await until(lambda: tenure._left_s > 5.0)
+        worker.stop_beating()
+        await asyncio.sleep(0.05)
+        left_s = tenure._left_s
+        await until(lambda: tenure._left_s < left_s, within_s=5.0)
+        await mine.release_all()
+
+    asyncio.run(run())
+
+
+def test_a_worker_is_claimed_once_with_its_process_and_the_second_supervisor_is_refused(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        dead = ToyWorkers(cluster, tmp_path, owner="replica-1")
+        await dead.fill(dead.slots[0], "start")
+        lost = dead.at(dead.slots[0])
+        lost.stop_beating()
+        ((name, handle),) = cluster.actors.items()
+        tenancy = await handle.actor.tenancy()
+
+        second = ToyWorkers(cluster, tmp_path, owner="replica-2")
+        worker = await second.claim(name, tenancy)
+        assert worker.handle is handle
+        assert second.at(second.slots[0]) is worker
+        assert worker.slot == lost.slot
+
+        third = ToyWorkers(cluster, tmp_path, owner="replica-3")
+        with pytest.raises(LeaseLost, match="is claimed by replica-2"):
+            await third.claim(name, tenancy)
+        assert not list(third)
+        assert not handle.killed.is_set()
+        await second.release_all()
+
+    asyncio.run(run())
+
+
+def test_status_does_not_wait_for_the_loading_of_a_worker_that_does_not_answer(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_LOAD_ANSWER_S", 0.05)
+
+    async def run() -> None:
+        group = ToyWorkers(cluster, tmp_path)
+        await group.fill(group.slots[0], "start")
+        worker = group.at(group.slots[0])
+        worker.handle.thawed.clear()
+        assert await group.loads() == {}
+        assert worker.load is None
+        worker.handle.thawed.set()
+        await group.release_all()
+
+    asyncio.run(run())

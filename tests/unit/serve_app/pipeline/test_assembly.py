@@ -1,0 +1,115 @@
+"""Where workers come from: orphans, if their placement groups are there, else new places."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from serve_app.config import service_config
+from serve_app.pipeline import assembly as assembly_module
+from serve_app.pipeline.assembly import Assembly
+from serve_app.pipeline.claim import Orphans
+from serve_app.pipeline.lifecycle import EpochKind
+from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement_groups import PlacementGroups
+from tests.support.toy_group import APP, NAMESPACE, ToyCluster, ToyWorkers
+from tests.support.toy_stages import ToyStages
+
+
+class Room:
+    """Placement groups that are there at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *gpus: float) -> None:
+        self.asked: list[list[float]] = []
+        self.removed: list[PlacementGroups] = []
+        counted = iter(gpus)
+        monkeypatch.setattr(assembly_module, "_gpus_per_rank", lambda engine: next(counted))
+        monkeypatch.setattr(assembly_module, "placement_groups_for", self.place)
+
+    async def place(
+        self, slots: Sequence[RankSlot], *, placement: object, name: str
+    ) -> PlacementGroups:
+        self.asked.append([slot.resources.get("GPU", 0.0) for slot in slots])
+        room = self
+
+        class Groups(PlacementGroups):
+            def remove(self) -> None:
+                room.removed.append(self)
+
+        return Groups([], name=name)
+
+
+def _assembly(folder: Path, *, orphans: Orphans | None = None, head: str | None = None) -> Assembly:
+    config = service_config(
+        {
+            "app_name": APP,
+            "engine": {
+                "model": {"path": str(folder)},
+                "parallel": {"verify_tensor_parallel_size": 2},
+            },
+            "router": {"namespace": NAMESPACE},
+        }
+    )
+    return Assembly(
+        config, ToyStages(), pipeline="p", owner="two", router=None, orphans=orphans, head=head
+    )
+
+
+def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, 0.0, 1.0, 1.0)
+    group = asyncio.run(_assembly(tmp_path)())
+    assert room.asked == [[0.0] * 3, [1.0] * 3]
+    assert [slot.resources["GPU"] for slot in group.workers.slots] == [1.0] * 3
+    assert len(room.removed) == 1
+    assert room.removed[0] is not group.workers.placement_groups
+
+
+@pytest.mark.parametrize("head", [None, "/heads/two"])
+def test_new_workers_draft_with_the_promoted_head_if_there_is_one(
+    head: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Room(monkeypatch, 0.0, 0.0)
+    group = asyncio.run(_assembly(tmp_path, head=head)())
+    assert group.kind is EpochKind.NONE
+    assert group.has_other_head is (head is not None)
+
+
+def test_orphans_without_their_placement_group_are_ended_and_new_workers_placed(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, 0.0, 0.0, 0.0)
+
+    async def run() -> None:
+        workers = ToyWorkers(cluster, tmp_path, owner="one")
+        await workers.fill(workers.slots[0], "start")
+        ((name, handle),) = cluster.actors.items()
+        orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
+        group = await _assembly(tmp_path, orphans=orphans)()
+        assert handle.killed.is_set()
+        assert not list(group.workers)
+        assert len(room.asked) == 1
+
+    asyncio.run(run())
+
+
+def test_orphans_are_claimed_into_the_placement_groups_that_they_have(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, 0.0)
+
+    async def run() -> None:
+        workers = ToyWorkers(cluster, tmp_path, owner="one")
+        await workers.fill(workers.slots[0], "start")
+        ((name, handle),) = cluster.actors.items()
+        cluster.groups.add("app/p/draft and verify/1")
+        orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
+        group = await _assembly(tmp_path, orphans=orphans)()
+        assert [worker.handle for worker in group.workers] == [handle]
+        assert room.asked == []
+        assert (await handle.actor.tenancy()).owner == "two"
+        await group.workers.release_all()
+
+    asyncio.run(run())
