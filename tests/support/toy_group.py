@@ -176,6 +176,7 @@ class ToyWorkers(Workers):
             pipeline=pipeline,
             digest=digest,
             owner=owner,
+            node_id="another node",
             engine=engine_of(folder, num_draft_ranks=num_draft_ranks, fallback=fallback),
             stages=ToyStages() if stages is None else stages,
             telemetry=TelemetryOptions(model_name="toy"),

@@ -43,11 +43,14 @@ ROUND_S = 0.02
 
 
 @contextmanager
-def held(config: EngineConfig, *, at: int = 10) -> Iterator[None]:
-    """Limits requests of toys with this model folder to `at` tokens while the block runs."""
+def held(config: EngineConfig, *, at: int = 10, spinning: bool = False) -> Iterator[None]:
+    """Limits requests of toys with this model folder to `at` tokens while the block runs.
+
+    A held request makes progress, as one whose long prompt is computed; with `spinning` none does.
+    """
     word = _hold_of(config)
     begun = word.with_suffix(".begun")
-    begun.write_text(str(at))
+    begun.write_text(str(-1 if spinning else at))
     begun.replace(word)  # atomic for all readers
     try:
         yield
@@ -111,10 +114,8 @@ class ToyDrafter:
             self._meet(requests)
             emissions = tuple(self._advance(request) for request in requests)
         if not emissions:
-            # A request that is held makes progress, as one whose long prompt is being computed.
-            return (
-                ToyStep(rounds=(_stats(0, ()),)) if limit is not None and self._live else ToyStep()
-            )
+            makes_progress = limit is not None and limit >= 0 and bool(self._live)
+            return ToyStep(rounds=(_stats(0, ()),) if makes_progress else ())
         self._num_rounds += 1
         return ToyStep(
             emissions=emissions,

@@ -24,46 +24,40 @@ def test_a_suspect_waits_until_the_others_have_left_and_is_then_alone() -> None:
     admission = Admission()
     admission.arrive(A, is_suspect=False)
     admission.admit()
+    assert not admission.has_suspect
     admission.arrive(B, is_suspect=True)
     admission.arrive(C, is_suspect=False)
-    assert (admission.next_suspect(), admission.admit()) == (None, ())
+    assert (admission.has_suspect, admission.needs_quiet, admission.admit()) == (True, False, ())
     assert admission.to_evict() == (A,)
     assert admission.leave(A)
-    assert admission.next_suspect() == B
-    assert not admission.is_test
+    assert admission.needs_quiet
     assert admission.admit() == (B,)
-    assert admission.is_test
-    assert (admission.to_evict(), admission.next_suspect(), admission.admit()) == ((), None, ())
+    assert (admission.to_evict(), admission.needs_quiet, admission.admit()) == ((), False, ())
 
 
-def test_a_cleared_suspect_lets_the_others_in_and_leaves_for_the_next_suspect() -> None:
+def test_a_cleared_suspect_lets_the_others_in_and_stays() -> None:
     admission = Admission()
-    for name, is_suspect in ((A, True), (B, False), (C, True)):
-        admission.arrive(name, is_suspect=is_suspect)
+    admission.arrive(A, is_suspect=True)
+    admission.arrive(B, is_suspect=False)
     assert admission.admit() == (A,)
-    admission.delivered(A)
-    assert admission.num_suspects == 1
-    assert admission.to_evict() == (A,), "the next suspect is tested alone too"
-    admission.leave(A)
-    admission.arrive(A, is_suspect=False)
-    assert admission.admit() == (C,)
     admission.delivered(B)
     assert admission.admit() == (), "only its own token clears a suspect"
-    admission.delivered(C)
-    assert admission.admit() == (B, A)
-    assert set(admission.inside) == {A, B, C}
+    admission.delivered(A)
+    assert not admission.has_suspect
+    assert admission.admit() == (B,)
+    assert set(admission.inside) == {A, B}
 
 
 def test_a_suspect_that_leaves_under_test_or_waiting_lets_the_others_in() -> None:
-    admission = Admission()
-    for name, is_suspect in ((A, True), (B, True), (C, False)):
-        admission.arrive(name, is_suspect=is_suspect)
-    admission.admit()
-    assert admission.leave(A)
-    assert not admission.is_test
-    assert not admission.leave(B), "it was not inside"
-    assert admission.admit() == (C,)
-    assert not admission.leave(D)
+    for is_tested in (True, False):
+        admission = Admission()
+        admission.arrive(A, is_suspect=True)
+        admission.arrive(C, is_suspect=False)
+        if is_tested:
+            admission.admit()
+        assert admission.leave(A) == is_tested
+        assert admission.admit() == (C,)
+        assert not admission.leave(D)
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["arrive", "suspect", "leave"]))))
@@ -84,9 +78,8 @@ def test_at_most_one_suspect_is_inside_and_alone_and_no_request_starves(
         admission.admit()
         inside = set(admission.inside)
         assert not inside & untested or len(inside) == 1
-        assert admission.is_test == bool(inside & untested)
-        assert admission.num_suspects == len(untested & present)
-        assert admission.num_waiting == len(present) - len(inside)
+        assert admission.has_suspect == bool(untested & present)
+        assert admission.num_waiting == len(present - inside - untested)
 
     def tokens() -> None:
         for name in tuple(admission.inside):
@@ -101,7 +94,7 @@ def test_at_most_one_suspect_is_inside_and_alone_and_no_request_starves(
             assert admission.leave(name) == was_inside
             present.discard(name)
             untested.discard(name)
-        elif name not in present:
+        elif name not in present and not (event == "suspect" and admission.has_suspect):
             admission.arrive(name, is_suspect=event == "suspect")
             present.add(name)
             had_tokens.discard(name)

@@ -15,6 +15,7 @@ import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
+    CapacityError,
     EesdError,
     EngineCrashed,
     EngineError,
@@ -400,19 +401,21 @@ def test_a_suspect_that_the_engine_refuses_lets_the_others_in(tmp_path: Path) ->
         drafter = _Entries(config)
         drafter.may_leave.set()
         drafter.refused.add("refused")
-        async with _joined(drafter) as (actor, client):
-            tested, refused = (
-                replace(_request(name), is_suspect=True) for name in ("tested", "refused")
+        async with _joined(drafter) as (_, client):
+            refused, second = (
+                replace(_request(name), is_suspect=True) for name in ("refused", "second")
             )
-            other = _request("other", max_tokens=4)
+            ordinary, other = _request("ordinary"), _request("other", max_tokens=4)
             with held(config, at=0):  # no round that ends would look at the queue
-                await client.submit(tested)
+                await client.submit(ordinary)
                 await asyncio.sleep(0.2)
                 await client.submit(refused)
                 await client.submit(other)
-                await actor.cancel(tested.request_id, tested.submission)
+                await client.submit(second)
+                assert isinstance(await client.error(second), CapacityError)
+                assert isinstance(await client.error(ordinary), Migrated)
                 assert isinstance(await client.error(refused), RequestError)
-                assert drafter.entries == [("tested", set()), ("other", set())]
+                assert drafter.entries == [("ordinary", set()), ("other", set())]
             assert len(await client.tokens(other)) == 4
 
     asyncio.run(run())

@@ -227,7 +227,9 @@ def test_a_poison_request_is_refused_and_the_texts_of_the_others_go_on(
                 await service.tokens(poison)
             assert await asyncio.gather(*reading) == [_text(each) for each in others]
             tries = [r for r in service.pipelines["a"].served if r.request_id == "poison"]
-            assert [r.is_suspect for r in tries] == [False, False, True]
+            # It comes again while another suspect is tested.
+            assert [r.is_suspect for r in tries[:3]] == [False, False, True]
+            assert all(r.is_suspect for r in tries[2:])
             assert not recovering.done()
 
     asyncio.run(run())

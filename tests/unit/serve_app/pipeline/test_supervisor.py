@@ -111,7 +111,7 @@ def test_a_poison_request_is_refused_and_all_others_get_every_token(
         )
         assert said[:3] == [expected(request) for request in good]
         assert isinstance(said[3], PoisonRequest)
-        assert supervisor.is_ready
+        await until(lambda: supervisor.is_ready)
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False, stages=PoisonedStages()))
 

@@ -176,7 +176,7 @@ def test_a_loop_that_turns_without_a_token_is_lost_and_an_idle_one_is_not(
         await asyncio.sleep(0.8)
         assert not trouble.done(), "there are no requests"
         request = toy_request("stuck", max_tokens=100)
-        with held(group.workers.spec.engine, at=0):
+        with held(group.workers.spec.engine, spinning=True):
             stream = asyncio.ensure_future(answer(group.leader, request))
             error = await asyncio.wait_for(trouble, 5.0)
         assert str(error) == (
