@@ -57,6 +57,10 @@ def _started(
             process.stdout.close()
 
 
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""A local Ray is at 127.0.0.1 for its own drivers too."""
+
+
 def _wait_for_line(lines: list[str], word: str, process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + 200
     while not any(word in line for line in lines):
@@ -165,7 +169,7 @@ def _shutting_down_serve(folder: Path, port: int) -> Iterator[None]:
         "import ray, sys; from ray import serve; ray.init(sys.argv[1], log_to_driver=False); "
         "serve.shutdown()"
     )
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found["token"]}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found["token"], **_ON_LOOPBACK}
     with subprocess.Popen(
         [sys.executable, "-c", code, found["address"]],
         env={**os.environ, **token},
@@ -200,7 +204,7 @@ def _cluster(model: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
     ) as process:
         assert process.stdout is not None
         address, token = process.stdout.readline().split()
-        yield address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        yield address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **_ON_LOOPBACK}
 
 
 @pytest.mark.timeout(400)
