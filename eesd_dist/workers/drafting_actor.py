@@ -511,7 +511,7 @@ class DraftActor:
         return len(moved)
 
     def _send_on(self, request_id: RequestId, error: EesdError) -> None:
-        """Ends a stream that continues elsewhere, or here later."""
+        """Ends a stream that continues in another pipeline, or in this one later."""
         self._mail.fail(request_id, error)
         self._watch.sent_on(request_id)
         self._drop(request_id)

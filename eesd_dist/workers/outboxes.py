@@ -180,7 +180,7 @@ class Outboxes:
 
 
 def _unconfirmed(outbox: _Outbox, confirmed: int) -> Delivery | None:
-    """Returns the batch whose reply was lost, if there is one."""
+    """Returns the batch of which the reply was lost, if there is one."""
     sent = outbox.unconfirmed
     if sent is not None and confirmed < sent.number:
         return sent

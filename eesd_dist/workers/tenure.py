@@ -128,7 +128,7 @@ def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
 def detached_tenure(
     identity: WorkerIdentity, *, owner: str, namespace: str, number: int, lease_s: float
 ) -> Tenure:
-    """Returns the lease of a detached actor, whose process reports its crashes.
+    """Returns the lease of a detached actor, and lets its process report crashes.
 
     When the lease expires, the process exits, and the last one of its pipeline removes the
     placement groups. `number` orders the workers.

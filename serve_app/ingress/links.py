@@ -2,7 +2,7 @@
 
 A link belongs to one drafting actor and lasts as long as its process. One call at a time reads all
 streams of the link, so a round costs one message, however many requests it has. No Serve replica
-takes part: a pipeline whose supervisor is being replaced goes on.
+takes part: while the supervisor of a pipeline is being replaced, its streams go on.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Ray handles whose actors run in this event loop, with the faults of a network."""
+"""Ray handles of actors that run in this event loop, with the faults of a network."""
 
 import asyncio
 from collections.abc import Callable, Generator

@@ -46,7 +46,7 @@ ROUND_S = 0.02
 def held(config: EngineConfig, *, at: int = 10, spinning: bool = False) -> Iterator[None]:
     """Limits requests of toys with this model folder to `at` tokens while the block runs.
 
-    A held request makes progress, as one whose long prompt is computed; with `spinning` none does.
+    A held request makes progress, as a request with a long prompt does; with `spinning` none does.
     """
     word = _hold_of(config)
     begun = word.with_suffix(".begun")

@@ -104,7 +104,7 @@ class Hit:
     pipeline: "PipelineState | None" = None
     """As it was before; None where the fault hits no pipeline."""
     replica: bool = False
-    """Whether it hit the pipeline's replica, whose workers go on."""
+    """Whether it hit the pipeline's replica: the workers go on."""
     ledger: "Ledger | None" = None
     router: ProcessInfo | None = None
     """The router that was hit, if one was."""

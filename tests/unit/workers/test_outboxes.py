@@ -219,7 +219,7 @@ class _Stream:
 
 @dataclass
 class _Client:
-    """The reader of an outbox: one call at a time, and calls whose replies are lost."""
+    """The reader of an outbox: one call at a time, and calls that lose their replies."""
 
     last: tuple[str, int] = NEW
     call: asyncio.Task[Delivery] | None = None
@@ -331,7 +331,7 @@ class _Deliveries(RuleBasedStateMachine):
     def _hear(self, client: _Client, delivery: Delivery) -> None:
         outbox, number = client.last
         if delivery.outbox == outbox or outbox == "":
-            # A batch whose streams were all cancelled is empty.
+            # A batch of streams that were all cancelled is empty.
             assert delivery.number - number in ((1,) if delivery.items else (0, 1))
         client.last = (delivery.outbox, delivery.number)
         kinds = [(r, s, isinstance(item, EesdError)) for r, s, item in delivery.items]
