@@ -8,7 +8,7 @@ makes no call; while the router is silent the pipelines themselves are asked. Th
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -49,6 +49,8 @@ class LoadBalancer:
         self._counts = _Counts(ingress)
         self._changed = asyncio.Event()
         """Set at every answer, and then replaced."""
+        self.on_answer: Callable[[dict[str, str]], None] = lambda _: None
+        """Called at every answer, with the leader of each pipeline."""
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
@@ -93,11 +95,6 @@ class LoadBalancer:
                 await self._changed.wait()
 
     @property
-    def leaders(self) -> dict[str, str]:
-        """The process that takes requests, by pipeline."""
-        return self._chooser.leaders()
-
-    @property
     def slowest_start_s(self) -> float | None:
         """The longest start of a pipeline; None if none was measured."""
         return self._chooser.slowest_start_s()
@@ -130,6 +127,9 @@ class LoadBalancer:
                 self._is_silent = True
                 await self._ask_pipelines()
                 await asyncio.sleep(_POLL_S)
+            except Exception:  # a bug: without this task no request would find a pipeline
+                logger.exception("pipelines not listed")
+                await asyncio.sleep(_POLL_S)
 
     async def _ask_pipelines(self) -> None:
         try:
@@ -141,6 +141,7 @@ class LoadBalancer:
 
     def _refresh(self, listed: Sequence[Listed]) -> None:
         self._chooser.refresh(listed)
+        self.on_answer(self._chooser.leaders())
         self._changed.set()
         self._changed = asyncio.Event()
 

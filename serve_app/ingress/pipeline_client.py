@@ -46,6 +46,7 @@ class ServiceClient:
         self._tracer = tracing.tracer
         self._recovery = config.recovery
         self._links = Links(silence_s=TAKE_WAIT_S + config.engine.parallel.timeout_s)
+        load_balancer.on_answer = self._links.keep
         self._submissions = count(time.time_ns())
         """Unique over all ingresses, and growing in each."""
 
@@ -128,7 +129,6 @@ class ServiceClient:
     ) -> AsyncGenerator[tuple[Emission, ...], None]:
         """Yields what one pipeline makes of the request; raises the error that ends it."""
         request = attempts.next(next(self._submissions))
-        self._links.keep(self._load_balancer.leaders)
         link = self._links.to(
             pipeline=choice.pipeline, leader=choice.leader, address=choice.address
         )

@@ -47,10 +47,12 @@ def test_a_change_that_callers_should_know_does_not_wait_for_the_next_poll(
 
     async def run() -> None:
         async with toy_service(config_of(), monkeypatch) as service:
+            heard: list[dict[str, str]] = []
+            service.load_balancer.on_answer = heard.append
             balancer = await _listening(service)
             await asyncio.sleep(0.3)
             assert await _choices(balancer) == {"a", "b"}
-            assert balancer.leaders == {"a": "leader of a", "b": "leader of b"}
+            assert heard[-1] == {"a": "leader of a", "b": "leader of b"}
             num_calls = service.router.calls.count("pipelines")
             await asyncio.sleep(0.3)
             assert service.router.calls.count("pipelines") == num_calls, "nothing has changed"
