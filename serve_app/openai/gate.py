@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 
 import numpy as np
@@ -35,6 +36,8 @@ _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
 _MAX_JSON_CONTAINERS = 16_384
 """Four for each message of the longest conversation. Parsing a million takes a second."""
+_DISCARD_BYTES = 64 * 2**20
+_DISCARD_S = 2.0
 _LOGGED_CHARS = 120
 _OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 """Paths for probes and scrapers, which send no key."""
@@ -83,11 +86,14 @@ class AdmissionGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        body = _Body(receive)
         try:
             check_head(scope)
             self._check_key(scope)
-            receive = await self._with_body_read(scope, receive)
+            receive = await self._with_body_read(scope, body)
         except EesdError as error:
+            if not isinstance(error, TooSlow):
+                await body.discard()
             await refusal(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -200,6 +206,29 @@ def refusal(error: Exception, scope: Scope) -> Response:
         headers={**answer.headers, "Connection": "close"},
         media_type="application/json",
     )
+
+
+class _Body:
+    """A `receive` that knows whether the body is complete."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        is_part = message["type"] == "http.request" and message.get("more_body", False)
+        self._is_complete = not is_part
+        return message
+
+    async def discard(self) -> None:
+        """Reads what is under way, within bounds: a connection that is closed with unread data is
+        reset, and the client would not see the answer."""
+        num_bytes = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while not self._is_complete and num_bytes < _DISCARD_BYTES:
+                    num_bytes += len((await self()).get("body", b""))
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -354,6 +354,11 @@ def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if config.telemetry != TelemetryConfig() or config.recorder.folder is not None:
         _flush(config.app_name)
     if is_ours:
+        # Serve's shutdown would end the HTTP proxy first, and with it every live stream.
+        try:
+            serve.delete(config.app_name)
+        except Exception as error:  # Serve is gone already; the processes end in any case
+            logger.info("not deleted: app=%s error=%r", config.app_name, error)
         serve.shutdown()
     else:
         remove_application(config.app_name, config.router)

@@ -190,7 +190,8 @@ def lead_and_tell(at: Address, timeout_s: float, told: Connection, stop_in_round
         while (received := source.next_round()) is not None:
             sharing = share_round(stage, *received)
             if received[0].round_id == stop_in_round:
-                finish_all(sharing, timeout_s=timeout_s)  # the follower must have it
+                # The follower must have it: a small message is copied, and sent by Gloo's thread.
+                stage.recv(torch.zeros(1), source=1, operation="waiting for the follower")
                 os.kill(os.getpid(), signal.SIGSTOP)
             views = stage.all_reduce(torch.tensor(fingerprint(*received)))
             finish_all(sharing, timeout_s=timeout_s)
@@ -200,12 +201,17 @@ def lead_and_tell(at: Address, timeout_s: float, told: Connection, stop_in_round
     _telling(told, [channel, stage], work)
 
 
-def follow_and_tell(at: Address, timeout_s: float, told: Connection) -> None:
+def follow_and_tell(
+    at: Address, timeout_s: float, told: Connection, stop_in_round: int = 0
+) -> None:
+    """Tells rank 0 when it has the round in which rank 0 freezes itself."""
     torch.set_num_threads(1)
     stage = join_verify_stage(at, 1, timeout_s=timeout_s)
 
     def work() -> None:
         while (received := follow_round(stage)) is not None:
+            if received[0].round_id == stop_in_round:
+                stage.send(torch.zeros(1), to=0, operation="telling rank 0")
             stage.all_reduce(torch.tensor(fingerprint(*received)))
 
     _telling(told, [stage], work)

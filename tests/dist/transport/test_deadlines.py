@@ -105,7 +105,7 @@ def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(at: Address) -> 
     silent = pipe()[1]
     with (
         peer_process(lead_and_tell, at, TIMEOUT_S, silent, 2),
-        peer_process(follow_and_tell, at, TIMEOUT_S, told),
+        peer_process(follow_and_tell, at, TIMEOUT_S, told, 2),
     ):
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=TIMEOUT_S))
         turn(channel, 1)

@@ -54,7 +54,7 @@ def test_pipelines_are_a_table_or_a_json_list(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     pipeline = {
-        **{"pipeline": "p1", "address": "h:1", "is_ready": False, "last_trouble": "a rank died"},
+        **{"pipeline": "p1", "pid": 7, "is_ready": False, "last_trouble": "a rank died"},
         **{"epoch": 3, "num_live": 2, "weight": None, "draining": ""},
     }
     answer = json.dumps({"pipelines": [pipeline]})
