@@ -106,8 +106,11 @@ class PlacementGroups:
     def _poll(self) -> None:
         missing = []
         for at, placed in enumerate(self._groups):
-            if _is_placed(placed.group):
+            state = _table(placed.group)["state"]
+            if state == "CREATED":
                 continue
+            if state == "REMOVED":  # by workers that had no supervisor while this one was frozen
+                self._groups[at] = placed = _asked(placed.bundles, name=self._name)
             nodes = nodes_now()
             alive = {node.node_id for node in nodes}
             kept_to = placed.bundles.kept_to
@@ -247,10 +250,6 @@ def _asked(bundles: Bundles, *, name: str) -> _Placed:
 
 def _prefix(name: str, bundles: Bundles) -> str:
     return f"{name}/{bundles.stages}/"
-
-
-def _is_placed(group: PlacementGroup) -> bool:
-    return bool(_table(group)["state"] == "CREATED")
 
 
 def _nodes_of(group: PlacementGroup) -> set[str]:

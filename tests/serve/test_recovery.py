@@ -19,6 +19,7 @@ from ray import serve
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from eesd_dist.workers.tenure import placement_groups_named, workers_named
 from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.operations.serving import deploy
@@ -331,6 +332,31 @@ def test_an_engine_that_breaks_under_every_request_is_given_up_with_a_clear_erro
     serve.delete("hopeless")
 
 
+def _has_left_nothing(name: str) -> bool:
+    """Returns whether no worker and no placement group of the application is there."""
+    return not workers_named(f"{name}/", namespace="eesd") and not placement_groups_named(name)
+
+
+def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
+    ray_port: int, tmp_path: Path
+) -> None:
+    leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 4.0})
+    request = _request("leased", max_tokens=1000)
+    items = leased.items(request)
+    tokens = tokens_of([next(items)])
+    before = leased.state()
+    os.kill(before.pid, signal.SIGSTOP)
+    try:
+        until(lambda: _has_left_nothing("leased"), timeout_s=60.0)
+    finally:
+        os.kill(before.pid, signal.SIGCONT)
+    assert tokens + tokens_of(items) == _expected(request)
+    after = leased.state()
+    assert not {w.pid for w in before.workers} & {w.pid for w in after.workers}
+    serve.delete("leased")
+    assert _has_left_nothing("leased")
+
+
 def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Path) -> None:
     config = service_config(
         {
@@ -354,6 +380,7 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
 
     until(both_have_served)
     serve.delete("pair")
+    assert _has_left_nothing("pair")
     ray.kill(ray.get_actor("pair-router", namespace=config.router.namespace))
 
 
