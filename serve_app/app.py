@@ -17,6 +17,7 @@ from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.deployment import Ingress
 from serve_app.pipeline.deployment import Pipeline
 from serve_app.pipeline.stage_factory import stages_of
+from serve_app.pipeline.timings import timings_of
 
 _MANY = 100_000
 """Serve's limit on live requests, out of reach: the engine's queue is the only bound."""
@@ -38,7 +39,10 @@ def application_of(
     api_key: SecretStr | None = None,
 ) -> Application:
     """Builds the application. Without `stages` they are the configuration's (tests replace them);
-    without `api_key` each HTTP replica reads the key from its environment."""
+    without `api_key` each HTTP replica reads the key from its environment.
+
+    Raises ConfigError for times in the wrong order."""
+    timings_of(config)
     if stages is None:
         stages = stages_of(config)
     pipelines = serve.deployment(

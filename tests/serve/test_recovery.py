@@ -340,7 +340,7 @@ def _has_left_nothing(name: str) -> bool:
 def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
     ray_port: int, tmp_path: Path
 ) -> None:
-    leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 4.0})
+    leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 9.0})
     request = _request("leased", max_tokens=1000)
     items = leased.items(request)
     tokens = tokens_of([next(items)])
