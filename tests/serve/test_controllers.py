@@ -29,6 +29,7 @@ from serve_app.config import service_config
 from serve_app.operations.connect import ServiceConnection, service_connection
 from serve_app.operations.promotion import promote
 from serve_app.operations.serving import deploy
+from serve_app.pipeline.deployment import PipelineState
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import Running, until
 from tests.support.tiny_tokenizer import write_byte_level
@@ -347,20 +348,22 @@ def test_a_promoted_head_survives_the_death_of(
     else:
         os.kill(before.pid, signal.SIGKILL)
 
-    def is_another() -> bool:
-        state = learning.state()
-        born_again = (state.pipeline, state.epoch) != (before.pipeline, before.epoch)
-        return state.is_ready and born_again
-
-    def reborn() -> bool:
+    def reborn(before: PipelineState) -> bool:
         try:
-            return is_another()
+            state = learning.state()
         except ray.exceptions.RayError:  # asked while it is being restarted
             return False
+        return state.is_ready and (state.pid, state.epoch) != (before.pid, before.epoch)
 
-    until(reborn, timeout_s=120)
+    until(lambda: reborn(before), timeout_s=120)
     assert _sha(learning) == report.sha256
-    if victim == "drafting actor":
+    if victim == "pipeline replica":  # the one after it knows of the head from the workers
+        claimed = learning.state()
+        assert claimed.epoch == before.epoch
+        learning.signal("drafting actor", signal.SIGKILL)
+        until(lambda: reborn(claimed), timeout_s=120)
+        assert _sha(learning) == report.sha256
+    else:
         assert _controllers(learning)["pipelines"][0]["cost"] == cost, "it was not measured again"
     emissions = _emissions(learning, _request(f"after {victim}"))
     assert all(e.num_accepted == e.num_drafted for e in emissions[:-1])
