@@ -5,6 +5,8 @@ work. A process that answers but makes no progress is as lost as one that does n
 is told of answers and of the time that passes.
 """
 
+from dataclasses import replace
+
 from eesd_dist.workers.messages import WorkerStatus
 from serve_app.pipeline.timings import Timings
 
@@ -17,6 +19,11 @@ class Pulse:
         self._status = WorkerStatus(epoch=0, progress=0, is_busy=False)
         self._silent_s = 0.0
         self._still_s = 0.0
+
+    def joined(self, epoch: int) -> None:
+        """Its supervisor knows of the epoch before the next answer does."""
+        self._status = replace(self._status, epoch=epoch, is_busy=False, phase="", allowed_s=0.0)
+        self._silent_s = self._still_s = 0.0
 
     @property
     def status(self) -> WorkerStatus:

@@ -314,6 +314,8 @@ class WorkerGroup:
             ]
         )
         await self._take_part(leader, "join", operation, epoch)
+        for worker in (leader, *ranks):
+            worker.joined(self._epoch)
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
         """Marks a worker that fails by itself as broken, since it would fail in the next epoch too;

@@ -125,6 +125,9 @@ class Worker:
         """Seconds without progress, or without an answer."""
         return self._pulse.still_s
 
+    def joined(self, epoch: int) -> None:
+        self._pulse.joined(epoch)
+
     def stop_beating(self) -> None:
         self._beating.cancel()
 

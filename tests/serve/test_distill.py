@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from psutil import Process
 
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of, shard_name
@@ -43,8 +42,8 @@ def _command(target: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "serve_app.cli.main", "distill", "run", *files, *WORDS, *more]
 
 
-def _killed_at_the_first_shard(command: list[str], features: Path) -> set[Process]:
-    """Which processes it had; what Ray cannot clear away any more goes with its own folder."""
+def _kill_at_the_first_shard(command: list[str], features: Path) -> None:
+    """Returns when none of its processes is left."""
     with (
         tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scraps,
         subprocess.Popen(
@@ -58,7 +57,7 @@ def _killed_at_the_first_shard(command: list[str], features: Path) -> set[Proces
             time.sleep(0.02)
         family = descendants(process.pid)
         os.kill(process.pid, signal.SIGKILL)
-    return family
+        assert not running_after(family, wait_s=30.0)
 
 
 @pytest.mark.timeout(600)
@@ -67,10 +66,9 @@ def test_a_killed_run_is_finished_by_the_same_command(
 ) -> None:
     out = tmp_path / "out"
     features = out / "features"
-    family = _killed_at_the_first_shard(_command(target, out), features)
+    _kill_at_the_first_shard(_command(target, out), features)
     early = {file.name: file.stat() for file in features.glob("shard-*")}
     assert not (features / MANIFEST_FILE).exists()
-    assert not running_after(family, wait_s=30.0)
 
     done = subprocess.run(_command(target, out), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
