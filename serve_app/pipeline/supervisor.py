@@ -399,7 +399,7 @@ class Supervisor:
         self._is_broken = False
         if has_worked:
             self._num_fruitless = 0
-        elif had_requests or is_crash:
+        elif had_requests:
             self._num_fruitless += 1
         if self._num_fruitless > self._max_interruptions:
             self._fatal = EngineError(
