@@ -1,7 +1,7 @@
-"""One mailbox per live request, between the round loop and the request's token stream.
+"""One mailbox per live request, at the end where its token stream is read.
 
-Used in an actor's event loop only. The loop never waits for a slow reader: pending emissions are
-taken together. A mailbox outlives an epoch; it ends with the last token, an error or its reader.
+Used in one event loop only. No writer waits for a slow reader: pending emissions are taken
+together. A mailbox ends with the last token, an error or its reader.
 
 Emissions are delivered while the next round is drafted. A request that was evicted and submitted
 again will generate those tokens again, so emissions of an earlier submission are not delivered.
@@ -51,9 +51,6 @@ class Mailboxes:
     def __len__(self) -> int:
         return len(self._boxes)
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._boxes
-
     def open(self, request: Request) -> Mailbox:
         request_id = request.request_id
         if request_id in self._boxes:
@@ -95,10 +92,6 @@ class Mailboxes:
             else:
                 late.add(emission.request_id)
         return frozenset(late)
-
-    def names(self) -> tuple[RequestId, ...]:
-        """Returns the requests with an open stream."""
-        return tuple(self._boxes)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
         """Ends the stream with an error, after all pending emissions, and frees the id."""

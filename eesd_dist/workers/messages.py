@@ -44,6 +44,8 @@ class ProcessInfo:
     pid: int
     host: str
     node_id: str
+    actor_id: str = ""
+    """Ray's, unique to the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ def process_info() -> ProcessInfo:
         pid=os.getpid(),
         host=ray.util.get_node_ip_address() or socket.gethostname(),
         node_id=ray.get_runtime_context().get_node_id(),
+        actor_id=ray.get_runtime_context().get_actor_id() or "",
     )
 
 

@@ -17,6 +17,7 @@ from eesd_dist.errors import PROCESS_DIED, EesdError, PeerLost
 from eesd_dist.types import Request
 from eesd_dist.workers.mailboxes import Mailboxes
 from eesd_dist.workers.messages import Delivery, StreamItem
+from eesd_dist.workers.process import PROCESS_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Link:
         """Outbox and number of the last batch."""
         self._lost: PeerLost | None = None
         self._reading: asyncio.Task[None] | None = None
-        """None before the first stream, and once the link is lost."""
+        """None before the first stream."""
 
     @property
     def is_lost(self) -> bool:
@@ -103,7 +104,7 @@ class Link:
                 if loop.time() - heard_s > self._silence_s:
                     self.fail(f"no answer within {self._silence_s:g} s: {error!r}")
                 await asyncio.sleep(_RETRY_S)
-            except RayError as error:
+            except PROCESS_LOST as error:
                 logger.info("link lost: pipeline=%s error=%r", self.pipeline, error)
                 self.fail(PROCESS_DIED)
             except Exception as error:  # a bug here or there: streams must not wait for it

@@ -75,7 +75,6 @@ class ServiceClient:
                     error = raised
             if isinstance(error, PeerLost):
                 self._load_balancer.lost(choice.pipeline)
-                attempts.lost(choice.leader)
             elif isinstance(error, Migrated):
                 self._load_balancer.migrated()
             await asyncio.sleep(attempts.failed(error, patience_s=self._patience_s))
@@ -139,6 +138,8 @@ class ServiceClient:
                         raise item
                     yield attempts.heard(item)
         finally:
+            if link.is_lost:  # else the process lives, and no crash of it was this request's
+                attempts.lost(choice.leader)
             self._load_balancer.ended(choice.pipeline, attempts.tokens)
 
     async def _of_all(

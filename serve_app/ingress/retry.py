@@ -39,8 +39,9 @@ class Attempts:
         self._stuck_since_s: float | None = None
         """When the first of them was; None with a token since."""
         self._is_resumed = False
-        self._lost_with: set[str] = set()
-        """The processes that attempts were lost with since its last token."""
+        self._lost_with: dict[str, bool] = {}
+        """The processes that died under attempts since its last token, and whether it was a
+        suspect there."""
         self._was_suspect = False
         """Whether it ran alone."""
         self.refused: set[str] = set()
@@ -54,10 +55,6 @@ class Attempts:
     def tokens(self) -> tuple[TokenId, ...]:
         """The prompt and what was generated so far."""
         return self._request.prompt + self._request.generated
-
-    @property
-    def num_failures(self) -> int:
-        return self._num_failures
 
     @property
     def stuck_s(self) -> float:
@@ -108,15 +105,15 @@ class Attempts:
         return min(_FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), _MAX_PAUSE_S)
 
     def lost(self, leader: str) -> None:
-        """Notes the process that an attempt was lost with."""
-        self._lost_with.add(leader)
+        """Notes the process that died under the last attempt."""
+        self._lost_with[leader] = self._was_suspect
 
     def blame(self, crashed: Collection[str]) -> None:
         """Counts a lost attempt if its process, as its pipeline has found out since, died of its
         own fault. Raises PoisonRequest."""
-        for leader in self._lost_with & set(crashed):
-            self._lost_with.remove(leader)
-            self._crashed(EngineCrashed(str(self.last_error), was_alone=self._was_suspect))
+        for leader in self._lost_with.keys() & set(crashed):
+            was_alone = self._lost_with.pop(leader)
+            self._crashed(EngineCrashed(str(self.last_error), was_alone=was_alone))
 
     def _crashed(self, error: EngineCrashed) -> None:
         crashes = self._request.crashes + 1

@@ -72,10 +72,11 @@ async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
     for (name, pipeline), tenancy in zip(found.items(), tenancies, strict=True):
         if tenancy is not None:
             by_pipeline.setdefault(pipeline, {})[name] = tenancy
+    digest = digest_of(config)
     for pipeline, workers in by_pipeline.items():
         if not await asyncio.to_thread(_are_dead, {t.owner for t in workers.values()}):
             continue
-        if any(t.identity.digest != digest_of(config) for t in workers.values()):
+        if any(t.identity.digest != digest for t in workers.values()):
             logger.warning("workers of another configuration ended: pipeline=%s", pipeline)
             await asyncio.to_thread(end_workers, config, pipeline, tuple(workers))
         elif await _is_first(config, workers, lease):

@@ -99,7 +99,7 @@ class PipelineState:
     last_trouble: str
     """What interrupted it last; empty if nothing has."""
     recovery_s: float | None
-    """Seconds from that to the next token; None before the first."""
+    """Seconds from that to a ready pipeline; None before the first."""
     start_s: float | None
     """Seconds that its longest start took, weights included; None before the first."""
     leader: str
@@ -117,7 +117,7 @@ class PipelineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The pipeline's live requests, which end when it does, and the process of its replica."""
+    """The pipeline's live requests, and the process of its replica."""
 
     pipeline: str
     process_info: ProcessInfo

@@ -32,7 +32,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineState:
+class SupervisedState:
     """What `next_action` decides from."""
 
     is_wanted: bool = True
@@ -59,7 +59,7 @@ class Rule:
     """One row of the table."""
 
     when: str
-    holds: Callable[[PipelineState], bool]
+    holds: Callable[[SupervisedState], bool]
     action: Action
     then: str
     """The state after the action succeeded, and after it failed."""
@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def next_action(state: PipelineState) -> Action:
+def next_action(state: SupervisedState) -> Action:
     """Returns the action of the first rule that holds."""
     return next(rule.action for rule in RULES if rule.holds(state))
 

@@ -15,7 +15,7 @@ from typing import Any
 from eesd_dist.errors import ConfigError, EesdError, EngineError, LeaseLost, Migrated, PeerLost
 from eesd_dist.routing.directory import Promotion
 from eesd_dist.workers.messages import HeadReport
-from serve_app.pipeline.lifecycle import Action, EpochKind, PipelineState, next_action
+from serve_app.pipeline.lifecycle import Action, EpochKind, SupervisedState, next_action
 from serve_app.pipeline.timings import Timings
 from serve_app.pipeline.worker_group import WorkerGroup
 
@@ -220,8 +220,8 @@ class Supervisor:
             self._worker_group.exception()  # callers may come later, or never
         await self._publish_status()
 
-    def _state(self, group: WorkerGroup) -> PipelineState:
-        return PipelineState(
+    def _state(self, group: WorkerGroup) -> SupervisedState:
+        return SupervisedState(
             is_wanted=not self._stopping.is_set(),
             is_hopeless=self._fatal is not None,
             epoch=group.kind,

@@ -266,12 +266,10 @@ class WorkerGroup:
 
     async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
         host = worker.host or worker
-        is_broken = host.slot.name in self._broken
-        if not is_broken and await worker.leaves(trouble, is_crash=is_crash):
+        # A worker with a failed loop cannot stay, but its event loop still tells its streams why.
+        has_left = await worker.leaves(trouble, is_crash=is_crash)
+        if has_left and host.slot.name not in self._broken:
             return
-        if is_broken:
-            # Its loop has failed, but its event loop may still tell its streams why.
-            await worker.leaves(trouble, is_crash=is_crash)
         if host not in self.workers:
             return  # killed together with its fallback or host
         self.workers.kill(host)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,6 @@ class Worker:
     """Done when the process behind the actor is gone; says why."""
     lease: Callable[[], Lease]
     timings: Timings
-    name: str = field(default_factory=lambda: uuid4().hex[:8])
-    """Unique; a worker that replaces it has another one."""
     load: LoadReport | None = None
     """Progress of its weights at the last call."""
     host: "Worker | None" = None
@@ -106,6 +104,11 @@ class Worker:
         self.failure: asyncio.Future[EesdError] = asyncio.get_running_loop().create_future()
         """Done when it does not answer, or makes no progress."""
         self._beating = asyncio.ensure_future(self._beat())
+
+    @property
+    def name(self) -> str:
+        """Unique; a worker that replaces it has another one, and a new supervisor the same."""
+        return f"{self.slot.name} {self.process_info.actor_id}"
 
     @property
     def label(self) -> str:
@@ -301,7 +304,7 @@ class Workers:
         return coming
 
     async def claim(self, name: str, tenancy: Tenancy) -> Worker:
-        """Takes a worker over from a dead supervisor. Raises EngineError when another one was
+        """Takes a worker over from a dead supervisor. Raises LeaseLost when another one was
         faster, PeerLost when the worker does not answer."""
         slot = next(slot for slot in self.slots if slot.name == tenancy.identity.slot)
         handle = await asyncio.to_thread(ray.get_actor, name, namespace=self.spec.namespace)

@@ -85,6 +85,7 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
     after = until(claimed, timeout_s=120.0)
     assert after is not None
     assert (after.pipeline, after.epoch) == (before.pipeline, before.epoch)
+    assert after.leader == before.leader != "", "or ingresses would take it for another process"
     assert [w.pid for w in after.workers] == [w.pid for w in before.workers]
     assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
 

@@ -69,7 +69,7 @@ def test_what_piles_up_leaves_in_one_batch_and_in_order_with_errors_after_tokens
         for name in "ab":
             mail.open(_request(name), client="c")
         mail.open(_request("x"), client="d")
-        mail.deliver([_emission("a", 1), _emission("b", 5), _emission("nobody's", 9)])
+        mail.deliver([_emission("a", 1), _emission("b", 5), _emission("a closed stream's", 9)])
         mail.fail(RequestId("b"), MOVED)
         mail.deliver([_emission("a", 2), _emission("x", 7), _emission("b", 6)])
         batch = await _taken(mail, "c")

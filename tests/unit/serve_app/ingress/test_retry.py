@@ -116,9 +116,8 @@ def test_pauses_double_up_to_a_second_and_are_short_again_after_a_token() -> Non
     attempts = _attempts()
     pauses = [_fail(attempts, LOST) for _ in range(8)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
-    assert attempts.num_failures == 8
     attempts.heard(_token(5))
-    assert (attempts.num_failures, attempts.last_error) == (0, None)
+    assert attempts.last_error is None
     assert _fail(attempts, LOST) == 0.05
 
 
@@ -126,8 +125,8 @@ def test_an_empty_emission_is_no_token() -> None:
     attempts = _attempts()
     _fail(attempts, CRASHED)
     attempts.heard((replace(_token(5)[0], tokens=(), finish_reason=FinishReason.ABORT),))
-    assert attempts.num_failures == 1
     assert attempts.next(1).crashes == 1
+    assert _fail(attempts, LOST) == 0.1, "it is the second failure in a row"
 
 
 def test_a_migration_is_followed_at_once_but_not_one_after_the_other() -> None:
@@ -219,3 +218,22 @@ def test_what_a_later_attempt_says_of_cache_and_queue_is_not_the_clients_busines
     _fail(attempts, LOST)
     (later,) = attempts.heard(_token(6))
     assert (later.tokens, later.num_cached_prompt_tokens, later.queue_s) == ((6,), 0, None)
+
+
+def test_a_death_that_is_blamed_late_counts_as_the_request_ran_in_that_process() -> None:
+    attempts = _attempts()
+    for _ in range(2):
+        _fail(attempts, CRASHED)
+    attempts.next(1)  # a suspect from here on
+    _fail(attempts, LOST)
+    early = _attempts()
+    early.next(1)
+    early.lost("first")
+    _fail(early, LOST)
+    for _ in range(2):
+        _fail(early, CRASHED)
+    early.next(2)
+    early.blame({"first"})  # it was with others there, though it is a suspect by now
+    attempts.lost("second")
+    with pytest.raises(PoisonRequest):
+        attempts.blame({"second"})

@@ -22,7 +22,7 @@ from serve_app.pipeline.lifecycle import (
     RULES,
     Action,
     EpochKind,
-    PipelineState,
+    SupervisedState,
     next_action,
     table,
 )
@@ -34,19 +34,19 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "failures.md"
 BEGIN, END = "<!-- lifecycle table -->\n", "<!-- end -->"
 
 
-def _may_start(s: PipelineState) -> bool:
+def _may_start(s: SupervisedState) -> bool:
     return _is_live(s) and s.epoch is NONE and not s.is_head_refused and not s.must_wait
 
 
-def _is_live(s: PipelineState) -> bool:
+def _is_live(s: SupervisedState) -> bool:
     return s.is_wanted and not s.is_hopeless
 
 
-def _is_well(s: PipelineState) -> bool:
+def _is_well(s: SupervisedState) -> bool:
     return _is_live(s) and not s.is_broken
 
 
-EXACTLY_WHEN: Mapping[Action, Callable[[PipelineState], bool]] = {
+EXACTLY_WHEN: Mapping[Action, Callable[[SupervisedState], bool]] = {
     Action.RELEASE: lambda s: not s.is_wanted,
     Action.GIVE_UP: lambda s: s.is_wanted and s.is_hopeless,
     Action.END_EPOCH: lambda s: _is_live(s) and s.epoch is not NONE and s.is_broken,
@@ -62,10 +62,10 @@ EXACTLY_WHEN: Mapping[Action, Callable[[PipelineState], bool]] = {
 }
 
 
-def _all_states() -> Iterator[PipelineState]:
-    fields = [name for name in PipelineState.__dataclass_fields__ if name != "epoch"]
+def _all_states() -> Iterator[SupervisedState]:
+    fields = [name for name in SupervisedState.__dataclass_fields__ if name != "epoch"]
     for epoch, *values in itertools.product(EpochKind, *[[False, True]] * len(fields)):
-        yield PipelineState(epoch=epoch, **dict(zip(fields, values, strict=True)))
+        yield SupervisedState(epoch=epoch, **dict(zip(fields, values, strict=True)))
 
 
 def test_every_state_has_exactly_the_action_whose_premises_hold() -> None:
@@ -135,9 +135,9 @@ class ToyPipeline(RuleBasedStateMachine):
         self.serve_starts_it(self.has_fallbacks, has_promoted_head=True)
 
     @property
-    def state(self) -> PipelineState:
+    def state(self) -> SupervisedState:
         is_draft_ready = self.has_draft and self.has_weights
-        return PipelineState(
+        return SupervisedState(
             is_wanted=self.is_wanted,
             is_hopeless=self.is_hopeless,
             epoch=self.epoch,
