@@ -5,7 +5,8 @@ Written for Ray 2.60. Each function has a test in `tests/serve/test_ray_compat.p
 environment when it is imported, so the imports are inside the functions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,16 @@ def is_actor_dead(actor_id: str) -> bool:
     from ray._private.state import actors
 
     return bool(actors(actor_id).get("State", "DEAD") == "DEAD")
+
+
+def num_live_actors() -> int:
+    """Returns how many actors there are in any state but dead.
+
+    The state API needs the dashboard.
+    """
+    from ray._private.state import actors
+
+    return sum(actor["State"] != "DEAD" for actor in actors().values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +75,18 @@ def serve_status() -> ServeStatus | None:
     )
 
 
+def dead_ray_processes() -> frozenset[str]:
+    """Returns which of Ray's own processes that this process has started have died, such as
+    `raylet` or `gcs_server`; none of a Ray that it is only connected to."""
+    from ray._private.worker import _global_node
+
+    return (
+        frozenset()
+        if _global_node is None
+        else frozenset(name for name, _ in _global_node.dead_processes())
+    )
+
+
 def is_serve_running() -> bool:
     """Returns whether there is a Serve controller, were it being restarted. `serve.status()` raises
     once Serve has been shut down from another process."""
@@ -72,6 +95,38 @@ def is_serve_running() -> bool:
 
     controller = {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE}
     return controller in list_named_actors(all_namespaces=True)
+
+
+def proxy_actors() -> list[Any]:
+    """Returns the handles of Serve's HTTP proxies."""
+    return _serve_actors(_serve_details()["proxies"].values())
+
+
+def replica_actors(app: str, deployment: str) -> list[Any]:
+    """Returns the handles of a deployment's replicas."""
+    return _serve_actors(
+        _serve_details()["applications"][app]["deployments"][deployment]["replicas"]
+    )
+
+
+def _serve_details() -> Any:
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None, "Serve has a controller"
+    return client.get_serve_details()
+
+
+def _serve_actors(details: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Returns the handles of actors of Serve; not of those that have just ended."""
+    import ray
+    from ray.serve._private.constants import SERVE_NAMESPACE
+
+    found = []
+    for each in details:
+        with suppress(ValueError):
+            found.append(ray.get_actor(each["actor_name"], namespace=SERVE_NAMESPACE))
+    return found
 
 
 def prepared_cluster_config(content: Mapping[str, object]) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     |   +-- CheckpointError
     +-- RequestError         caller error: this request can never be served as it is
     |   +-- PromptTooLong
-    |       +-- TextTooLong  found before tokenising
+    |   |   +-- TextTooLong  found before tokenising
+    |   +-- ResumedElsewhere the client reads this stream on another connection
     +-- CapacityError        overload: try again later
     |   +-- QueueFull
     +-- EngineError          a failure of the service or its machines
@@ -79,6 +80,16 @@ class TextTooLong(PromptTooLong):
             f"takes {max_tokens} tokens, and its longest has {limit // max_tokens} bytes; cut "
             f"{num_bytes - limit} bytes or more",
             param=param,
+        )
+
+
+class ResumedElsewhere(RequestError):
+    """The client has resumed the stream on another connection."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the stream was resumed on another connection and continues there: read it there, or "
+            "resume it with the Last-Event-ID of the last event that was received"
         )
 
 

@@ -106,6 +106,10 @@ class Request:
     submission: int = 0
     """Number of this submission to an engine; later ones are higher. Emissions have it too, since
     those of an earlier submission may still arrive."""
+    resume_window_s: float = 0.0
+    """How long its emissions are kept after the end of its stream, for a client that resumes it."""
+    resumption: int = 0
+    """When a client resumed its stream, in Unix nanoseconds: the latest one is served; 0: never."""
 
 
 class FinishReason(Enum):

@@ -62,6 +62,7 @@ def application_of(
         num_replicas=config.num_ingresses,
         ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
         max_ongoing_requests=_MANY,
+        health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
     ).bind(config, pipelines, api_key)

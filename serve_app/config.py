@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import (
     BaseModel,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -132,6 +133,17 @@ class PipelinesConfig(Section):
         return self
 
 
+class SparesConfig(Section):
+    """Processes that each pipeline keeps up for lost workers. Each takes a bundle of its own, with
+    the GPU of a rank of its stage."""
+
+    draft: NonNegativeInt = 0
+    """For the drafting actor, with its weights loaded. Draft ranks other than 0 have no spares."""
+
+    verify: NonNegativeInt = 0
+    """For verify ranks. Which rank is not known before one is lost: its weights are loaded then."""
+
+
 class RecoveryConfig(Section):
     """What happens when a process or link of a pipeline is lost."""
 
@@ -153,6 +165,12 @@ class RecoveryConfig(Section):
     lease_s: PositiveFloat = 60.0
     """How long the workers of a pipeline wait for a new supervisor when theirs has died; then they
     exit and free their GPUs. Longer than Serve takes to replace a replica."""
+
+    resume_window_s: Annotated[NonNegativeFloat, Field(le=3600.0)] = 60.0
+    """How long a drafting actor keeps the tokens of a stream after its client has left, so that a
+    request with `Last-Event-ID` continues at once. Later, and with 0, they are computed again."""
+
+    spares: SparesConfig = SparesConfig()
 
     max_interruptions: PositiveInt = 4
     """Interruptions in a row, with requests and without a token, after which a pipeline is given
@@ -291,6 +309,10 @@ class ServiceConfig(Section):
 
     port: int = Field(default=8000, ge=1, le=65535)
     """Port the HTTP service listens on."""
+
+    proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
+    """Where Serve has HTTP proxies, if this service starts it: on the head, or also on every node
+    with a replica, for clients that go on at another node (or a load balancer that does)."""
 
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""

@@ -239,6 +239,7 @@ def router_handle(config: ServiceConfig) -> Any:
             num_cpus=0,
             resources=config.placement.front,
             max_concurrency=1000,
+            enable_task_events=False,
         )
         .remote(config.router, config.engine.speculation)
     )

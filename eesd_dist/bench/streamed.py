@@ -1,17 +1,22 @@
 """Client side of one streamed request: its tokens, their times, and its end.
 
 Speaks HTTP and server-sent events, and reports broken streams instead of raising, since callers
-count them. Does not check the text.
+count them. On request it resumes them, as a client with patience does. Does not check the text.
 """
 
+import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import httpx
+
+_RESUME_PAUSE_S = 0.25
+_STATUS_TO_REPEAT = frozenset({404, 429, 500, 502, 503, 504})
+"""Answers of a front that is being replaced; 404: its routes are not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,8 @@ class Streamed:
     finish_reason: str | None
     is_done: bool
     """Whether `[DONE]` was received."""
+    num_resumed: int = 0
+    """How often its connection broke and it continued on another one."""
     error: str | None
     """Error of the service or the connection."""
     asked_s: float
@@ -58,14 +65,39 @@ class Listener:
         self._metrics: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
         self._is_done = False
+        self._event_id = ""
+        """Of the event that is being received."""
+        self._last_event_id = ""
+        self._num_resumed = 0
         self._error: str | None = None
         self._arrivals_s: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_done or self._error is not None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request needs to continue this stream; empty before the first token."""
+        return {"Last-Event-ID": self._last_event_id} if self._last_event_id else {}
 
     def hear(self, line: str) -> None:
         if line == "data: [DONE]":
             self._is_done = True
+        elif line.startswith("id: "):
+            self._event_id = line.removeprefix("id: ")
         elif line.startswith("data: "):
             self._take(json.loads(line.removeprefix("data: ")))
+            self._last_event_id = self._event_id or self._last_event_id
+            self._event_id = ""
+
+    def answered(self) -> None:
+        """A request was accepted, the first one or one that continues."""
+        self._event_id = ""
+        if self._last_event_id:
+            self._num_resumed += 1
+        else:
+            self._text = ""  # an echoed prompt comes again
 
     def fail(self, error: str) -> None:
         self._error = self._error or error
@@ -79,6 +111,7 @@ class Listener:
             metrics=self._metrics,
             finish_reason=self._finish_reason,
             is_done=self._is_done,
+            num_resumed=self._num_resumed,
             error=self._error,
             asked_s=self._asked_s,
             arrivals_s=tuple(self._arrivals_s),
@@ -100,16 +133,52 @@ class Listener:
                 self._arrivals_s.append(time.monotonic())
 
 
-async def stream(client: httpx.AsyncClient, listener: Listener, body: Mapping[str, object]) -> None:
-    """Sends the request and reads the stream to its end or error."""
+async def stream(
+    client: httpx.AsyncClient,
+    listener: Listener,
+    body: Mapping[str, object],
+    *,
+    max_attempts: int = 1,
+) -> None:
+    """Sends the request and reads the stream to its end or error. When the connection breaks, the
+    request is sent again and continues after the last event."""
+    trouble = ""
+    for attempt in range(max_attempts):
+        if attempt:
+            await asyncio.sleep(_RESUME_PAUSE_S)
+        trouble = await _trouble(client, listener, body, repeats=attempt > 0)
+        if listener.is_over:
+            return
+    listener.fail(trouble)
+
+
+async def _trouble(
+    client: httpx.AsyncClient, listener: Listener, body: Mapping[str, object], *, repeats: bool
+) -> str:
+    """Reads one connection to its end; returns what broke it."""
     route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
-        async with client.stream("POST", route, json=dict(body)) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                listener.fail(f"the service answered {response.status_code}: {text[:500]}")
-                return
-            async for line in response.aiter_lines():
-                listener.hear(line)
+        async with client.stream(
+            "POST", route, json=dict(body), headers=listener.headers
+        ) as response:
+            if response.status_code == 200:
+                listener.answered()
+                async for line in _lines(response):
+                    listener.hear(line)
+                return "the connection ended before [DONE]"
+            text = (await response.aread()).decode(errors="replace")
+            refusal = f"the service answered {response.status_code}: {text[:500]}"
+            if not repeats or response.status_code not in _STATUS_TO_REPEAT:
+                listener.fail(refusal)
+            return refusal
     except httpx.HTTPError as error:
-        listener.fail(f"the connection broke: {type(error).__name__}: {error}")
+        return f"the connection broke: {type(error).__name__}: {error}"
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yields whole lines. `aiter_lines` also splits at characters that texts have, e.g. U+0085."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()

@@ -27,6 +27,10 @@ class KvSharing:
         self._lock = lock
         self._epoch = epoch
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch()
+
     def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
         """Leases the full pages of live requests (None: of all): they do not change until the lease
         ends.
@@ -41,11 +45,19 @@ class KvSharing:
         with self._lock:
             return self._scheduler.leases.end_lease(number)
 
-    def reserve(self, leased: Sequence[LeasedPages]) -> PageReservation:
-        """Reserves pages that no round reads or writes until they are adopted or abandoned."""
+    def num_missing(self, leased: Sequence[LeasedPages]) -> dict[RequestId, int]:
+        """Returns for each request of another pipeline how many of its pages are not cached."""
+        with self._lock:
+            return self._scheduler.num_missing(leased)
+
+    def reserve(
+        self, leased: Sequence[LeasedPages], *, limit: int | None = None
+    ) -> PageReservation:
+        """Reserves pages, at most `limit`, that no round reads or writes until they are adopted or
+        abandoned."""
         with self._lock:
             return self._scheduler.reserve(
-                leased, untouchable=self._moving_pages(), epoch=self._epoch()
+                leased, untouchable=self._moving_pages(), epoch=self._epoch(), limit=limit
             )
 
     def adopt(self, number: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import is_nccl_available
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import Layout
@@ -32,12 +33,14 @@ class PageStore:
         ]
         self.page_bytes = tuple(size for part in self._parts for size in part.page_bytes)
         """Bytes of one page, layer by layer."""
+        self.device = span.paged.device
         self.weights = span.weights
         """Digest of the target's files that the layers were read from, taken at that time."""
 
     @torch.inference_mode()
     def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
-        """Returns a chunk of these pages. Rounds may run: they do not write leased pages."""
+        """Returns a chunk of these pages, on their device. Rounds may run: they do not write leased
+        pages."""
         wanted = pages[chunk.first_page : chunk.last_page]
         return torch.cat(
             [
@@ -60,7 +63,7 @@ class PageStore:
             at = end
 
     def settle(self) -> None:
-        """Waits until all writes are visible to later rounds."""
+        """Waits until all writes of this thread are visible to later rounds."""
         for part in self._parts:
             part.settle_writes()
 
@@ -80,7 +83,13 @@ def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) 
         page_size=config.cache.page_size,
         machine=_machine(layout.device, num_threads=config.parallel.num_threads),
         finds_prefixes=config.cache.prefix_caching,
+        gpu=_gpu(layout.device),
+        has_nccl=is_nccl_available(),
     )
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _machine(device: torch.device, *, num_threads: int) -> str:

@@ -6,9 +6,10 @@ several requests on a sparse grid. The controllers use the figures.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -105,34 +106,36 @@ class _Bench:
     channel: VerifyChannel
     kv_range: _KvRange
     epoch: int
+    round_ids: Iterator[int] = field(default_factory=count)
+    """Each round has its own: a rank that stays in one round makes no progress."""
 
     def verify_s(self, rows: Sequence[int]) -> float:
         """Measures a verify pass over `rows`, a row count per request."""
         return _usual(partial(self._verify, rows))
 
-    def request_s(self, count: int, verify_s: Sequence[float]) -> float:
-        """Measures what a request costs in addition to its rows: `count` requests of one row each
-        against one request of `count` rows."""
-        count = min(count, len(verify_s))
-        if count < 2:
+    def request_s(self, most: int, verify_s: Sequence[float]) -> float:
+        """Measures what a request costs in addition to its rows: up to `most` requests of one row
+        each against one request of as many rows."""
+        num = min(most, len(verify_s))
+        if num < 2:
             return 0.0
-        return max(self.verify_s([1] * count) - verify_s[count - 1], 0.0) / (count - 1)
+        return max(self.verify_s([1] * num) - verify_s[num - 1], 0.0) / (num - 1)
 
-    def draft_s(self, count: int, *, length: int) -> float:
-        """Measures known rows and drafts of `length` tokens, with evidence, of `count` requests."""
-        return _usual(partial(self._draft, count, length, 0.0))
+    def draft_s(self, num: int, *, length: int) -> float:
+        """Measures known rows and drafts of `length` tokens, with evidence, of `num` requests."""
+        return _usual(partial(self._draft, num, length, 0.0))
 
     def refused_s(self) -> float:
         """Measures a first guess that is not taken."""
         return _usual(partial(self._draft, 1, 1, 1.0))
 
-    def _draft(self, count: int, length: int, threshold: float) -> None:
+    def _draft(self, num: int, length: int, threshold: float) -> None:
         policy = DraftPolicy(
             speculation=SpeculationConfig(controller="threshold", threshold=threshold),
             cost=None,
             calibrator=None,
         )
-        items = tuple(self._item(f"rehearsal-{i}", length) for i in range(count))
+        items = tuple(self._item(f"rehearsal-{i}", length) for i in range(num))
         for item in items:
             policy.admit(item.live.request_id, None, Belief())
         self.draft.draft(RoundPlan(microbatch=0, items=items, preempted=()), policy)
@@ -168,10 +171,10 @@ class _Bench:
             sum(rows), span.spec.hidden_size, dtype=span.compute_dtype, device=self.draft.device
         )
         segments = tuple(
-            greedy_segment(start=self.kv_range.start, num_rows=count, pages=self.kv_range.pages)
-            for count in rows
+            greedy_segment(start=self.kv_range.start, num_rows=num, pages=self.kv_range.pages)
+            for num in rows
         )
-        header = RoundHeader(epoch=self.epoch, round_id=0, segments=segments)
+        header = RoundHeader(epoch=self.epoch, round_id=next(self.round_ids), segments=segments)
         self.channel.send(header, hidden_TD)
         self.channel.receive()
 

@@ -132,8 +132,8 @@ class LayerPages:
         return self._slots_SHE[0].nbytes
 
     def read(self, slots_S: Tensor) -> Tensor:
-        """Returns a copy of the slots' contents, as bytes on the CPU."""
-        return self._slots_SHE.index_select(0, slots_S).view(-1).view(torch.uint8).cpu()
+        """Returns a copy of the slots' contents, as bytes on their device."""
+        return self._slots_SHE.index_select(0, slots_S).view(-1).view(torch.uint8)
 
     def write(self, slots_S: Tensor, content_B: Tensor) -> None:
         """Writes bytes from `read` to slots that no round reads or writes."""

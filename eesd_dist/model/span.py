@@ -119,12 +119,16 @@ class PagedLayers:
             pages.move(sources_M, targets_M)
 
     @property
+    def device(self) -> torch.device:
+        return self._rotation_SP.device
+
+    @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of one page, layer by layer."""
         return tuple(pages.slot_bytes * self._page_size for pages in self._pages)
 
     def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
-        """Returns a copy of these pages of a layer, as bytes on the CPU."""
+        """Returns a copy of these pages of a layer, as bytes on their device."""
         return self._pages[layer].read(self._slots_of(pages))
 
     def write_pages(self, layer: int, pages: Sequence[int], content_B: Tensor) -> None:
@@ -132,10 +136,10 @@ class PagedLayers:
         self._pages[layer].write(self._slots_of(pages), content_B)
 
     def settle_writes(self) -> None:
-        """Waits until written pages are visible to rounds of every thread. On a CPU they are at
-        once; on a GPU rounds may run on another stream than the writer's."""
+        """Waits until pages written by this thread are visible to rounds of every thread. On a CPU
+        they are at once; on a GPU rounds may run on another stream than the writer's."""
         if self._rotation_SP.is_cuda:
-            torch.cuda.synchronize(self._rotation_SP.device)
+            torch.cuda.current_stream(self._rotation_SP.device).synchronize()
 
     @torch.inference_mode()
     def begin(self) -> None:

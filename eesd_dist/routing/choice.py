@@ -232,6 +232,10 @@ class PipelineChooser:
         if known is not None:
             known.suspected_s = self._clock()
 
+    def addresses(self) -> dict[str, Any]:
+        """Returns the address of each pipeline that is ready."""
+        return {name: p.report.address for name, p in self._pipelines.items() if p.is_ready}
+
     def leaders(self) -> dict[str, str]:
         """Returns the leader of each known pipeline."""
         return {name: pipeline.report.leader for name, pipeline in self._pipelines.items()}

@@ -14,10 +14,13 @@ recomputed. How bytes travel is decided in other modules.
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, fields
 from itertools import takewhile
+from typing import Literal
 from uuid import uuid4
 
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import PageId, RequestId, TokenId
+
+Backend = Literal["gloo", "nccl"]
 
 _ANY = TokenId(0)
 """Appended to look up full pages: the allocator never matches the page of the last token."""
@@ -43,6 +46,10 @@ class KvLayout:
     """Hardware properties that select the compute routines, and so decide a key's last bits."""
     finds_prefixes: bool
     """Whether prefix caching is on."""
+    gpu: str = ""
+    """UUID of the GPU that holds the pages; empty on a CPU. Need not be equal."""
+    has_nccl: bool = False
+    """Whether this rank's torch has NCCL. Need not be equal."""
 
     def why_not(self, other: "KvLayout") -> str | None:
         """Returns a description of the first difference; None when pages can migrate."""
@@ -50,9 +57,18 @@ class KvLayout:
             return "cache.prefix_caching is off there"
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if mine != theirs and each.name != "finds_prefixes":
+            if mine != theirs and each.name not in _OWN:
                 return f"{each.name} is {mine} here and {theirs} there"
         return None
+
+    def backend_to(self, other: "KvLayout") -> Backend:
+        """Returns what moves pages to the other rank: NCCL from one GPU to another, otherwise Gloo
+        through host memory. NCCL refuses two ranks on one GPU."""
+        between_gpus = "" not in (self.gpu, other.gpu) and self.gpu != other.gpu
+        return "nccl" if between_gpus and self.has_nccl and other.has_nccl else "gloo"
+
+
+_OWN = ("finds_prefixes", "gpu", "has_nccl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +102,18 @@ class PageReservation:
     """Pages that were cached here already."""
     num_refused: int
     """Leased pages for which there was no room."""
+    num_left: int = 0
+    """Leased pages beyond the limit of this reservation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTraffic:
-    """What one rank sent or received for a reservation."""
+    """The pages of one reservation that a rank sent or received."""
 
     num_pages: int
     num_bytes: int
     seconds: float
-    """From the first chunk to the last message; connecting the two ranks is not counted."""
+    """From the first chunk to the last message."""
 
 
 class PageLeases:
@@ -135,9 +153,10 @@ class PageLeases:
         num_kept: int,
         untouchable: Set[int],
         epoch: int = 0,
+        limit: int | None = None,
     ) -> PageReservation:
-        """Reserves pages for the leased ones that are not cached here, as far as there is room: a
-        shorter prefix is useful too.
+        """Reserves pages for the leased ones that are not cached here, at most `limit` and as far
+        as there is room: a shorter prefix is useful too.
 
         `num_kept` pages stay free for requests of this pipeline; `untouchable` ones may still be
         read or written by a planned round.
@@ -146,6 +165,7 @@ class PageLeases:
         arriving: dict[PageId, PageId] = {}
         tables: list[_Table] = []
         refused: set[PageId] = set()
+        left: set[PageId] = set()
         num_found = 0
         for request in requests:
             salt = salt_of(request.drafts)
@@ -155,6 +175,9 @@ class PageLeases:
             self._pages.retain(shared)
             table += shared
             missing = request.pages[len(table) :]
+            num_wanted = len(missing) if limit is None else max(0, limit - len(arriving))
+            left.update(missing[num_wanted:])
+            missing = missing[:num_wanted]
             fresh = self._fresh(
                 len(missing),
                 after=table[-1] if table else None,
@@ -171,7 +194,19 @@ class PageLeases:
             moves=tuple(arriving.items()),
             num_found=num_found,
             num_refused=len(refused),
+            num_left=len(left),
         )
+
+    def num_missing(
+        self, requests: Sequence[LeasedPages], *, salt_of: Callable[[bool], str]
+    ) -> dict[RequestId, int]:
+        """Returns for each request how many of its pages are not cached here."""
+        missing: dict[RequestId, int] = {}
+        for request in requests:
+            found = self._pages.match_prefix([*request.tokens, _ANY], salt=salt_of(request.drafts))
+            self._pages.release(found)
+            missing[request.request_id] = len(request.pages) - len(found)
+        return missing
 
     def adopt(self, number: str) -> bool:
         """Makes the pages findable; call when all content has arrived. Returns False when the

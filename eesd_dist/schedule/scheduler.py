@@ -8,7 +8,7 @@ Independent of tensors, stages, controllers and text. Not thread-safe: one threa
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -284,18 +284,29 @@ class Scheduler:
         return self.leases.lease(leased)
 
     def reserve(
-        self, leased: Iterable[LeasedPages], *, untouchable: Set[int], epoch: int = 0
+        self,
+        leased: Iterable[LeasedPages],
+        *,
+        untouchable: Set[int],
+        epoch: int = 0,
+        limit: int | None = None,
     ) -> PageReservation:
         """Reserves pages for another pipeline's, of those that requests here will hardly need."""
         return self.leases.reserve(
             tuple(leased),
-            salt_of=lambda drafts: salt_of(
-                drafts=drafts and self._max_draft_tokens > 0, drafter=self._drafter
-            ),
+            salt_of=self._salt_of,
             num_kept=self._num_spoken_for(),
             untouchable=untouchable,
             epoch=epoch,
+            limit=limit,
         )
+
+    def num_missing(self, leased: Sequence[LeasedPages]) -> dict[RequestId, int]:
+        """Returns for each request of another pipeline how many of its pages are not cached."""
+        return self.leases.num_missing(leased, salt_of=self._salt_of)
+
+    def _salt_of(self, drafts: bool) -> str:
+        return salt_of(drafts=drafts and self._max_draft_tokens > 0, drafter=self._drafter)
 
     def _num_spoken_for(self) -> int:
         """Returns how many free pages to keep for requests of this pipeline, each up to its fair

@@ -3,18 +3,20 @@
 Both ends know in advance which pages of how many layers are transferred, and cut them into the same
 chunks. A chunk's header, a message in the format of `wire`, identifies it. Anything but the
 expected chunk is a WireError before a byte is written: version, KV migration, layers, pages and
-size are compared, then the checksum of the bytes. The last message goes from the receiver to the
-sender, after everything is written. No chunk is larger than `MAX_CHUNK_BYTES`, unless a single page
-of a single layer is.
+size are compared, then the checksum of the bytes. The receiver confirms each chunk once it is
+written, so that both ends know of progress and hold few chunks at a time. No chunk is larger than
+`MAX_CHUNK_BYTES`, unless a single page of a single layer is.
 
-Callers decide what the bytes mean and where they are stored.
+Bytes travel on the group's device: over NCCL from one GPU to another, else over Gloo. Headers and
+confirmations are on the host. Callers decide what the bytes mean and where they are stored.
 """
 
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from msgspec.msgpack import Decoder
 from torch import Tensor
 
@@ -26,6 +28,10 @@ from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
 
 MAX_CHUNK_BYTES = 8 << 20
 HEADER_BYTES = 256
+_WINDOW = 2
+"""Chunks that were sent and are not confirmed. With the one that is being read, and its layers, a
+sender holds at most four chunks (32 MiB), a receiver two, and the layer that it writes."""
+_WORD_BYTES = 8
 
 
 class Chunk(Record, frozen=True, kw_only=True):
@@ -39,13 +45,13 @@ class Chunk(Record, frozen=True, kw_only=True):
 
 
 class _Header(Record, frozen=True, kw_only=True):
-    """Identifies a chunk; without a chunk, confirms that all are written."""
+    """Identifies a chunk; without a chunk, confirms that this one is written."""
 
     migration: str
     index: Count
     num_chunks: Count
     chunk: Chunk | None
-    content_crc: Unsigned
+    checksum: Unsigned
     """0 without a chunk."""
 
 
@@ -53,7 +59,7 @@ _headers = Decoder(_Header)
 
 
 Read = Callable[[Chunk], Tensor]
-"""Returns the bytes of a chunk, on the CPU."""
+"""Returns the bytes of a chunk, on any device: the group's device is where they are sent from."""
 Write = Callable[[Chunk, Tensor], None]
 
 
@@ -102,21 +108,32 @@ def send_pages(
 ) -> PageTraffic:
     """Sends the pages from rank 0 of a group of two, and waits until rank 1 has written them.
 
-    Raises PeerLost when that takes longer than `timeout_s`, WireError for any other answer.
+    Raises PeerLost when all of that takes longer than `timeout_s`, WireError for any other answer.
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
+    sent: deque[tuple[int, list[Transfer]]] = deque()
+
+    def confirm_oldest() -> None:
+        index, transfers = sent.popleft()
+        answer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        name = _chunk_name(index)
+        transfers.append(group.irecv(answer, source=1, tag=Tag.PAGES, operation=name))
+        clock.finish(transfers)
+        _expect(_written(chunks, index, number=number), answer, group)
+
     for index, chunk in enumerate(chunks):
-        content_B = read(chunk)  # copied while the chunk before it is being sent
+        content_B = read(chunk).to(group.device)  # while the chunks before it are being sent
+        if len(sent) == _WINDOW:
+            confirm_oldest()
         header = _encode(_header_of(chunks, index, content_B, number=number), group)
-        clock.finish_last()
-        clock.begin(group.isend(header, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
-        clock.begin(group.isend(content_B, to=1, tag=Tag.PAGES, operation=_chunk_name(index)))
-    clock.finish_last()
-    done = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    clock.begin(group.irecv(done, source=1, tag=Tag.PAGES, operation="the last page"))
-    clock.finish_last()
-    _expect(_done(chunks, number=number), done, group)
+        name = _chunk_name(index)
+        transfers = [
+            group.isend(x, to=1, tag=Tag.PAGES, operation=name) for x in (header, content_B)
+        ]
+        sent.append((index, transfers))
+    while sent:
+        confirm_oldest()
     return clock.traffic(num_pages, chunks)
 
 
@@ -136,19 +153,21 @@ def receive_pages(
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
-    asked = [_ask_for(group, index, chunk) for index, chunk in enumerate(chunks[:1])]
+    # On the CPU the next chunk comes while this one is checked and written. On a GPU the write
+    # would be queued behind that receive, and happen late.
+    num_ahead = 1 if group.device.type == "cpu" else 0
+    asked: deque[tuple[Tensor, Tensor, tuple[Transfer, Transfer]]] = deque()
     for index, chunk in enumerate(chunks):
-        header, content_B, transfers = asked.pop()
-        if index + 1 < len(chunks):  # it comes while this one is checked and written
-            asked.append(_ask_for(group, index + 1, chunks[index + 1]))
-        for transfer in transfers:
-            clock.begin(transfer)
-        clock.finish_last()
+        for wanted in range(index + len(asked), min(index + num_ahead + 1, len(chunks))):
+            asked.append(_ask_for(group, wanted, chunks[wanted]))
+        header, content_B, transfers = asked.popleft()
+        clock.finish(transfers)
         _expect(_header_of(chunks, index, content_B, number=number), header, group)
         write(chunk, content_B)
-    done = _encode(_done(chunks, number=number), group)
-    clock.begin(group.isend(done, to=0, tag=Tag.PAGES, operation="the last page", confirmed=True))
-    clock.finish_last()
+        answer = _encode(_written(chunks, index, number=number), group)
+        is_last = index == len(chunks) - 1
+        name = _chunk_name(index)
+        clock.finish([group.isend(answer, to=0, tag=Tag.PAGES, operation=name, confirmed=is_last)])
     return clock.traffic(num_pages, chunks)
 
 
@@ -157,7 +176,7 @@ def _ask_for(
 ) -> tuple[Tensor, Tensor, tuple[Transfer, Transfer]]:
     """Returns buffers for a chunk's header and bytes, and the transfers that fill them."""
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+    content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=group.device)
     name = _chunk_name(index)
     return (
         header,
@@ -170,19 +189,15 @@ def _ask_for(
 
 
 class _Clock:
-    """Owns the deadline of all transfers of one KV migration."""
+    """Owns the deadline of the transfers of one reservation's pages."""
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
         self._peer = group.members[1 - group.rank]
         self._began_s = time.monotonic()
         self._timeout_s = timeout_s
-        self._pending: list[Transfer] = []
 
-    def begin(self, transfer: Transfer) -> None:
-        self._pending.append(transfer)
-
-    def finish_last(self) -> None:
-        for transfer in self._pending:
+    def finish(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
             left_s = self._began_s + self._timeout_s - time.monotonic()
             if left_s <= 0:
                 raise PeerLost(
@@ -191,7 +206,6 @@ class _Clock:
                     reason=f"not done within {self._timeout_s:g} s",
                 )
             transfer.finish(timeout_s=left_s)
-        self._pending.clear()
 
     def traffic(self, num_pages: int, chunks: Sequence[Chunk]) -> PageTraffic:
         return PageTraffic(
@@ -207,13 +221,22 @@ def _header_of(chunks: Sequence[Chunk], index: int, content_B: Tensor, *, number
         index=index,
         num_chunks=len(chunks),
         chunk=chunks[index],
-        content_crc=zlib.crc32(content_B.numpy().data),
+        checksum=_checksum(content_B),
     )
 
 
-def _done(chunks: Sequence[Chunk], *, number: str) -> _Header:
-    count = len(chunks)
-    return _Header(migration=number, index=count, num_chunks=count, chunk=None, content_crc=0)
+def _written(chunks: Sequence[Chunk], index: int, *, number: str) -> _Header:
+    return _Header(migration=number, index=index, num_chunks=len(chunks), chunk=None, checksum=0)
+
+
+def _checksum(content_B: Tensor) -> int:
+    """Returns the sum of all words times odd weights, computed where the bytes are. Integers wrap,
+    so the order does not matter; a single changed word always changes the sum."""
+    if rest := -len(content_B) % _WORD_BYTES:
+        content_B = F.pad(content_B, (0, rest))
+    words = content_B.view(torch.int64)
+    weights = torch.arange(1, 2 * len(words), 2, device=content_B.device)
+    return int(weights.mul_(words).sum()) % 2**64
 
 
 def _encode(header: _Header, group: ProcessGroup) -> Tensor:

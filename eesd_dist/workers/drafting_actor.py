@@ -8,7 +8,6 @@ actor never waits for the router.
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
@@ -25,13 +24,11 @@ from eesd_dist.errors import (
     Migrated,
     PeerLost,
     QueueFull,
+    ResumedElsewhere,
 )
-from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
+from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.types import Request, RequestId, RoundStats
 from eesd_dist.workers.admission import Admission
-from eesd_dist.workers.crash_report import crash_report
-from eesd_dist.workers.joining import Joining
-from eesd_dist.workers.loop import LoopThread
 from eesd_dist.workers.messages import (
     Address,
     ControlReport,
@@ -39,32 +36,25 @@ from eesd_dist.workers.messages import (
     DraftStats,
     Epoch,
     HeadReport,
-    Lease,
-    LoadReport,
     LoopEnd,
-    PageLink,
-    ProcessInfo,
-    Reservation,
+    Meeting,
     RouterAdvice,
     RouterNews,
     TelemetryOptions,
     Tenancy,
-    WorkerIdentity,
     WorkerStatus,
 )
 from eesd_dist.workers.outboxes import TAKE_WAIT_S, Outboxes
-from eesd_dist.workers.process import prepare_process, process_info, tracing_of
-from eesd_dist.workers.roles import DraftEpoch, EpochLeader, StageFactory, StepLike
+from eesd_dist.workers.process import prepare_process, tracing_of
+from eesd_dist.workers.roles import EpochLeader, StageFactory, StepLike
+from eesd_dist.workers.round_loop import RoundLoop
 from eesd_dist.workers.router_client import Plans, RouterLink
 from eesd_dist.workers.tenure import Tenure
 from eesd_dist.workers.watch import DraftWatch
+from eesd_dist.workers.worker_actor import WorkerActor
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.25
-_ABORT_WAIT_S = 5.0
-_NUM_QUIET = 2
-"""Steps in a row without a result: one may have begun a round; after two none is in flight."""
 _QUIET_POLL_S = 0.02
 _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
@@ -72,63 +62,6 @@ _LOOK_S = 1.0
 _LEASE_MARGIN_S = 5.0
 _NUM_CANCELLED = 256
 """Cancelled submissions to remember: more than can be cancelled before they arrive."""
-
-
-class _RunningEpoch:
-    """Owns the round loop of one epoch, and stops it."""
-
-    def __init__(
-        self, part: DraftEpoch, *, epoch: int, name: str, deliver: Callable[[StepLike], None]
-    ) -> None:
-        self.part = part
-        self.epoch = epoch
-        self._num_computed = 0
-        """Tokens committed and prompt rows computed; written by the loop's thread alone."""
-        self._deliver = deliver
-        self._event_loop = asyncio.get_running_loop()
-        self._stopping = threading.Event()
-        self._halting = threading.Event()
-        self._num_turns = 0
-        self._loud_turn = 0
-        """The last turn with a result; both are written by the loop's thread alone."""
-        self._disturbed_turn = 0
-        self.thread = LoopThread(self._turn, name=name)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Returns whether no round is in flight with a request that was there at `disturb`."""
-        return self._num_turns - max(self._loud_turn, self._disturbed_turn) > _NUM_QUIET
-
-    def progress_of(self, *, has_work: bool) -> int:
-        """Returns a number that changes as long as the loop makes progress: with work, a turn that
-        computes nothing is none."""
-        return self._num_computed if has_work else -self._num_turns
-
-    def disturb(self) -> None:
-        """Notes that the engine's requests have changed."""
-        self._disturbed_turn = self._num_turns
-
-    def _turn(self) -> None:
-        while not self._stopping.is_set():
-            result = self.part.step(wait_s=_IDLE_WAIT_S)
-            self._num_turns += 1
-            if result.rounds or result.emissions:
-                self._loud_turn = self._num_turns
-                self._num_computed += sum(r.num_emitted + r.num_prefill_rows for r in result.rounds)
-                self._event_loop.call_soon_threadsafe(self._deliver, result)
-            elif self._halting.is_set() and self._num_turns - self._loud_turn >= _NUM_QUIET:
-                return
-
-    async def halt(self) -> bool:
-        """Ends the loop once no round is in flight; returns whether it has ended."""
-        self._halting.set()
-        return await self.thread.ended_within(_ABORT_WAIT_S)
-
-    async def stop(self) -> bool:
-        """Ends the loop; returns whether it has ended."""
-        self._stopping.set()
-        self.part.abort()
-        return await self.thread.ended_within(_ABORT_WAIT_S)
 
 
 class _Connected:
@@ -141,8 +74,8 @@ class _Connected:
         self._leader.disconnect()
 
 
-class DraftActor:
-    """Draft rank 0 of a pipeline. Methods run in the actor's event loop, rounds in a thread."""
+class DraftActor(WorkerActor):
+    """Draft rank 0 of a pipeline; its methods run in the actor's event loop, rounds in a thread."""
 
     def __init__(
         self,
@@ -156,17 +89,17 @@ class DraftActor:
     ) -> None:
         """`tenure` makes its lease; a fallback has none, and ends with its host."""
         prepare_process()
-        self._name = name
         self._max_waiting = config.scheduler.max_waiting
         tracing = tracing_of(telemetry, process=name)
         self._leader = stages.draft_leader(config, tracing)
+        lease = None if tenure is None else tenure()
+        super().__init__(name=name, role=self._leader, tenure=lease)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Outboxes()
         self._admission = Admission()
         self._waiting: dict[RequestId, Request] = {}
         """Submitted requests that the engine has not got yet."""
-        self._joining = Joining(name=name)
-        self._running: _RunningEpoch | None = None
+        self._running: RoundLoop | None = None
         """None between epochs."""
         self._needs_new_engine = True
         self._dropped: set[RequestId] = set()
@@ -174,11 +107,10 @@ class DraftActor:
         self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
         """Latest submissions that were cancelled while they were not here."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Expiry of page leases and reservations, and the look after clients."""
+        """The expiry of page leases and reservations, and the look after clients."""
         self._is_looking = False
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
-        self._tenure = None if tenure is None else tenure()
         self._router: RouterLink | None = None
         if ask_router is not None:
             self._router = RouterLink(
@@ -188,39 +120,18 @@ class DraftActor:
                 adopt=self._leader.adopt,
             )
 
-    async def process_info(self) -> ProcessInfo:
-        return process_info()
-
-    async def crash_report(self, pid: int) -> str:
-        """Returns what a dead process of this node has reported; empty for nothing."""
-        return await asyncio.to_thread(crash_report, pid)
-
-    async def forever(self) -> None:
-        """Never returns: a pending call is how the supervisor learns that this process has died."""
-        await asyncio.Event().wait()
-
-    async def claim(self, lease: Lease, of: str) -> WorkerIdentity:
-        """Passes this worker from a dead supervisor to another. Raises LeaseLost when a third one
-        was faster."""
-        assert self._tenure is not None, "a fallback is not claimed"
-        return self._tenure.claim(lease, of=of)
-
     async def tenancy(self) -> Tenancy:
         """Returns what another supervisor needs to know to claim this worker."""
-        assert self._tenure is not None, "a fallback is not claimed"
-        return self._tenure.tenancy(
+        return self._leased().tenancy(
             epoch=0 if self._running is None else self._running.epoch,
             is_degraded=False,
             head=self._leader.head_folder,
         )
 
-    async def beat(self, lease: Lease) -> WorkerStatus:
-        """Renews the lease, and reports progress. Raises LeaseLost for an earlier supervisor."""
-        if self._tenure is not None:
-            self._tenure.renew(lease)
+    def _in_epoch(self) -> WorkerStatus | None:
         running = self._running
         if running is None:
-            return self._joining.status(self._leader.loading.report())
+            return None
         load = running.part.load()
         return WorkerStatus(
             epoch=running.epoch,
@@ -260,7 +171,8 @@ class DraftActor:
         if not self._is_looking:
             self._is_looking = True
             self._keep(self._look_after_clients())
-        self._running = _RunningEpoch(
+            self._keep(self._expire_pages())
+        self._running = RoundLoop(
             part,
             epoch=epoch.number,
             name=f"drafting loop of {self._name}",
@@ -309,19 +221,27 @@ class DraftActor:
     async def submit(self, request: Request, client: str) -> None:
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
         if it is refused."""
-        request_id, submission = request.request_id, request.submission
-        earlier = self._mail.submission_of(request_id)
-        if earlier is not None and earlier < submission:  # its cancellation has yet to arrive
-            await self.cancel(request_id, earlier)
+        request_id = request.request_id
+        earlier = self._mail.request_of(request_id)
+        if earlier is not None and _is_next_attempt(request, after=earlier):
+            await self.cancel(request_id, earlier.submission)  # that is on its way
         try:
             self._refuse(request)
-            self._mail.open(request, client=client)
+            if earlier is not None and earlier.resumption < request.resumption:
+                self._send_on(request_id, ResumedElsewhere())
+            unfinished = self._mail.open(request, client=client)
         except EesdError as error:
             self._mail.refuse(request, client=client, error=error)
             return
-        self._waiting[request_id] = request
-        self._admission.arrive(request_id, is_suspect=request.is_suspect)
+        if unfinished is not None:
+            self._waiting[request_id] = unfinished
+            self._admission.arrive(request_id, is_suspect=request.is_suspect)
         self._admit()
+
+    async def num_kept(self, request_id: RequestId) -> int | None:
+        """Returns how many tokens of a stream are kept for a client that resumes it; None: it is
+        not known here."""
+        return self._mail.kept.num_tokens(request_id)
 
     def _refuse(self, request: Request) -> None:
         """Raises why a request cannot be taken now."""
@@ -349,7 +269,7 @@ class DraftActor:
             for request_id in admitted:
                 self._enter(running, self._waiting.pop(request_id))
 
-    def _enter(self, running: _RunningEpoch, request: Request) -> None:
+    def _enter(self, running: RoundLoop, request: Request) -> None:
         try:
             running.part.add(request)
         except EesdError as error:
@@ -382,6 +302,7 @@ class DraftActor:
         """Ends the streams of clients that have died: nothing else tells this process."""
         while True:
             await asyncio.sleep(_LOOK_S)
+            self._mail.kept.expire()
             unread = self._mail.unread(after_s=_UNREAD_S, passed_s=_LOOK_S)
             for request_id in unread:
                 self._watch.left(request_id)
@@ -391,6 +312,13 @@ class DraftActor:
                 logger.warning(
                     "unread streams ended: pipeline=%s streams=%d", self._name, len(unread)
                 )
+
+    async def _expire_pages(self) -> None:
+        """Ends page leases and reservations of KV migrations that do not go on."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            with suppress(EngineError):  # while an engine is being built nothing is held
+                await asyncio.to_thread(self._leader.sharing.expire)
 
     async def live(self) -> tuple[RequestId, ...]:
         """Returns the requests with an open stream."""
@@ -422,10 +350,6 @@ class DraftActor:
         """Returns statistics of the latest rounds, oldest first."""
         return tuple(self._watch.rounds())
 
-    async def loading(self) -> LoadReport | None:
-        """Returns the progress of loading weights; None before loading begins."""
-        return self._leader.loading.report()
-
     async def flush(self) -> None:
         """Sends pending spans and writes pending recordings; call before ending the process."""
         await asyncio.to_thread(self._watch.flush)
@@ -448,10 +372,6 @@ class DraftActor:
         drafted, accepted = self._watch.acceptance()
         return replace(report, drafted_by_position=drafted, accepted_by_position=accepted)
 
-    async def kv_layout(self) -> KvLayout:
-        """Returns the layout that must match another pipeline's before pages can migrate."""
-        return await asyncio.to_thread(lambda: self._leader.pages.layout())
-
     async def lease_pages(
         self, request_ids: Collection[RequestId] | None, timeout_s: float
     ) -> PageLease:
@@ -459,14 +379,10 @@ class DraftActor:
 
         A lease that is not returned expires, later than the reservation it serves.
         """
-        return await asyncio.shield(self._lease(request_ids, timeout_s=timeout_s))
-
-    async def _lease(
-        self, request_ids: Collection[RequestId] | None, *, timeout_s: float
-    ) -> PageLease:
-        lease = await asyncio.to_thread(lambda: self._leader.sharing.lease(request_ids))
-        self._keep(self._expire_lease(lease.number, after_s=4 * timeout_s + _LEASE_MARGIN_S))
-        return lease
+        lasts_s = 3 * timeout_s + _LEASE_MARGIN_S
+        return await asyncio.to_thread(
+            lambda: self._leader.sharing.lease(request_ids, lasts_s=lasts_s)
+        )
 
     async def return_pages(self, number: str) -> bool:
         """Returns whether the pages held the same content during the whole lease. False between
@@ -474,18 +390,26 @@ class DraftActor:
         held = await asyncio.to_thread(lambda: self._leader.sharing.end_lease(number))
         return held and self._running is not None
 
-    async def reserve_pages(self, lease: PageLease, timeout_s: float) -> Reservation:
-        """Reserves room for another pipeline's pages.
+    async def meet(self, timeout_s: float) -> Meeting:
+        """Opens a store at which ranks of two pipelines can connect for so long."""
+        return await asyncio.to_thread(lambda: self._leader.sharing.meet(lasts_s=timeout_s))
 
-        A rank has `timeout_s` to join its peer rank and as long again to write. A reservation that
-        is neither adopted nor abandoned expires after that, when no rank writes into it any more.
+    async def missing_pages(self, lease: PageLease) -> Mapping[RequestId, int]:
+        """Returns for each leased request how many of its pages are not here."""
+        return await asyncio.to_thread(lambda: self._leader.sharing.num_missing(lease))
+
+    async def reserve_pages(
+        self, lease: PageLease, limit: int, timeout_s: float
+    ) -> PageReservation:
+        """Reserves room for so many of another pipeline's pages.
+
+        A rank begins to write within `timeout_s`, or has closed its link, and ends within
+        `timeout_s`. A reservation that is neither adopted nor abandoned expires after that.
         """
-        return await asyncio.shield(self._reserve(lease, timeout_s=timeout_s))
-
-    async def _reserve(self, lease: PageLease, *, timeout_s: float) -> Reservation:
-        reservation = await asyncio.to_thread(lambda: self._leader.sharing.reserve(lease))
-        self._keep(self._expire_reservation(reservation.pages.number, timeout_s=timeout_s))
-        return reservation
+        lasts_s = 2 * timeout_s + _LEASE_MARGIN_S
+        return await asyncio.to_thread(
+            lambda: self._leader.sharing.reserve(lease, limit=limit, lasts_s=lasts_s)
+        )
 
     async def adopt_pages(self, number: str) -> bool:
         """Makes reserved pages findable; call when every rank has written its part."""
@@ -494,12 +418,6 @@ class DraftActor:
     async def abandon_pages(self, number: str) -> None:
         """Frees reserved pages; call when every rank's `receive_pages` has ended."""
         await asyncio.to_thread(lambda: self._leader.sharing.abandon(number))
-
-    async def send_pages(self, link: PageLink) -> PageTraffic:
-        return await asyncio.to_thread(lambda: self._leader.pages.send(link))
-
-    async def receive_pages(self, link: PageLink) -> PageTraffic:
-        return await asyncio.to_thread(lambda: self._leader.pages.receive(link))
 
     async def evict(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
         """Ends these streams (None: all) with `error`, which says where they continue or why they
@@ -519,18 +437,6 @@ class DraftActor:
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
-
-    async def _expire_lease(self, number: str, *, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        with suppress(EngineError):  # while an engine is being built there are no leases
-            await self.return_pages(number)
-
-    async def _expire_reservation(self, number: str, *, timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
-        await asyncio.to_thread(lambda: self._leader.sharing.close(number))
-        await asyncio.sleep(2 * timeout_s + _LEASE_MARGIN_S)
-        with suppress(EngineError):  # while an engine is being built there are no reservations
-            await self.abandon_pages(number)
 
     def _drop(self, request_id: RequestId) -> None:
         """Takes a request that has left out of the queue or the engine."""
@@ -572,3 +478,8 @@ class DraftActor:
         self._watch.saw(result, late=late)
         if self._admission.num_waiting:
             self._admit()
+
+
+def _is_next_attempt(request: Request, *, after: Request) -> bool:
+    """Whether the same connection of the client asks again."""
+    return request.resumption == after.resumption and request.submission > after.submission

@@ -10,14 +10,15 @@ again will generate those tokens again, so emissions of an earlier submission ar
 import asyncio
 from collections.abc import Iterable
 
-from eesd_dist.errors import EesdError, EngineError, RequestError
+from eesd_dist.errors import EesdError, EngineError, RequestError, ResumedElsewhere
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.messages import StreamItem
 
 
 class Mailbox:
-    def __init__(self, *, submission: int) -> None:
+    def __init__(self, *, submission: int, resumption: int) -> None:
         self.submission = submission
+        self.resumption = resumption
         self._emissions: list[Emission] = []
         self._error: EesdError | None = None
         self._arrived = asyncio.Event()
@@ -52,13 +53,19 @@ class Mailboxes:
         return len(self._boxes)
 
     def open(self, request: Request) -> Mailbox:
+        """Raises RequestError while the id has a box, unless its stream is being resumed."""
         request_id = request.request_id
-        if request_id in self._boxes:
+        earlier = self._boxes.get(request_id)
+        if earlier is not None and earlier.resumption < request.resumption:
+            earlier.fail(ResumedElsewhere())
+        elif earlier is not None:
             raise RequestError(
                 f"request id {request_id} is already being served: choose another",
                 param="request_id",
             )
-        box = self._boxes[request_id] = Mailbox(submission=request.submission)
+        box = self._boxes[request_id] = Mailbox(
+            submission=request.submission, resumption=request.resumption
+        )
         return box
 
     def submission_of(self, request_id: RequestId) -> int | None:

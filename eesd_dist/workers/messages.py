@@ -11,7 +11,7 @@ from typing import Literal
 
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.schedule.page_leases import PageReservation
+from eesd_dist.schedule.page_leases import Backend
 from eesd_dist.transport.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
@@ -93,6 +93,8 @@ class WorkerIdentity:
     slot: str
     digest: str
     """Of the configuration that it was started with."""
+    bundle: str = ""
+    """Name of the slot with the bundle it runs in; empty: its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,9 @@ class Tenancy:
     """Folder of the exit head that it drafts with; empty for none."""
     start_s: float | None = None
     """As in its lease."""
+    lease_s: float = 0.0
+    left_s: float = 0.0
+    """Of its lease; the worker then exits unless it is renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +135,7 @@ class WorkerStatus:
     epoch: int
     """The epoch that it has joined; 0: none."""
     progress: int
-    """Grows with every token, prompt row or round; unchanged work is no progress."""
+    """Grows with every token, prompt row or round of its epoch; unchanged work is no progress."""
     is_busy: bool
     """Whether it has work, so that its progress must grow."""
     phase: str = ""
@@ -139,6 +144,10 @@ class WorkerStatus:
     """How long that phase may go without progress."""
     num_live: int = 0
     """Open streams; only of a drafting actor."""
+    num_moved: int = 0
+    """Grows with every chunk of pages that is migrated: that is progress too."""
+    load: LoadReport | None = None
+    """Progress of its weights; None before loading begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,24 +235,38 @@ class TelemetryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Room in a pipeline for another pipeline's pages, and the store at which ranks connect."""
+class Meeting:
+    """The store at which the ranks of two pipelines connect, in the receiving one."""
 
-    pages: PageReservation
+    number: str
+    epoch: int
     store: Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLink:
-    """One rank's end of a reservation: the pages that it sends to its peer rank or receives."""
+    """A connection from a rank to its peer rank, for all pages of one KV migration."""
 
-    number: str
-    epoch: int
-    """The receiving pipeline's epoch when the reservation was made."""
-    store: Address
+    meeting: Meeting
     rank_name: str
     ends: tuple[str, str]
     """Names of the sender and the receiver."""
+    end: Literal[0, 1]
+    """This rank is the sender or the receiver."""
+    backend: Backend
+    timeout_s: float
+    """Deadline of connecting; without a part for so long, the link is closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePart:
+    """One rank's end of a reservation: the pages that it sends over a link or receives."""
+
+    link: str
+    number: str
+    """Of the reservation."""
+    epoch: int
+    """The receiving pipeline's epoch when the reservation was made."""
     pages: tuple[int, ...]
     """Pages at this end, in the same order as at the other."""
     timeout_s: float

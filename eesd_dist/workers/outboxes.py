@@ -11,11 +11,12 @@ again will generate those tokens again, so emissions of an earlier submission ar
 
 import asyncio
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
-from eesd_dist.errors import EesdError, RequestError
+from eesd_dist.errors import EesdError, RequestError, ResumedElsewhere
 from eesd_dist.types import Emission, Request, RequestId
+from eesd_dist.workers.kept_streams import KeptStreams
 from eesd_dist.workers.messages import Delivery, StreamItem
 
 TAKE_WAIT_S = 2.0
@@ -64,9 +65,10 @@ class Outboxes:
     """The open streams of one actor, and an outbox for each client."""
 
     def __init__(self) -> None:
+        self.kept = KeptStreams()
         self._clients: dict[str, _Outbox] = {}
-        self._open: dict[RequestId, tuple[str, int]] = {}
-        """Client and submission of each open stream."""
+        self._open: dict[RequestId, tuple[str, Request]] = {}
+        """Client and request of each open stream."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -78,20 +80,43 @@ class Outboxes:
         """Returns the requests with an open stream."""
         return tuple(self._open)
 
-    def submission_of(self, request_id: RequestId) -> int | None:
-        """Returns the submission with an open stream for this id, or None."""
+    def request_of(self, request_id: RequestId) -> Request | None:
+        """Returns the request with an open stream for this id, or None."""
         found = self._open.get(request_id)
         return None if found is None else found[1]
 
-    def open(self, request: Request, *, client: str) -> None:
-        """Opens a stream. Raises RequestError while the id has one."""
-        if request.request_id in self._open:
-            raise RequestError(
-                f"request id {request.request_id} is already being served: choose another",
-                param="request_id",
-            )
-        self._clients.setdefault(client, _Outbox())
-        self._open[request.request_id] = (client, request.submission)
+    def open(self, request: Request, *, client: str) -> Request | None:
+        """Opens a stream. If it resumes one that is kept, what is kept is to be read first.
+
+        Returns the request as it continues then, or None if nothing is left to make. Raises
+        RequestError while the id has a stream.
+        """
+        self._check_is_free(request)
+        outbox = self._clients.setdefault(client, _Outbox())
+        self._open[request.request_id] = (client, request)
+        again = self.kept.begin(request)
+        for emission in again:
+            outbox.put((request.request_id, request.submission), emission)
+        if again and again[-1].finish_reason is not None:
+            self._close(request.request_id)
+            return None
+        generated = tuple(token for emission in again for token in emission.tokens)
+        return replace(request, generated=generated) if again else request
+
+    def _check_is_free(self, request: Request) -> None:
+        earlier = self.request_of(request.request_id)
+        if earlier is None:
+            return
+        if request.resumption < earlier.resumption:
+            raise ResumedElsewhere
+        raise RequestError(
+            f"request id {request.request_id} is already being served: choose another",
+            param="request_id",
+        )
+
+    def _close(self, request_id: RequestId) -> tuple[str, Request]:
+        self.kept.end(request_id)
+        return self._open.pop(request_id)
 
     def refuse(self, request: Request, *, client: str, error: EesdError) -> None:
         """Tells the client that this submission has no stream, and why."""
@@ -105,12 +130,12 @@ class Outboxes:
         may have replaced it.
         """
         found = self._open.get(request_id)
-        if found is None or submission not in (None, found[1]):
+        if found is None or submission not in (None, found[1].submission):
             return False
-        client, opened = self._open.pop(request_id)
+        client, opened = self._close(request_id)
         outbox = self._clients[client]
-        outbox.emissions.pop((request_id, opened), None)
-        outbox.ends.pop((request_id, opened), None)
+        outbox.emissions.pop((request_id, opened.submission), None)
+        outbox.ends.pop((request_id, opened.submission), None)
         return True
 
     def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
@@ -122,19 +147,20 @@ class Outboxes:
             found = self._open.get(request_id)
             if found is None:
                 continue
-            client, submission = found
-            if submission != emission.submission:
+            client, opened = found
+            if opened.submission != emission.submission:
                 late.add(request_id)
                 continue
-            self._clients[client].put((request_id, submission), emission)
+            self.kept.add(emission)
+            self._clients[client].put((request_id, opened.submission), emission)
             if emission.finish_reason is not None:
-                del self._open[request_id]
+                self._close(request_id)
         return frozenset(late)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
         """Ends a stream with an error, after what it has not read yet, and frees the id."""
-        client, submission = self._open.pop(request_id)
-        self._clients[client].end((request_id, submission), error)
+        client, opened = self._close(request_id)
+        self._clients[client].end((request_id, opened.submission), error)
 
     async def take(self, client: str, *, last: tuple[str, int], wait_s: float) -> Delivery:
         """Returns the next batch for a client; an empty one after `wait_s`.
@@ -173,7 +199,7 @@ class Outboxes:
         gone = {name for name, outbox in self._clients.items() if outbox.unread_s > after_s}
         left = [request_id for request_id, (client, _) in self._open.items() if client in gone]
         for request_id in left:
-            del self._open[request_id]
+            self._close(request_id)
         for name in gone:
             del self._clients[name]
         return left

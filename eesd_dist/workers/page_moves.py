@@ -1,78 +1,117 @@
 """One actor's part in the KV migration of live requests to another pipeline.
 
 The drafting actor makes leases and reservations. Every rank sends pages to its peer rank, or
-receives them, over a group of two that lasts for one reservation. Everything runs in threads
+receives them, over a group of two that lasts for one KV migration. Everything runs in threads
 separate from the round loop. Pages that fail to migrate are computed again by the target pipeline.
 
 A late write must never happen: after a reservation is over its pages may belong to a request. So a
-rank writes only while it belongs to the epoch in which the reservation was made, and only until its
-own deadline. It leaves that epoch, under the same lock, before the drafting actor reallocates any
-of the pages.
+rank writes only while it belongs to the epoch in which the reservation was made, over a link that
+it closes itself when no part begins for one deadline, and for no longer than one deadline. It
+leaves that epoch, under the same lock, before the drafting actor reallocates any of the pages.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from uuid import uuid4
 
+import torch
 from torch import Tensor
 
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.page_store import PageStore
-from eesd_dist.errors import PeerLost
-from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
-from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation, PageTraffic
+from eesd_dist.transport.group import ProcessGroup, Tag
 from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group, connect_store
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import PageLink, Reservation
+from eesd_dist.workers.messages import Meeting, PageLink, PagePart
 
 logger = logging.getLogger(__name__)
 
 
 class PageSharing:
     """Implements `roles.PageSharing`: leases and reservations of the engine's pages, and the
-    rendezvous stores of the reservations."""
+    rendezvous stores of KV migrations, each until it ends or its time is up."""
 
     def __init__(
-        self, *, address: str, kv_sharing: Callable[[], KvSharing], refused: RefusedConnections
+        self,
+        *,
+        address: str,
+        kv_sharing: Callable[[], KvSharing],
+        refused: RefusedConnections,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
         self._refused = refused
+        self._clock = clock
         self._meetings: dict[str, StoreHost] = {}
-        """The rendezvous store of each reservation."""
+        self._due: dict[str, tuple[float, Callable[[str], object]]] = {}
+        """When each lease, reservation and meeting expires, and what ends it."""
 
     def forget(self) -> None:
-        """Closes all reservations; their epoch is over."""
+        """Closes all stores; their epoch is over."""
         self._meetings.clear()
 
-    def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
-        return self._kv_sharing().lease(request_ids)
+    def expire(self) -> None:
+        """Raises EngineError while an engine is being built: nothing is held then."""
+        now_s = self._clock()
+        for number, (until_s, end) in list(self._due.items()):
+            if now_s > until_s:
+                logger.info("expired during a KV migration: number=%s", number)
+                self._due.pop(number, None)
+                end(number)
+
+    def lease(self, request_ids: Collection[RequestId] | None, *, lasts_s: float) -> PageLease:
+        lease = self._kv_sharing().lease(request_ids)
+        self._hold(lease.number, self.end_lease, lasts_s=lasts_s)
+        return lease
 
     def end_lease(self, number: str) -> bool:
+        self._due.pop(number, None)
         return self._kv_sharing().end_lease(number)
 
-    def reserve(self, lease: PageLease) -> Reservation:
-        # First, since there may be no free port.
-        meeting = StoreHost(address=self._address, refused=self._refused)
-        pages = self._kv_sharing().reserve(lease.requests)
-        self._meetings[pages.number] = meeting
-        return Reservation(pages=pages, store=meeting.at)
+    def meet(self, *, lasts_s: float) -> Meeting:
+        number = uuid4().hex
+        self._meetings[number] = host = StoreHost(address=self._address, refused=self._refused)
+        self._hold(number, lambda number: self._meetings.pop(number, None), lasts_s=lasts_s)
+        return Meeting(number=number, epoch=self._kv_sharing().epoch, store=host.at)
+
+    def num_missing(self, lease: PageLease) -> Mapping[RequestId, int]:
+        return self._kv_sharing().num_missing(lease.requests)
+
+    def reserve(self, lease: PageLease, *, limit: int, lasts_s: float) -> PageReservation:
+        pages = self._kv_sharing().reserve(lease.requests, limit=limit)
+        self._hold(pages.number, self.abandon, lasts_s=lasts_s)
+        return pages
 
     def adopt(self, number: str) -> bool:
-        self.close(number)
+        self._due.pop(number, None)
         return self._kv_sharing().adopt(number)
 
     def abandon(self, number: str) -> None:
-        self.close(number)
+        self._due.pop(number, None)
         self._kv_sharing().abandon(number)
 
-    def close(self, number: str) -> None:
-        self._meetings.pop(number, None)
+    def _hold(self, number: str, end: Callable[[str], object], *, lasts_s: float) -> None:
+        self._due[number] = (self._clock() + lasts_s, end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenLink:
+    group: ProcessGroup
+    until_s: float
+    """A part must begin before. A process that was stopped may get one late."""
+    timer: threading.Timer
+    """Closes the link then."""
 
 
 class PageMoves:
@@ -93,6 +132,8 @@ class PageMoves:
         self._refused = refused
         self._writing = threading.Lock()
         self._epoch = 0
+        self._links: dict[str, _OpenLink] = {}
+        self.num_moved = 0
 
     def enter(self, epoch: int) -> None:
         """Switches to this epoch: reservations of earlier ones are not written any more."""
@@ -102,73 +143,122 @@ class PageMoves:
     def layout(self) -> KvLayout:
         return self._layout()
 
-    def send(self, link: PageLink) -> PageTraffic:
+    def open(self, link: PageLink) -> None:
+        page_device = self._store().device
+        with own_stream(page_device):
+            group = build_group(
+                connect_store(link.meeting.store, timeout_s=link.timeout_s),
+                epoch=link.meeting.epoch,
+                name=f"pages of {link.rank_name}",
+                rank=link.end,
+                size=2,
+                timeout_s=link.timeout_s,
+                device=page_device if link.backend == "nccl" else "cpu",
+                address=self._address,
+                members=link.ends,
+                refused=self._refused,
+            )
+            self._keep(link.meeting.number, group)
+            with self._using(link.meeting.number):
+                _greet(group)
+
+    def send(self, part: PagePart) -> PageTraffic:
         store = self._store()
-        group = self._join(link, rank=0)
-        try:
+
+        def read(chunk: Chunk) -> Tensor:
+            self.num_moved += 1
+            return store.read(chunk, part.pages)
+
+        with self._using(part.link) as group, own_stream(store.device):
             return send_pages(
                 group,
-                lambda chunk: store.read(chunk, link.pages),
+                read,
                 page_bytes=store.page_bytes,
-                num_pages=len(link.pages),
-                number=link.number,
-                timeout_s=link.timeout_s,
+                num_pages=len(part.pages),
+                number=part.number,
+                timeout_s=part.timeout_s,
             )
-        finally:
-            group.abort("the pages were migrated")
 
-    def receive(self, link: PageLink) -> PageTraffic:
-        deadline = time.monotonic() + 2 * link.timeout_s  # one timeout_s is for joining
+    def receive(self, part: PagePart) -> PageTraffic:
+        deadline = time.monotonic() + part.timeout_s
         store = self._store()
 
         def write(chunk: Chunk, content: Tensor) -> None:
             with self._writing:
-                self._refuse_late_bytes(link, deadline)
-                store.write(chunk, link.pages, content)
+                self._refuse_late_bytes(part, deadline, name=group.members[group.rank])
+                store.write(chunk, part.pages, content)
+                store.settle()
+                self.num_moved += 1
 
-        group = self._join(link, rank=1)
-        try:
-            traffic = receive_pages(
+        with self._using(part.link) as group, own_stream(store.device):
+            return receive_pages(
                 group,
                 write,
                 page_bytes=store.page_bytes,
-                num_pages=len(link.pages),
-                number=link.number,
-                timeout_s=link.timeout_s,
+                num_pages=len(part.pages),
+                number=part.number,
+                timeout_s=part.timeout_s,
             )
-            store.settle()
-        finally:
-            group.abort("the pages were migrated")
-        logger.info(
-            "pages received: rank=%s pages=%d bytes=%d seconds=%.3f",
-            link.rank_name, traffic.num_pages, traffic.num_bytes, traffic.seconds,
-        )  # fmt: skip
-        return traffic
 
-    def _refuse_late_bytes(self, link: PageLink, deadline: float) -> None:
+    def close(self, link: str) -> None:
+        if (opened := self._links.pop(link, None)) is not None:
+            opened.timer.cancel()
+            opened.group.abort("its KV migration is over")
+
+    def _keep(self, link: str, group: ProcessGroup) -> None:
+        timer = threading.Timer(group.timeout_s, self.close, (link,))
+        timer.daemon = True
+        until_s = time.monotonic() + group.timeout_s
+        self._links[link] = _OpenLink(group=group, until_s=until_s, timer=timer)
+        timer.start()
+
+    @contextmanager
+    def _using(self, link: str) -> Iterator[ProcessGroup]:
+        """Yields the group of a link for one part. A link over which a part has failed is over."""
+        opened = self._links.get(link)
+        if opened is None or time.monotonic() > opened.until_s:
+            raise EngineError("the link for these pages is closed")
+        opened.timer.cancel()
+        try:
+            with opened.group.raises_lost_peers():
+                yield opened.group
+        except BaseException:
+            self.close(link)
+            raise
+        if link in self._links:
+            self._keep(link, opened.group)
+
+    def _refuse_late_bytes(self, part: PagePart, deadline: float, *, name: str) -> None:
         reason = None
-        if self._epoch != link.epoch:
+        if self._epoch != part.epoch:
             reason = f"it belongs to epoch {self._epoch} now"
         elif time.monotonic() > deadline:
-            reason = f"not done within {2 * link.timeout_s:g} s"
+            reason = f"not done within {part.timeout_s:g} s"
         if reason is not None:
             raise PeerLost(
-                peer=link.ends[1],
+                peer=name,
                 operation="receiving pages",
                 reason=reason,
-                epoch=link.epoch,
+                epoch=part.epoch,
             )
 
-    def _join(self, link: PageLink, *, rank: int) -> ProcessGroup:
-        store = connect_store(link.store, timeout_s=link.timeout_s)
-        return build_group(
-            store,
-            epoch=link.epoch,
-            name=f"pages of {link.rank_name}",
-            rank=rank,
-            size=2,
-            timeout_s=link.timeout_s,
-            address=self._address,
-            members=link.ends,
-            refused=self._refused,
-        )
+
+def _greet(group: ProcessGroup) -> None:
+    """Makes the first transfer: NCCL connects a pair then, through a store that closes soon."""
+    x = torch.zeros(1, device=group.device)
+    if group.rank == 0:
+        group.send(x, to=1, tag=Tag.PAGES, operation="greeting")
+    else:
+        group.recv(x, source=0, tag=Tag.PAGES, operation="greeting")
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, queues work after that of earlier rounds, and lets no later round wait for it."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield

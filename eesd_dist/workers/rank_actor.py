@@ -11,35 +11,27 @@ actor.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError
-from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.drafting_actor import DraftActor
-from eesd_dist.workers.joining import Joining
-from eesd_dist.workers.loop import LoopThread
+from eesd_dist.workers.loop import ABORT_WAIT_S, LoopThread
 from eesd_dist.workers.messages import (
     Epoch,
-    Lease,
-    LoadReport,
     LoopEnd,
-    PageLink,
-    ProcessInfo,
     StageName,
     TelemetryOptions,
     Tenancy,
-    WorkerIdentity,
     WorkerStatus,
 )
-from eesd_dist.workers.process import prepare_process, process_info, tracing_of
+from eesd_dist.workers.process import prepare_process, tracing_of
 from eesd_dist.workers.roles import DraftFollower, RankEpoch, RankWorker, StageFactory
 from eesd_dist.workers.tenure import Tenure
+from eesd_dist.workers.worker_actor import WorkerActor
 
 logger = logging.getLogger(__name__)
-
-_ABORT_WAIT_S = 5.0
 
 
 class _RunningEpoch:
@@ -56,10 +48,12 @@ class _RunningEpoch:
 
     async def stop(self) -> bool:
         self._part.abort()
-        return await self.thread.ended_within(_ABORT_WAIT_S)
+        return await self.thread.ended_within(ABORT_WAIT_S)
 
 
-class RankActor:
+class RankActor(WorkerActor):
+    """A verify rank, or a draft rank other than 0."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -73,54 +67,40 @@ class RankActor:
     ) -> None:
         """`tenure` makes its lease; a fallback has none, and ends with its host."""
         prepare_process()
-        self._name = name
-        self._tenure = None if tenure is None else tenure()
+        lease = None if tenure is None else tenure()
         self._tracing = tracing_of(telemetry, process=name)
-        self._worker, self._draft = _worker_of(
-            stages, config, self._tracing, stage=stage, rank=rank
-        )
-        self._joining = Joining(name=name)
+        self._worker_of = partial(_worker_of, stages, config, self._tracing, stage=stage)
+        self._worker, self._draft = self._worker_of(rank=rank)
+        super().__init__(name=name, role=self._worker, tenure=lease)
         self._running: _RunningEpoch | None = None
         """None between epochs."""
-        self._fallback: DraftActor | RankActor | None = None
-        """The fallback for the draft rank of the same number; None where there is none."""
-        parallel = config.parallel
-        if stage == "verify" and parallel.fallback and rank < parallel.draft_tensor_parallel_size:
-            self._fallback = _fallback(config, name, rank, stages=stages, telemetry=telemetry)
+        has_fallbacks = stage == "verify" and config.parallel.fallback
+        self._num_fallbacks = config.parallel.draft_tensor_parallel_size if has_fallbacks else 0
+        self._fallback_of = partial(_fallback, config, stages=stages, telemetry=telemetry)
+        self._fallback = self._make_fallback(rank)
 
-    async def process_info(self) -> ProcessInfo:
-        return process_info()
+    async def take_slot(self, slot: str, rank: int | None) -> None:
+        """Builds what this rank needs, without weights; they are loaded by `join`."""
+        assert rank is not None, "a drafting actor has a spare of its own kind"
+        await super().take_slot(slot, rank)
+        self._worker, self._draft = self._worker_of(rank=rank)
+        self._role = self._worker
+        self._fallback = self._make_fallback(rank)
 
-    async def crash_report(self, pid: int) -> str:
-        """Returns what a dead process of this node has reported; empty for nothing."""
-        return await asyncio.to_thread(crash_report, pid)
-
-    async def forever(self) -> None:
-        """Never returns: a pending call is how the supervisor learns that this process has died."""
-        await asyncio.Event().wait()
-
-    async def claim(self, lease: Lease, of: str) -> WorkerIdentity:
-        """Passes this worker from a dead supervisor to another. Raises LeaseLost when a third one
-        was faster."""
-        assert self._tenure is not None, "a fallback is not claimed"
-        return self._tenure.claim(lease, of=of)
+    def _make_fallback(self, rank: int) -> "DraftActor | RankActor | None":
+        """Returns the fallback for the draft rank of the same number; None where there is none."""
+        return self._fallback_of(self._name, rank) if rank < self._num_fallbacks else None
 
     async def tenancy(self) -> Tenancy:
         """Returns what another supervisor needs to know to claim this worker."""
-        assert self._tenure is not None, "a fallback is not claimed"
         running = self._running
-        return self._tenure.tenancy(
+        return self._leased().tenancy(
             epoch=0 if running is None else running.epoch.number,
             is_degraded=running is not None and running.epoch.is_degraded,
         )
 
-    async def beat(self, lease: Lease) -> WorkerStatus:
-        """Renews the lease, and reports progress. Raises LeaseLost for an earlier supervisor."""
-        if self._tenure is not None:
-            self._tenure.renew(lease)
-        if self._running is None:
-            return self._joining.status(self._worker.loading.report())
-        return self._running.status()
+    def _in_epoch(self) -> WorkerStatus | None:
+        return None if self._running is None else self._running.status()
 
     async def prepare(self) -> None:
         """Loads the weights of a draft rank before there is an epoch to join."""
@@ -168,22 +148,6 @@ class RankActor:
         self._worker.disconnect()
         has_left = await self._joining.leave()
         return has_left and (running is None or await running.stop())
-
-    async def kv_layout(self) -> KvLayout:
-        """Returns the layout that must match the peer rank's in another pipeline."""
-        return await asyncio.to_thread(self._worker.pages.layout)
-
-    async def send_pages(self, link: PageLink) -> PageTraffic:
-        """Sends this rank's part of pages that are leased to another pipeline."""
-        return await asyncio.to_thread(self._worker.pages.send, link)
-
-    async def receive_pages(self, link: PageLink) -> PageTraffic:
-        """Receives this rank's part of another pipeline's pages, while rounds go on."""
-        return await asyncio.to_thread(self._worker.pages.receive, link)
-
-    async def loading(self) -> LoadReport | None:
-        """Returns the progress of loading weights; None before loading begins."""
-        return self._worker.loading.report()
 
     async def flush(self) -> None:
         """Sends pending spans; call before ending the process."""

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
+from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import Emission, Outcome, RecorderCounts, Request, RequestId, RoundStats
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, Reservation
+from eesd_dist.workers.messages import (
+    Address,
+    ControlReport,
+    Epoch,
+    Meeting,
+    PageLink,
+    PagePart,
+)
 
 if TYPE_CHECKING:
     from eesd_dist.telemetry.tracing import Tracing
@@ -25,15 +32,25 @@ class PageTransfer(Protocol):
     Each raises EngineError while the rank has no pages yet.
     """
 
+    @property
+    def num_moved(self) -> int:
+        """Chunks that were read or written so far."""
+        ...
+
     def layout(self) -> KvLayout: ...
-    def send(self, link: PageLink) -> PageTraffic: ...
-    def receive(self, link: PageLink) -> PageTraffic: ...
+    def open(self, link: PageLink) -> None:
+        """Connects to the peer rank. The link closes by itself when it is not used."""
+        ...
+
+    def send(self, part: PagePart) -> PageTraffic: ...
+    def receive(self, part: PagePart) -> PageTraffic: ...
+    def close(self, link: str) -> None: ...
 
 
 class PageSource(Protocol):
     """The source pipeline's side of a KV migration."""
 
-    def lease(self, request_ids: Collection[RequestId] | None) -> PageLease: ...
+    def lease(self, request_ids: Collection[RequestId] | None, *, lasts_s: float) -> PageLease: ...
     def end_lease(self, number: str) -> bool:
         """Returns whether the pages held the same content during the whole lease."""
         ...
@@ -42,7 +59,15 @@ class PageSource(Protocol):
 class PageTarget(Protocol):
     """The target pipeline's side of a KV migration."""
 
-    def reserve(self, lease: PageLease) -> Reservation: ...
+    def meet(self, *, lasts_s: float) -> Meeting:
+        """Opens a store for ranks to connect."""
+        ...
+
+    def num_missing(self, lease: PageLease) -> Mapping[RequestId, int]:
+        """Returns for each leased request how many of its pages are not here."""
+        ...
+
+    def reserve(self, lease: PageLease, *, limit: int, lasts_s: float) -> PageReservation: ...
     def adopt(self, number: str) -> bool:
         """Returns whether the pages can be found now; False when their reservation was voided."""
         ...
@@ -51,13 +76,13 @@ class PageTarget(Protocol):
         """Frees reserved pages; only when no rank can be writing into them any more."""
         ...
 
-    def close(self, number: str) -> None:
-        """Stops ranks from joining the links of this reservation."""
-        ...
-
 
 class PageSharing(PageSource, PageTarget, Protocol):
     """Both sides. Each call raises EngineError while there is no engine."""
+
+    def expire(self) -> None:
+        """Ends what has lasted longer than it may. Call once in a while."""
+        ...
 
 
 class StepLike(Protocol):

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import (
@@ -25,7 +26,7 @@ from eesd_dist.workers.process import process_info
 
 logger = logging.getLogger(__name__)
 
-_STAGGER_S = 1.0
+STAGGER_S = 1.0
 """Workers of one pipeline end one after the other: the last one removes the placement groups."""
 
 
@@ -48,7 +49,7 @@ class Tenure:
         self._tick_s = tick_s
         self._owner = owner
         self._start_s: float | None = None
-        self._left_s = lease_s
+        self._lease_s = self._left_s = lease_s
         threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
 
     def tenancy(self, *, epoch: int, is_degraded: bool, head: str = "") -> Tenancy:
@@ -60,6 +61,8 @@ class Tenure:
             is_degraded=is_degraded,
             head=head,
             start_s=self._start_s,
+            lease_s=self._lease_s,
+            left_s=max(0.0, self._left_s),
         )
 
     def renew(self, lease: Lease) -> None:
@@ -84,8 +87,14 @@ class Tenure:
         self._hold(lease)
         return self.identity
 
+    def take_slot(self, slot: str) -> None:
+        """Notes the slot that a spare has taken; its bundle stays the same."""
+        bundle = self.identity.bundle or self.identity.slot
+        self.identity = replace(self.identity, slot=slot, bundle=bundle)
+
     def _hold(self, lease: Lease) -> None:
-        self._owner, self._left_s, self._start_s = lease.owner, lease.seconds, lease.start_s
+        self._owner, self._start_s = lease.owner, lease.start_s
+        self._lease_s = self._left_s = lease.seconds
 
     def _run_down(self) -> None:
         while self._left_s > 0:
@@ -135,7 +144,7 @@ def detached_tenure(
     """
 
     def expired() -> None:
-        time.sleep(number * _STAGGER_S)
+        time.sleep(number * STAGGER_S)
         prefix = pipeline_prefix(identity.app, identity.pipeline)
         try:
             if len(workers_named(prefix, namespace=namespace)) <= 1:

@@ -31,7 +31,7 @@ from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
 
 if TYPE_CHECKING:  # these import Ray, which reads the environment then
-    from serve_app.pipeline.kv_migration import Contacts, How, MigrationReport
+    from serve_app.pipeline.kv_migration import Contacts, How, MigrationReport, StreamMove
 
 _PAGE_SIZE = 32
 _TOKENS_BEFORE = 8
@@ -60,7 +60,7 @@ class _Migration:
     """One KV migration of all streams, and the same requests undisturbed."""
 
     report: "MigrationReport"
-    pauses_s: tuple[float, ...]
+    pause_of_s: dict[RequestId, float]
     undisturbed_s: tuple[float, ...]
     num_broken: int
     num_changed: int
@@ -138,7 +138,7 @@ async def _move_once(clients: _Clients, requests: Sequence[Request], *, how: "Ho
     await asyncio.gather(*tasks)
     return _Migration(
         report=report,
-        pauses_s=tuple(stream.longest_wait_s(since_s=began_s) for stream in streams),
+        pause_of_s={s.request.request_id: s.longest_wait_s(since_s=began_s) for s in streams},
         undisturbed_s=tuple(stream.longest_wait_s(since_s=0.0) for stream in undisturbed),
         num_broken=sum(stream.error is not None for stream in streams),
         num_changed=sum(
@@ -195,17 +195,17 @@ async def _measure(
 
 
 def _line(tag: str, each: _Migration) -> str:
-    report = each.report
+    report, pauses_s = each.report, tuple(each.pause_of_s.values())
     return (
         f"{tag:<14} {report.num_requests:>3} streams {report.num_pages:>5} pages "
         f"{report.num_bytes / 2**20:>7.1f} MiB copied in {report.copy_s:>5.2f} s, pause p50 "
-        f"{_quantile(each.pauses_s, 0.5):>5.2f} s, p95 {_quantile(each.pauses_s, 0.95):>5.2f} s"
+        f"{_quantile(pauses_s, 0.5):>5.2f} s, p95 {_quantile(pauses_s, 0.95):>5.2f} s"
         f"{'; ' + report.reason if report.reason and report.how != 'recomputed' else ''}"
     )
 
 
 def _summary(migrations: Sequence[_Migration]) -> dict[str, object]:
-    pauses_s = [pause for each in migrations for pause in each.pauses_s]
+    pauses_s = [pause for each in migrations for pause in each.pause_of_s.values()]
     undisturbed_s = [wait for each in migrations for wait in each.undisturbed_s]
     num_bytes = sum(each.report.num_bytes for each in migrations)
     copy_s = sum(each.report.copy_s for each in migrations)
@@ -222,8 +222,20 @@ def _summary(migrations: Sequence[_Migration]) -> dict[str, object]:
         "bytes": num_bytes,
         "copy_s": copy_s,
         "seconds": sum(each.report.seconds for each in migrations),
+        "order": [[_stream_row(move, each) for move in each.report.streams] for each in migrations],
         "how": sorted({each.report.how for each in migrations}),
         "reasons": sorted({each.report.reason for each in migrations if each.report.reason}),
+    }
+
+
+def _stream_row(move: "StreamMove", migration: _Migration) -> dict[str, object]:
+    return {
+        "request": move.request_id,
+        "pages": move.num_pages,
+        "found": move.num_found,
+        "bytes": move.num_bytes,
+        "copy_s": move.copy_s,
+        "pause_s": migration.pause_of_s[move.request_id],
     }
 
 

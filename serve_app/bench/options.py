@@ -4,6 +4,7 @@ Imports nothing heavy.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from eesd_dist.bench.options import ExactOptions, Head, Json, Model, Prompts, Quick
@@ -17,13 +18,13 @@ class ChaosOptions:
 
     A real service is started and asked the same seeded requests twice over HTTP: undisturbed, and
     while a seeded schedule kills verify ranks, drafting actors, the router and pipeline replicas,
-    hangs ranks and cuts connections, some of them before recovery from the one before.
+    makes workers stand still and cuts connections, some of it before recovery from the last fault.
 
     recovery_p50_s and recovery_p95_s are over kills: seconds from the kill to the next token of the
     slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in
-    no recovery time: no stream waits for a router. alone_* leave out kills after which a stream
-    also waited for the recovery from another kill. A kill after which no stream of its pipeline
-    continued counts as infinite.
+    no recovery time: no stream waits for a router. noticed_* are seconds until the pipeline named
+    the trouble. alone_* leave out kills after which a stream also waited for the recovery from
+    another kill. A kill after which no stream of its pipeline continued counts as infinite.
 
     Exit status 1 when a stream was lost, repeated or changed, when nothing was killed, when a kill
     went unnoticed, and when the schedule ended early because the service had not recovered in time.
@@ -37,7 +38,9 @@ class ChaosOptions:
     concurrency: Annotated[int, "streams at the same time"] = 8
     prompts: Prompts = SHIPPED_PROMPTS
     kills: Annotated[int | None, "maximum number of faults"] = None
-    kinds: Annotated[tuple[str, ...], "kinds of faults (all)"] = ()
+    kinds: Annotated[
+        tuple[str, ...], "kinds of faults (all that this machine allows but ingress, proxy)"
+    ] = ()
     gap_s: Annotated[float, "mean time between recovery and the next fault"] = 2.0
     at_once: Annotated[float, "share of faults that do not wait for recovery"] = 0.25
     model: Model = BUNDLED_MODEL
@@ -60,6 +63,63 @@ class ChaosOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndureOptions:
+    """Finds what grows while a service is busy.
+
+    A real service is started on this machine. Clients stream, leave in the middle of streams (15 %
+    of the requests), ask for three choices and send bad requests, while a seeded schedule kills
+    verify ranks, drafting actors, pipeline replicas and the router; every answer is compared with
+    that of the same request before. Memory, file handles, sockets and threads of every role of
+    process, /dev/shm, actors and processes are read every two seconds, and the KV pages in use
+    whenever the clients pause, every thirty.
+
+    After the warm-up each figure gets a slope with a 95 % confidence interval that allows for
+    correlated noise (means of blocks, first-order autoregression); a replaced process starts at
+    another level and does not count until it is --settle-s old. A figure passes if its interval
+    contains zero or lies below 1 MiB (memory) or 4 (counts) in an hour.
+
+    Exit status 1 when a figure grows, an answer is wrong, pages are in use without a request, or a
+    fault was not recovered from.
+    """
+
+    minutes: Annotated[float | None, "of load, the warm-up included (20; 2 with --quick)"] = None
+    warmup: Annotated[float | None, "minutes left out (a quarter of them)"] = None
+    settle_s: Annotated[float, "age from which on a process counts"] = 60.0
+    quick: Annotated[bool, "two minutes, in which a service still warms up"] = False
+    json: Json = False
+    seed: Annotated[int, "of requests and schedule"] = 0
+    requests: Annotated[int, "different streamed requests"] = 24
+    max_tokens: Annotated[int, "of the longest requests"] = 192
+    concurrency: Annotated[int, "requests at the same time"] = 8
+    prompts: Prompts = SHIPPED_PROMPTS
+    kinds: Annotated[tuple[str, ...], "kinds of faults, as in `eesd bench chaos`"] = (
+        "verify rank",
+        "drafting actor",
+        "pipeline",
+        "router",
+    )
+    gap_s: Annotated[float, "mean time between recovery and the next fault"] = 60.0
+    model: Model = BUNDLED_MODEL
+    verify_tp: Annotated[int, "ranks of the verify stage"] = 2
+    pipelines: Annotated[int, "number of pipelines"] = 1
+    port: Annotated[int | None, "of the service (a free one)"] = None
+    set: Annotated[tuple[str, ...], "--set KEY=VALUE: any configuration key; may be repeated"] = ()
+    readings: Annotated[Path | None, "file for all readings, as JSON lines"] = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "minutes", "requests", "max_tokens", "concurrency", "gap_s")
+        require_positive(self, "verify_tp", "pipelines", "port")
+
+    @property
+    def run_s(self) -> float:
+        return 60.0 * (self.minutes or (2.0 if self.quick else 20.0))
+
+    @property
+    def warmup_s(self) -> float:
+        return self.run_s / 4.0 if self.warmup is None else 60.0 * self.warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationOptions:
     """Pauses of streams that move to another pipeline.
 
@@ -67,7 +127,8 @@ class MigrationOptions:
     pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
     between two arrivals of tokens from the beginning of the KV migration on, the copying included.
     An undisturbed run of the same requests has such waits too, and its texts are the right ones.
-    Exit status 1 when a stream was broken or changed.
+    `order` lists the streams in the order in which their pages were copied. Exit status 1 when a
+    stream was broken or changed.
     """
 
     model: Model = BUNDLED_MODEL

@@ -7,6 +7,7 @@ health check and metrics.
 import asyncio
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import SecretStr
 from ray import serve
+from ray.exceptions import RayError
 
 from eesd_dist.errors import EngineError
 from eesd_dist.model.max_len import max_model_len_of
@@ -27,6 +29,7 @@ from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.limits import limits_of
 from serve_app.pipeline.deployment import PipelineControl
+from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -74,6 +77,7 @@ class Ingress:
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
             created_unix_s=int(time.time()),
+            resume_window_s=config.recovery.resume_window_s,
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
         app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
@@ -89,13 +93,24 @@ class Ingress:
         try:
             answers = await self._client.health(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError as error:
-            return str(error)
+            return await self._with_waiting(str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
         if healthy and all(answer.degraded for answer in healthy):
             return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
         if healthy:
             return None
-        return "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
+        return await self._with_waiting(
+            "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
+        )
+
+    async def _with_waiting(self, reason: str) -> str:
+        """Adds which leases hold the room that a new pipeline waits for."""
+        config = self._config
+        with suppress(RayError):
+            namespace = config.router.namespace
+            if waiting := await waiting_for_room(config.app_name, namespace=namespace):
+                return f"{reason}; {waiting}"
+        return reason
 
     async def _metrics(self) -> bytes:
         pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)

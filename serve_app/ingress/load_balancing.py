@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
 from eesd_dist.routing.directory import Listed, PipelineId
+from eesd_dist.types import RequestId
 from serve_app.config import ServiceConfig
 from serve_app.ingress.replicas import of_all
 from serve_app.ingress.retry import Attempts
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 """How long the router may keep an answer back that changes no membership."""
 _ASK_S = 2.0
+_KEPT_S = 0.5
+"""How long a pipeline has to say whether it keeps a stream; later the stream is computed again."""
 
 
 class LoadBalancer:
@@ -76,6 +79,18 @@ class LoadBalancer:
         if choice is not None:
             self._counts.count(choice)
         return choice
+
+    async def pipeline_keeping(self, request_id: RequestId) -> str | None:
+        """Returns the pipeline that keeps most of a stream; None if none says that it does."""
+        if not self._chooser.addresses():  # this ingress has just started
+            await self.news(timeout_s=_ASK_S)
+        addresses = self._chooser.addresses()
+        asked = [_num_kept(address, request_id) for address in addresses.values()]
+        answers = zip(await asyncio.gather(*asked), addresses, strict=True)
+        found = [(num_kept, name) for num_kept, name in answers if num_kept is not None]
+        pipeline = max(found)[1] if found else None
+        logger.info("stream resumed: request=%s kept_by=%s", request_id, pipeline or "none")
+        return pipeline
 
     def migrated(self) -> None:
         """Counts a stream that another pipeline continues."""
@@ -144,6 +159,15 @@ class LoadBalancer:
         self.on_answer(self._chooser.leaders())
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _num_kept(address: Any, request_id: RequestId) -> int | None:
+    try:
+        async with asyncio.timeout(_KEPT_S):
+            num_kept: int | None = await address.num_kept.remote(request_id)
+    except (TimeoutError, RayError):
+        return None
+    return num_kept
 
 
 class _Counts:

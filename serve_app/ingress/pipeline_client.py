@@ -55,6 +55,8 @@ class ServiceClient:
         attempts = Attempts(
             request, suspect_after=self._recovery.suspect_after, clock=time.monotonic
         )
+        if request.resumption:
+            attempts.target = await self._load_balancer.pipeline_keeping(request.request_id)
         while True:
             with route_span(
                 self._tracer, traceparent=request.traceparent, request_id=request.request_id

@@ -27,10 +27,11 @@ from serve_app.openai.errors import (
     http_error_of,
     http_error_of_fields,
 )
+from serve_app.openai.event_ids import HEADER
 from serve_app.openai.gate import AdmissionGate
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Preparation, conversation_of
-from serve_app.openai.responses import Json
+from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -72,6 +73,7 @@ def build_api(
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
     created_unix_s: int = 0,
+    resume_window_s: float = 0.0,
 ) -> FastAPI:
     """Builds the OpenAI API of one model. With `api_key` None no key is required."""
     preparation = Preparation(
@@ -81,6 +83,8 @@ def build_api(
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
         max_choices=limits.max_choices,
+        event_key=(api_key or "").encode(),
+        resume_window_s=resume_window_s,
     )
     service = Service(
         engine,
@@ -124,20 +128,21 @@ async def _answered(
         fields,
         traceparent=request.headers.get("traceparent"),
         workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
+        last_event_id=request.headers.get(HEADER),
     )
     try:
         if not fields.stream:
             return _json(await while_listened_to(request.receive, lambda: service.whole(prepared)))
-        chunks = service.chunks(prepared)
-        first = await while_listened_to(request.receive, lambda: _first(chunks))
-        return EventStream(first, chunks)
+        events = service.events(prepared)
+        first = await while_listened_to(request.receive, lambda: _first(events))
+        return EventStream(first, events)
     except ClientGone:
         logger.info("client left: request=%s", prepared.response_id)
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _first(chunks: AsyncGenerator[Json, None]) -> Json:
-    return await anext(chunks)
+async def _first(events: AsyncGenerator[Event, None]) -> Event:
+    return await anext(events)
 
 
 def _add_models(app: FastAPI, preparation: Preparation, *, card: Json) -> None:

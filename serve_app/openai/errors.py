@@ -21,6 +21,7 @@ from eesd_dist.errors import (
     PromptTooLong,
     QueueFull,
     RequestError,
+    ResumedElsewhere,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ TABLE: tuple[Row, ...] = (
     Row(error=BodyTooLarge, status=413, type=_INVALID, code="request_too_large"),
     Row(error=HeadTooLarge, status=431, type=_INVALID, code="headers_too_large"),
     Row(error=TooSlow, status=408, type=_INVALID, code="request_timeout"),
+    Row(error=ResumedElsewhere, status=409, type=_INVALID, code="resumed_elsewhere"),
     Row(error=RequestError, status=400, type=_INVALID),
     Row(error=ValidationError, status=400, type=_INVALID),
     Row(error=QueueFull, status=429, type="rate_limit_error", code="queue_full"),

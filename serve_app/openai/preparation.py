@@ -8,7 +8,6 @@ import hashlib
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,15 @@ from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from serve_app.openai.errors import UnknownModel
+from serve_app.openai.event_ids import (
+    HEADER,
+    NONCE_BYTES,
+    EventIds,
+    Origin,
+    Shown,
+    digest_of,
+    opened,
+)
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -81,6 +89,28 @@ class Prepared:
     include_usage: bool
     detailed_statistics: bool
     return_token_ids: bool
+    shown: tuple[Shown, ...]
+    """What the client has of each choice; nothing, unless it resumes a stream."""
+    event_ids: EventIds
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.choices[0].request.resumption > 0
+
+    def has_to_run(self, choice: Choice) -> bool:
+        """A choice that was shown to its end runs again only to be counted."""
+        return self.include_usage or not self.shown[choice.index].is_over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a stream begins or is resumed."""
+
+    origin: Origin
+    shown: tuple[Shown, ...]
+    digest: bytes
+    """Of the body."""
+    resumption: int
 
 
 class Preparation:
@@ -95,15 +125,20 @@ class Preparation:
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
         max_choices: int | None = None,
+        event_key: bytes = b"",
+        resume_window_s: float = 0.0,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
-        """`max_choices` limits prompts x n; None: no limit."""
+        """`max_choices` limits prompts x n; None: no limit. Event ids of another `event_key` are
+        refused."""
         self._codec = codec
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
         self._max_choices = max_choices
+        self._event_key = event_key
+        self._resume_window_s = resume_window_s
         self._draw_seed = draw_seed
 
     def completion(
@@ -112,15 +147,24 @@ class Preparation:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        last_event_id: str | None = None,
     ) -> Prepared:
-        """`workload`: a class named outside the body, which overrides it."""
+        """`workload`: a class named outside the body, which overrides it. With a `last_event_id`
+        the stream is resumed."""
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
+        start = self._start(
+            fields,
+            kind="completion",
+            num_choices=len(fields.prompts) * fields.n,
+            last_event_id=last_event_id,
+        )
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
         return self._prepared(
             fields,
             kind="completion",
+            start=start,
             prompts=prompts,
             max_tokens=[
                 self._checked_limit(fields.max_tokens, prompt, default=limit) for prompt in prompts
@@ -137,9 +181,11 @@ class Preparation:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        last_event_id: str | None = None,
     ) -> Prepared:
         self._check(fields)
         self._check_choices(1, n=fields.n)
+        start = self._start(fields, kind="chat", num_choices=fields.n, last_event_id=last_event_id)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         prompt = self._codec.encode_chat(
@@ -152,6 +198,7 @@ class Preparation:
         return self._prepared(
             fields,
             kind="chat",
+            start=start,
             prompts=(prompt,),
             max_tokens=[self._checked_limit(asked, prompt, default=rest)],
             echoed=[""],
@@ -191,6 +238,31 @@ class Preparation:
                 "limits.max_choices",
                 param="n" if n > 1 else "prompt",
             )
+
+    def _start(
+        self, fields: GenerationFields, *, kind: Kind, num_choices: int, last_event_id: str | None
+    ) -> _Start:
+        """Raises RequestError for an event id that this stream does not have."""
+        if last_event_id is not None and not fields.stream:
+            raise RequestError(
+                f"{HEADER}: found it with stream: false, expected it only where a stream is "
+                "resumed: leave it out, or set stream: true",
+                param=HEADER,
+            )
+        digest = digest_of(fields, kind=kind, model=self._model_name) if fields.stream else b""
+        if last_event_id is None:
+            origin = Origin(
+                seed=self._draw_seed(),
+                nonce=secrets.token_bytes(NONCE_BYTES),
+                created_unix_s=int(time.time()),
+            )
+            return _Start(
+                origin=origin, shown=(Shown(),) * num_choices, digest=digest, resumption=0
+            )
+        origin, shown = opened(
+            last_event_id, key=self._event_key, digest=digest, num_choices=num_choices
+        )
+        return _Start(origin=origin, shown=shown, digest=digest, resumption=time.time_ns())
 
     def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
         if isinstance(prompt, str):
@@ -240,6 +312,7 @@ class Preparation:
         fields: GenerationFields,
         *,
         kind: Kind,
+        start: _Start,
         prompts: tuple[Prompt, ...],
         max_tokens: Sequence[int],
         echoed: Sequence[str],
@@ -247,15 +320,15 @@ class Preparation:
         traceparent: str | None,
         workload: str | None,
     ) -> Prepared:
-        response_id = _response_id(kind, fields.request_id)
-        seed = self._draw_seed() if fields.seed is None else fields.seed
-        unique = uuid.uuid4().hex[:8]
+        nonce = start.origin.nonce.hex()
+        response_id = _response_id(kind, fields.request_id or nonce)
+        seed = start.origin.seed if fields.seed is None else fields.seed
         choices = [
             Choice(
                 index=j * fields.n + i,
                 prompt_index=j,
                 request=Request(
-                    request_id=RequestId(f"{response_id}-{unique}-{j * fields.n + i}"),
+                    request_id=RequestId(f"{response_id}-{nonce[:16]}-{j * fields.n + i}"),
                     prompt=prompt,
                     sampling=self._sampling(
                         fields,
@@ -266,6 +339,8 @@ class Preparation:
                     speculation=_speculation(fields),
                     workload=self._workload(fields, kind=kind, named=workload),
                     traceparent=traceparent,
+                    resume_window_s=self._resume_window_s if fields.stream else 0.0,
+                    resumption=start.resumption,
                 ),
             )
             for j, prompt in enumerate(prompts)
@@ -275,7 +350,7 @@ class Preparation:
             kind=kind,
             response_id=response_id,
             model=self._model_name,
-            created_unix_s=int(time.time()),
+            created_unix_s=start.origin.created_unix_s,
             arrived_s=time.monotonic(),
             seed=seed,
             prompts=prompts,
@@ -291,6 +366,8 @@ class Preparation:
             include_usage=fields.stream_options.include_usage,
             detailed_statistics=fields.speculation.detailed,
             return_token_ids=fields.return_token_ids,
+            shown=start.shown,
+            event_ids=EventIds(start.origin, start.shown, key=self._event_key, digest=start.digest),
         )
 
     def _sampling(
@@ -394,9 +471,9 @@ def _content(message: Message, *, index: int) -> str:
     return "\n".join(part.text for part in message.content)
 
 
-def _response_id(kind: Kind, asked: str | None) -> str:
+def _response_id(kind: Kind, name: str) -> str:
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
-    return f"{prefix}-{asked or uuid.uuid4().hex}"
+    return f"{prefix}-{name}"
 
 
 def _speculation(fields: GenerationFields) -> SpeculationParams:

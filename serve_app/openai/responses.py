@@ -4,9 +4,11 @@ Every key that OpenAI sends is there, null included.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from eesd_dist.text import TextCodec, TextFinish
 from eesd_dist.types import TokenId, TokenLogprobs
+from serve_app.openai.event_ids import Shown
 from serve_app.openai.generation import ChoiceTally, Delta
 from serve_app.openai.preparation import Prepared
 from serve_app.openai.request_metrics import metrics_of
@@ -15,6 +17,15 @@ Json = dict[str, object]
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
+
+
+class Event(NamedTuple):
+    """One event of a stream."""
+
+    content: Json | None
+    """None: there is nothing to send yet, and the answer begins."""
+    id: bytes = b""
+    """Where a client can resume after it; empty: where the event before it says."""
 
 
 class Answer:
@@ -33,17 +44,25 @@ class Answer:
     def add(self, delta: Delta) -> None:
         self._choices[delta.index].add(delta)
 
-    def opening_chunks(self) -> list[Json]:
+    def opening_events(self) -> list[Event]:
         """Returns what precedes the first token: roles in a chat, the prompt with `echo`."""
-        return [self._chunk([opening]) for choice in self._choices if (opening := choice.opening())]
+        if self._prepared.is_resumed:
+            return [Event(None)]
+        openings = [opening for choice in self._choices if (opening := choice.opening())]
+        return [Event(self._chunk([opening])) for opening in openings]
 
-    def chunk(self, delta: Delta) -> Json | None:
-        """Returns the chunk of a delta; None while its text is held back."""
-        shown = self._choices[delta.index].shown(delta)
-        return None if shown is None else self._chunk([shown])
+    def event(self, delta: Delta) -> Event | None:
+        """Returns the chunk of a delta; None while its text is held back, or was shown already."""
+        choice = self._choices[delta.index]
+        unshown = choice.unshown(delta)
+        if unshown is None:
+            return None
+        event_id = self._prepared.event_ids.after(delta.index, choice.shown)
+        return Event(self._chunk([unshown]), event_id)
 
-    def usage_chunk(self) -> Json:
-        return self._chunk([]) | {"usage": self._usage(), "metrics": self._metrics()}
+    def usage_event(self) -> Event:
+        chunk = self._chunk([]) | {"usage": self._usage(), "metrics": self._metrics()}
+        return Event(chunk)
 
     def whole(self) -> Json:
         is_chat = self._prepared.kind == "chat"
@@ -107,8 +126,13 @@ class _GrowingChoice:
         self._num_chars = 0
         self._tokens: list[TokenId] = []
         self._entries: list[_Entry] = []
-        self._num_shown = 0
+        shown = prepared.shown[index]
+        self._was_over = shown.is_over
+        self._num_shown = shown.num_tokens
         """Tokens with ids and log-probabilities already sent."""
+        self._num_shown_chars = shown.num_chars
+        self._num_to_skip = shown.num_chars
+        """Characters that a resumed stream has sent before, and is to make again."""
         self._finish_reason: TextFinish | None = None
         self._stop_reason: str | int | None = None
 
@@ -133,17 +157,28 @@ class _GrowingChoice:
             "finish_reason": None,
         }
 
-    def shown(self, delta: Delta) -> Json | None:
-        """Returns the visible part of a delta; call after `add`.
+    @property
+    def shown(self) -> Shown:
+        return Shown(self._num_shown, self._num_shown_chars, self._finish_reason is not None)
+
+    def unshown(self, delta: Delta) -> Json | None:
+        """Returns the visible part of a delta that was not shown before; call after `add`.
 
         Log-probabilities of text that is held back go into the next chunk."""
-        if not delta.added.text and delta.added.finish_reason is None:
+        text = self._unshown_text(delta.added.text)
+        if self._was_over or (not text and delta.added.finish_reason is None):
             return None
         start, self._num_shown = self._num_shown, len(self._tokens)
         if self._is_chat:
-            content = {"content": delta.added.text} if delta.added.text else {}
+            content = {"content": text} if text else {}
             return {"index": self._index, "delta": content, **self._rest(start)}
-        return {"index": self._index, "text": delta.added.text, **self._rest(start)}
+        return {"index": self._index, "text": text, **self._rest(start)}
+
+    def _unshown_text(self, text: str) -> str:
+        num_skipped = min(self._num_to_skip, len(text))
+        self._num_to_skip -= num_skipped
+        self._num_shown_chars += len(text) - num_skipped
+        return text[num_skipped:]
 
     def whole(self) -> Json:
         if not self._is_chat:

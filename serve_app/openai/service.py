@@ -26,7 +26,7 @@ from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.preparation import Choice, Preparation, Prepared
-from serve_app.openai.responses import Answer, Json, num_cached_tokens
+from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
 from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
@@ -70,11 +70,18 @@ class Service:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        last_event_id: str | None = None,
     ) -> Prepared:
+        options = {
+            "traceparent": traceparent,
+            "workload": workload,
+            "last_event_id": last_event_id,
+        }
+
         def prepare() -> Prepared:
             if isinstance(fields, ChatFields):
-                return self._preparation.chat(fields, traceparent=traceparent, workload=workload)
-            return self._preparation.completion(fields, traceparent=traceparent, workload=workload)
+                return self._preparation.chat(fields, **options)
+            return self._preparation.completion(fields, **options)
 
         return await self.threads.run(prepare, size=_size_of(fields))
 
@@ -86,23 +93,23 @@ class Service:
                 answer.add(delta)
         return answer.whole()
 
-    async def chunks(self, prepared: Prepared) -> AsyncGenerator[Json, None]:
-        """Yields chunks; the first comes with the first tokens, so that a refusal precedes it."""
+    async def events(self, prepared: Prepared) -> AsyncGenerator[Event, None]:
+        """Yields events; the first comes with the first tokens, so that a refusal precedes it."""
         tallies = _new_tallies(prepared)
         answer = Answer(prepared, codec=self._codec, tallies=tallies)
-        opened = False
+        openings = answer.opening_events()
         async with aclosing(self._deltas(prepared, tallies)) as deltas:
             async for delta in deltas:
-                if not opened:
-                    opened = True
-                    for opening in answer.opening_chunks():
-                        yield opening
+                while openings:
+                    yield openings.pop(0)
                 answer.add(delta)
-                chunk = answer.chunk(delta)
-                if chunk is not None:
-                    yield chunk
+                event = answer.event(delta)
+                if event is not None:
+                    yield event
+        for opening in openings:  # of a stream of which everything was shown
+            yield opening
         if prepared.include_usage:
-            yield answer.usage_chunk()
+            yield answer.usage_event()
 
     async def _deltas(
         self, prepared: Prepared, tallies: Sequence[ChoiceTally]
@@ -111,7 +118,11 @@ class Service:
         try:
             with self._span(prepared) as span:
                 traceparent = traceparent_of(span)
-                sources = [self._source(c, prepared, traceparent) for c in prepared.choices]
+                sources = [
+                    self._source(choice, prepared, traceparent)
+                    for choice in prepared.choices
+                    if prepared.has_to_run(choice)
+                ]
                 together = merged(sources, at_once=self._max_choices_at_once)
                 async with aclosing(self._in_time(prepared, together)) as deltas:
                     async for delta in deltas:
@@ -173,6 +184,8 @@ class Service:
             return
         now_s = time.monotonic()
         for choice, tally in zip(prepared.choices, tallies, strict=True):
+            if not prepared.has_to_run(choice):
+                continue
             self._observe_request(
                 RequestTimings(
                     num_prompt_tokens=len(choice.request.prompt),

@@ -1,8 +1,9 @@
 """Server-sent events, as OpenAI's clients read them.
 
-One `data:` line per object, `[DONE]` exactly once at the end, errors inside the stream once it has
-begun, comments while there is nothing to send. When the client leaves, the source of the events is
-closed at once, not when the next event would have been sent.
+One `data:` line per object, with the `id:` from which it can be resumed, `[DONE]` exactly once at
+the end, errors inside the stream once it has begun, comments while there is nothing to send. When
+the client leaves, the source of the events is closed at once, not when the next event would have
+been sent.
 """
 
 import asyncio
@@ -16,13 +17,16 @@ from sse_starlette.sse import AppStatus
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.openai.errors import http_error_of
+from serve_app.openai.responses import Event
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Objects = AsyncGenerator[Mapping[str, object], None]
+Events = AsyncGenerator[Event, None]
 
 DONE = b"data: [DONE]\n\n"
+RESUMED = b": resumed\n\n"
+"""Begins a resumed stream: what was shown before is still being made, and nothing can be sent."""
 
 KEEP_ALIVE_S = 10.0
 """Interval of comments while there is no token: proxies close connections that are silent."""
@@ -35,14 +39,21 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
+_LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+"""Line breaks of Unicode that JSON leaves as they are, and clients split lines at."""
+
+
 def encoded(content: Mapping[str, object]) -> bytes:
-    """Returns JSON in UTF-8; half surrogates from the input stay escaped."""
+    """Returns JSON of one line in UTF-8; half surrogates from the input stay escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", errors="backslashreplace")
+    return text.translate(_LINE_BREAKS).encode("utf-8", errors="backslashreplace")
 
 
-def event(content: Mapping[str, object]) -> bytes:
-    return b"data: " + encoded(content) + b"\n\n"
+def written(event: Event) -> bytes:
+    if event.content is None:
+        return RESUMED
+    data = b"data: " + encoded(event.content) + b"\n\n"
+    return b"id: " + event.id + b"\n" + data if event.id else data
 
 
 async def while_listened_to(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
@@ -68,7 +79,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves, and closes their source either way."""
 
-    def __init__(self, first: Mapping[str, object], rest: Objects) -> None:
+    def __init__(self, first: Event, rest: Events) -> None:
         """`first` is known before the stream begins: earlier errors get an HTTP status instead."""
         super().__init__(
             _events(first, rest),
@@ -87,13 +98,13 @@ class EventStream(EventSourceResponse):
             await self._rest.aclose()
 
 
-async def _events(first: Mapping[str, object], rest: Objects) -> AsyncGenerator[bytes, None]:
-    yield event(first)
+async def _events(first: Event, rest: Events) -> AsyncGenerator[bytes, None]:
+    yield written(first)
     try:
-        async for content in rest:
-            yield event(content)
+        async for event in rest:
+            yield written(event)
     except Exception as error:  # the status is sent already: the stream carries the error
-        yield event(http_error_of(error).body)
+        yield written(Event(http_error_of(error).body))
     yield DONE
 
 

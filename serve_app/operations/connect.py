@@ -23,7 +23,8 @@ from serve_app.session.local_ray import connected_ray
 
 _ANSWER_TIMEOUT_S = 15.0
 _LOAD_TIMEOUT_S = 900.0
-_DRAIN_TIMEOUT_S = 120.0
+_DRAIN_TIMEOUT_S = 3600.0
+"""Pages are copied as long as that makes progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,9 @@ On a Ray of its own, the service ends with this process, completely. On a cluste
 process ends, and `eesd stop` removes it. What is served is `serve_app.app`.
 """
 
+import asyncio
 import logging
+import math
 import os
 import re
 import signal
@@ -18,7 +20,7 @@ from types import FrameType
 import ray
 from pydantic import SecretStr
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
@@ -26,9 +28,11 @@ from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, TelemetryConfig, require_key
+from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
 from serve_app.session.log_folder import new_log_folder
+from serve_app.session.ray_watch import RayWatch
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
     with where:
         _start_serve(config, updates=False)
         try:
-            _bring_up(config, Stopping())
+            _bring_up(config, Stopping(), say=logger.warning)
             yield
         finally:
             _take_down(config, is_ours=address is None)
@@ -133,14 +137,16 @@ def _serve_here(config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, 
         stopping.listen()
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = _start_serve(config, updates=False)
+        watch = _ray_watch(say, patience_s=config.recovery.drain_s)
         try:
-            _bring_up(config, stopping)
+            _bring_up(config, stopping, say=say)
             if not stopping.is_set:
                 say(_welcome(config, where=url, url=url, began_s=began_s, end="Ctrl-C stops them"))
-                _stay(config, stopping, say=say)
+                _stay(config, stopping, watch=watch, say=say)
         finally:
-            say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
-            _take_down(config, is_ours=True)
+            if watch.answers:
+                say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
+                _take_down(config, is_ours=True)
 
 
 def _serve_on_cluster(
@@ -156,7 +162,7 @@ def _serve_on_cluster(
         if is_update:
             say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
         try:
-            _bring_up(config, stopping)
+            _bring_up(config, stopping, say=say)
         except EesdError:
             if not is_update:
                 remove_application(config.app_name, config.router)
@@ -165,7 +171,7 @@ def _serve_on_cluster(
         if not stopping.is_set:
             where = f"{url} of the cluster's head"
             say(_welcome(config, where=where, url=url, began_s=began_s, end=f"{stop} stops them"))
-            _stay(config, stopping, say=say)
+            _stay(config, stopping, watch=_ray_watch(say), say=say)
         if stopping.is_set:
             say(f"the service stays: {stop} stops it")
 
@@ -219,7 +225,7 @@ def _start_new_serve(config: ServiceConfig) -> None:
     try:
         serve.start(
             http_options={"host": config.host, "port": config.port},
-            proxy_location="HeadOnly",
+            proxy_location=config.proxy_location,
             logging_config=_QUIET,
         )
     except RayTaskError as error:
@@ -259,9 +265,34 @@ def require_place(config: ServiceConfig, running: ServeStatus, *, updates: bool)
             )
 
 
-def _bring_up(config: ServiceConfig, stopping: Stopping) -> None:
+def _bring_up(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
     application = application_of(config, api_key=_api_key(config))
-    deploy(application, name=config.app_name, route_prefix="/", wait=stopping.wait)
+    deploy(
+        application,
+        name=config.app_name,
+        route_prefix="/",
+        wait=stopping.wait,
+        while_deploying=WaitingLine(config, say),
+    )
+
+
+class WaitingLine:
+    """Says, every few seconds, which leases hold the room that a service waits for."""
+
+    def __init__(self, config: ServiceConfig, say: Say) -> None:
+        self._config = config
+        self._say = say
+        self._next_s = time.monotonic() + _LOOK_EVERY_S
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        config = self._config
+        with suppress(RayError):
+            why = asyncio.run(waiting_for_room(config.app_name, namespace=config.router.namespace))
+            if why:
+                self._say(why)
+        self._next_s = time.monotonic() + _LOOK_EVERY_S
 
 
 def _api_key(config: ServiceConfig) -> SecretStr | None:
@@ -277,8 +308,10 @@ def deploy(
     name: str,
     route_prefix: str | None,
     wait: Callable[[float], bool],
+    while_deploying: Callable[[], None] = lambda: None,
 ) -> None:
     """Deploys an application; returns when it runs, or when `wait` (seconds) returns True.
+    `while_deploying` is called now and then until then.
 
     Raises the project's error that kept it from running, as ConfigError or EngineError.
     """
@@ -294,22 +327,29 @@ def deploy(
     while not wait(_POLL_S):
         status = serve.status().applications.get(name)
         if status is None or status.status == ApplicationStatus.DEPLOYING:
+            while_deploying()
             continue
         if status.status == ApplicationStatus.RUNNING:
             return
         raise _why([status.message, *(d.message for d in status.deployments.values())])
 
 
-def _stay(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
+def _ray_watch(say: Say, *, patience_s: float = math.inf) -> RayWatch:
+    return RayWatch(ray.get_runtime_context().gcs_address, say=say, patience_s=patience_s)
+
+
+def _stay(config: ServiceConfig, stopping: Stopping, *, watch: RayWatch, say: Say) -> None:
     """Reports interruptions until a signal, or until the service is removed from Serve.
 
-    Raises EngineError if the service ends by itself.
+    Raises EngineError if the service or its Ray ends by itself.
     """
     pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
     seen: dict[str, int] = {}
     mending: set[str] = set()
     missed = 0
     while not stopping.wait(_LOOK_EVERY_S):
+        if not watch.look():
+            continue
         status = _status_of(config.app_name)
         if status == ApplicationStatus.DELETING:
             say(f"{config.app_name} was removed, or Serve was shut down, by another process")

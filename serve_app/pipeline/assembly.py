@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
+from serve_app.pipeline.held_room import held_rooms, waiting_for_room
 from serve_app.pipeline.placement import RankSlot, gpus_per_rank, rank_slots
 from serve_app.pipeline.placement_groups import (
     PlacementGroups,
@@ -23,6 +26,8 @@ from serve_app.pipeline.workers import Workers, WorkerSpec
 from serve_app.router import AskRouter
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 10.0
 
 
 class Assembly:
@@ -76,11 +81,25 @@ class Assembly:
                 group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
                 logger.info("claimed: pipeline=%s epoch=%d", self._spec.pipeline, group.epoch)
                 return group
-        slots, groups = await self._placed()
+        telling = asyncio.ensure_future(self._tell_waiting())
+        try:
+            slots, groups = await self._placed()
+        except ConfigError as error:
+            held = await held_rooms(self._spec.namespace)
+            raise ConfigError(". ".join([str(error), *map(str, held)])) from error
+        finally:
+            telling.cancel()
         group = WorkerGroup(Workers(groups, slots, spec=self._spec))
         if self._head is not None:
             group.set_head(self._head)
         return group
+
+    async def _tell_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_S)
+            with suppress(RayError):
+                if why := await waiting_for_room(self._spec.app, namespace=self._spec.namespace):
+                    logger.warning("pipeline=%s %s", self._spec.pipeline, why)
 
     async def _placed(self) -> tuple[tuple[RankSlot, ...], PlacementGroups]:
         """Nodes may join during the wait for room: if that changes the GPUs per rank, the groups
@@ -99,12 +118,14 @@ class Assembly:
             groups.remove()
 
     def _slots(self, gpus: float) -> tuple[RankSlot, ...]:
-        parallel = self._config.engine.parallel
+        parallel, spares = self._config.engine.parallel, self._config.recovery.spares
         return rank_slots(
             self._config.placement,
             num_verify_ranks=parallel.verify_tensor_parallel_size,
             num_draft_ranks=parallel.draft_tensor_parallel_size,
             gpus_per_rank=gpus,
+            num_draft_spares=spares.draft,
+            num_verify_spares=spares.verify,
         )
 
 

@@ -21,6 +21,7 @@ from eesd_dist.workers.messages import Lease, Tenancy
 from eesd_dist.workers.tenure import pipeline_prefix, placement_groups_named, workers_named
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.lifecycle import EpochKind
+from serve_app.pipeline.placement import LEADER
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers
 
@@ -42,6 +43,7 @@ def digest_of(config: ServiceConfig) -> str:
     content = {
         "engine": config.engine.model_dump(mode="json"),
         "placement": config.placement.model_dump(mode="json"),
+        "spares": config.recovery.spares.model_dump(mode="json"),
         "recorder": config.recorder.model_dump(mode="json"),
         "telemetry": config.telemetry.model_dump(mode="json"),
         "weights": _weights_of(config),
@@ -64,10 +66,9 @@ def _weights_of(config: ServiceConfig) -> list[tuple[str, int, int]]:
 async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
     """Returns workers of a dead supervisor, the first of them claimed already, so that no other
     supervisor takes them; None if there are none. Ends those of other configurations."""
-    found = await asyncio.to_thread(
-        workers_named, f"{config.app_name}/", namespace=config.router.namespace
-    )
-    tenancies = await asyncio.gather(*[_tenancy(name, config) for name in found])
+    namespace = config.router.namespace
+    found = await asyncio.to_thread(workers_named, f"{config.app_name}/", namespace=namespace)
+    tenancies = await asyncio.gather(*[tenancy_of(name, namespace=namespace) for name in found])
     by_pipeline: dict[str, dict[str, Tenancy]] = {}
     for (name, pipeline), tenancy in zip(found.items(), tenancies, strict=True):
         if tenancy is not None:
@@ -113,7 +114,8 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
     group = WorkerGroup(workers)
     tenancies = orphans.workers.values()
     configured = workers.spec.engine.model.head
-    for head in {t.head for t in tenancies if t.head} - {str(configured)}:
+    heads = {t.head for t in tenancies if t.identity.slot == LEADER}
+    for head in heads - {"", str(configured)}:
         group.set_head(head)
     starts = [t.start_s for t in tenancies if t.start_s is not None]
     workers.start_s = max(starts, default=None)
@@ -142,12 +144,13 @@ def _why_broken(
     return None
 
 
-async def _tenancy(name: str, config: ServiceConfig) -> Tenancy | None:
+async def tenancy_of(name: str, *, namespace: str) -> Tenancy | None:
+    """Returns what a worker says of itself; None for no answer, and for actors of other kinds."""
     try:
-        handle = await asyncio.to_thread(ray.get_actor, name, namespace=config.router.namespace)
+        handle = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
         async with asyncio.timeout(_ANSWER_S):
             tenancy: Tenancy = await handle.tenancy.remote()
-    except (TimeoutError, ValueError, RayError) as error:
+    except (TimeoutError, ValueError, AttributeError, RayError) as error:
         logger.info("no answer: worker=%s error=%r", name, error)
         return None
     return tenancy

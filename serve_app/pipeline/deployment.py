@@ -23,7 +23,6 @@ from eesd_dist.workers.messages import (
     DraftStats,
     HeadReport,
     Lease,
-    LoadReport,
     ProcessInfo,
 )
 from eesd_dist.workers.process import prepare_process, process_info
@@ -38,7 +37,7 @@ from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.timings import timings_of
-from serve_app.pipeline.workers import Worker
+from serve_app.pipeline.worker import Worker
 from serve_app.router import beat, find_peer_pipeline, found_again, promotion_of, router_handle
 
 logger = logging.getLogger(__name__)
@@ -113,6 +112,10 @@ class PipelineState:
     """Fallbacks in the verify ranks' processes take the draft stage's part."""
     degraded_s: float = 0.0
     """Seconds in degraded mode so far."""
+    spares: tuple[WorkerReport, ...] = ()
+    """Idle workers that can take the slots of lost ones."""
+    last_trouble_unix_s: float | None = None
+    """When `last_trouble` was noticed; None if nothing has interrupted it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,7 @@ class Pipeline:
     async def health(self) -> Health:
         """Healthy if every worker of the present epoch answers and makes progress."""
         reason = self._supervisor.why_unavailable()
-        if reason and (loading := await self._supervisor.loading()):
+        if reason and (loading := self._supervisor.loading()):
             reason = f"{reason}; loading: {loading}"
         degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded else ""
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
@@ -258,36 +261,31 @@ class Pipeline:
                 logger.warning("spans not sent: %s error=%r", worker.label, error)
 
     async def state(self) -> PipelineState:
-        group = await self._supervisor.worker_group()
-        workers, loads = tuple(group.workers), await group.workers.loads()
+        supervisor = self._supervisor
+        group = await supervisor.worker_group()
+        leader = self._leader()
         return PipelineState(
             pipeline=self._name,
             pid=os.getpid(),
             epoch=group.epoch,
-            is_ready=self._supervisor.is_ready,
+            is_ready=supervisor.is_ready,
             num_live=await self._num_live(),
-            num_interruptions=self._supervisor.num_interruptions,
-            last_trouble=str(self._supervisor.trouble)
-            if self._supervisor.num_interruptions
-            else "",
-            recovery_s=self._supervisor.recovery_s,
-            start_s=self._supervisor.start_s,
-            leader=self._leader_name(),
+            num_interruptions=supervisor.num_interruptions,
+            last_trouble=str(supervisor.trouble) if supervisor.num_interruptions else "",
+            recovery_s=supervisor.recovery_s,
+            start_s=supervisor.start_s,
+            leader="" if leader is None else leader.name,
             weight=self._speed.value,
             draining=self._draining.reason,
-            workers=tuple(
-                _worker_report(worker, loads.get(worker.slot.name)) for worker in workers
-            ),
-            is_degraded=self._supervisor.is_degraded,
-            degraded_s=self._supervisor.degraded_s,
+            workers=tuple(_worker_report(worker) for worker in group.workers),
+            is_degraded=supervisor.is_degraded,
+            degraded_s=supervisor.degraded_s,
+            last_trouble_unix_s=supervisor.trouble_unix_s,
+            spares=tuple(_worker_report(spare) for spare in group.workers.spares.ready),
         )
 
     async def ledger(self) -> Ledger:
-        try:
-            live: tuple[RequestId, ...] = await self._of_leader("live")
-        except EesdError:
-            live = ()
-        return Ledger(pipeline=self._name, process_info=process_info(), live=live)
+        return Ledger(pipeline=self._name, process_info=process_info(), live=await self._live())
 
     async def stats(self) -> DraftStats:
         stats: DraftStats = await self._of_leader("stats")
@@ -305,13 +303,16 @@ class Pipeline:
                 reason=f"no answer within {_ANSWER_TIMEOUT_S:g} s",
             ) from error
 
-    async def _num_live(self) -> int:
-        """Returns the number of open streams; 0 if the drafting actor does not answer."""
+    async def _live(self) -> tuple[RequestId, ...]:
+        """Returns the open streams; none if the drafting actor does not answer."""
         try:
             live: tuple[RequestId, ...] = await self._of_leader("live")
         except EesdError:
-            return 0
-        return len(live)
+            return ()
+        return live
+
+    async def _num_live(self) -> int:
+        return len(await self._live())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns what Serve's autoscaler decides from."""
@@ -367,10 +368,6 @@ class Pipeline:
         except PeerLost:
             return None
 
-    def _leader_name(self) -> str:
-        leader = self._leader()
-        return "" if leader is None else leader.name
-
     def _ranks(self) -> dict[str, Any]:
         """Returns the handles of all workers; of fallbacks only the leader, since they have no
         peers in other pipelines: their streams are recomputed."""
@@ -387,7 +384,8 @@ class Pipeline:
         )
 
 
-def _worker_report(worker: Worker, load: LoadReport | None) -> WorkerReport:
+def _worker_report(worker: Worker) -> WorkerReport:
+    load = worker.status.load
     return WorkerReport(
         name=worker.slot.name,
         pid=worker.process_info.pid,

@@ -7,6 +7,7 @@ other pipeline, it serves them to their ends. Nothing here depends on what a str
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -21,8 +22,11 @@ _BY_SERVE = "Serve takes it down"
 
 FindPeerPipeline = Callable[[], Awaitable[PipelineReport | None]]
 """Returns another pipeline that takes requests, if there is one."""
-Migrate = Callable[[PipelineReport, str], Awaitable[MigrationReport]]
-"""Migrates all live requests to a pipeline, for this reason: their streams end with `Migrated`."""
+Migrate = Callable[[PipelineReport, str, float | None], Awaitable[MigrationReport]]
+"""Migrates all live requests to a pipeline, for this reason: their streams end with `Migrated`.
+Pages are copied for so many seconds, or as long as that makes progress."""
+_TELLING_S = 2.0
+"""Left for telling the streams to leave that were not copied in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +99,17 @@ class Draining:
 
     async def leave(self, *, timeout_s: float) -> None:
         """Returns when no stream is live, or after `timeout_s`."""
+        ends_s = time.monotonic() + timeout_s
         self._reason = _BY_SERVE
+        if self._emptying is not None:  # it may copy for longer
+            self._emptying.cancel()
         logger.info("draining: pipeline=%s", self._pipeline)
         await self._publish_status()
         try:
             async with asyncio.timeout(timeout_s):
                 while await self._num_live():
-                    await self._migrate_all()
+                    left_s = ends_s - time.monotonic()
+                    await self._migrate_all(budget_s=max(left_s - _TELLING_S, left_s / 2))
                     await asyncio.sleep(self._period_s)
         except TimeoutError:
             logger.warning("live streams are cut off: pipeline=%s", self._pipeline)
@@ -115,14 +123,14 @@ class Draining:
             except Exception:  # any error: without this task no later stream would ever leave
                 logger.exception("draining goes on: pipeline=%s", self._pipeline)
 
-    async def _migrate_all(self) -> MigrationReport | None:
+    async def _migrate_all(self, *, budget_s: float | None = None) -> MigrationReport | None:
         """Migrates all live streams if another pipeline takes them; None if it could not."""
         async with self._one_by_one:
             other = await self._find_peer_pipeline()
             if other is None or not await self._num_live():
                 return None
             try:
-                return await self._migrate(other, self._reason)
+                return await self._migrate(other, self._reason, budget_s)
             except EesdError as error:
                 logger.warning("not migrated: pipeline=%s error=%s", self._pipeline, error)
                 return None

@@ -1,10 +1,11 @@
 """Migrates live requests to another pipeline, with their KV pages where that helps.
 
-Pages are copied while the streams go on; only then are the streams told to leave, and the little
-that was not copied is recomputed. Every actor of the source copies to its peer rank in the target;
-this module only tells them when. A failure costs the copy and never the streams: they migrate
-anyway, and are recomputed from their tokens. Which requests migrate, and where to, is decided in
-`drain`.
+Streams leave one after the other, those with most to recompute first. The pages of a stream are
+copied in parts while it goes on; a part can be found in the target as soon as it is there. Then the
+stream is told to leave, and the little that was not copied is recomputed. Every actor of the source
+copies to its peer rank in the target, over one link for all streams; this module only tells them
+when. A failure costs a copy and never a stream: it migrates anyway, and is recomputed from its
+tokens. Which requests migrate, and where to, is decided in `drain`.
 """
 
 import asyncio
@@ -12,23 +13,32 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
 
 from eesd_dist.errors import PROCESS_DIED, EesdError, EngineError, Migrated, PeerLost
 from eesd_dist.routing.directory import PipelineReport
-from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageTraffic
+from eesd_dist.schedule.page_leases import (
+    Backend,
+    KvLayout,
+    PageLease,
+    PageReservation,
+    PageTraffic,
+)
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import PageLink, Reservation
+from eesd_dist.workers.messages import Meeting, PageLink, PagePart
 from eesd_dist.workers.process import PROCESS_LOST
 
 logger = logging.getLogger(__name__)
 
 How = Literal["pages", "recompute"]
+End = Literal[0, 1]
+"""Sender, receiver."""
 
-_MAX_PASSES = 3
-"""Streams grow while their pages are copied: if they grow much, there is another pass."""
+_FIRST_PAGES = 8
+"""Pages of the first part; later ones grow and shrink with the speed of the link."""
 _MARGIN_S = 2.0
 """A rank's own deadline comes first, since it knows what it was waiting for."""
 
@@ -45,6 +55,24 @@ class Contacts:
         return next(iter(self.ranks.items()))
 
 
+@dataclass(slots=True, kw_only=True)
+class StreamMove:
+    """What was copied of one stream."""
+
+    request_id: RequestId
+    num_pages: int = 0
+    """Copied pages; every rank has its part of each."""
+    num_found: int = 0
+    """Pages that the target had already."""
+    num_refused: int = 0
+    """Pages for which the target had no room."""
+    num_bytes: int = 0
+    """Sum over all ranks."""
+    copy_s: float = 0.0
+    reason: str = ""
+    """Why its pages were not copied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationReport:
     """Result of a KV migration."""
@@ -52,27 +80,30 @@ class MigrationReport:
     by: str
     to: str
     num_requests: int
-    """Streams that were told to continue in the target."""
-    num_pages: int
-    """Copied pages; every rank has its part of each."""
-    num_found: int
-    """Pages that the target had already."""
-    num_bytes: int
-    """Sum over all ranks."""
+    """Streams that were told to leave."""
+    streams: tuple[StreamMove, ...]
+    """The running ones, in the order of the copy."""
     copy_s: float
-    """Seconds of copying, while the streams went on in the source."""
+    """Seconds until the last of them was told to leave."""
     seconds: float
-    how: Literal["pages", "recomputed"]
-    reason: str = ""
+    reason: str
     """Why no pages, or not all, were copied."""
 
+    @property
+    def num_pages(self) -> int:
+        return sum(move.num_pages for move in self.streams)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copied:
-    num_pages: int
-    num_found: int
-    num_refused: int
-    num_bytes: int
+    @property
+    def num_found(self) -> int:
+        return sum(move.num_found for move in self.streams)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(move.num_bytes for move in self.streams)
+
+    @property
+    def how(self) -> Literal["pages", "recomputed"]:
+        return "pages" if self.num_pages or self.num_found else "recomputed"
 
 
 async def migrate(
@@ -82,41 +113,41 @@ async def migrate(
     request_ids: Collection[RequestId] | None = None,
     how: How = "pages",
     timeout_s: float = 20.0,
+    budget_s: float | None = None,
     reason: str = "it is being drained",
 ) -> MigrationReport:
     """Migrates these live requests (None: all) to the target, with their pages if possible.
 
-    Raises PeerLost only if the source's drafting actor cannot be told; then its streams are lost
-    anyway.
+    `timeout_s` is the deadline of each part and each answer. Copying takes as long as parts get
+    there, or `budget_s`; streams that are left then are told to leave and recomputed. Raises
+    PeerLost only if the source's drafting actor cannot be told; its streams are lost anyway.
     """
     began_s = time.monotonic()
-    copies: list[_Copied] = []
+    moving = _Moving(source, target, timeout_s=timeout_s, reason=reason)
     trouble = "" if how == "pages" else "recovery.kv_migration is recompute"
-    if how == "pages":
+    try:
         try:
-            await _copy_all(source, target, request_ids, copies, timeout_s=timeout_s)
+            if how == "pages":
+                async with asyncio.timeout(budget_s):
+                    await moving.with_pages(request_ids)
+        except TimeoutError:
+            trouble = f"not everything was copied within {budget_s:g} s"
         except EesdError as error:
             trouble = str(error)
-    copy_s = time.monotonic() - began_s
-    to = target.pipeline if copies else None  # without pages, the least busy pipeline will do
-    migrated = Migrated(by=source.pipeline, to=to, reason=reason)
-    num_requests = await _ask(source.drafter, "evict", request_ids, migrated, timeout_s=timeout_s)
-    num_refused = copies[-1].num_refused if copies else 0
-    if not trouble and num_refused:
-        trouble = f"no room there for {num_refused} pages"
-    num_pages = sum(copy.num_pages for copy in copies)
-    num_found = max((copy.num_found for copy in copies), default=0)
+        copy_s = time.monotonic() - began_s
+        await moving.tell(request_ids, to=None)  # without pages, the least busy pipeline will do
+    finally:
+        await moving.close()
+    if num_refused := sum(move.num_refused for move in moving.moves):
+        trouble = trouble or f"no room there for {num_refused} pages"
     report = MigrationReport(
         by=source.pipeline,
         to=target.pipeline,
-        num_requests=num_requests,
-        num_pages=num_pages,
-        num_found=num_found,
-        num_bytes=sum(copy.num_bytes for copy in copies),
+        num_requests=moving.num_told,
+        streams=tuple(moving.moves),
         copy_s=copy_s,
         seconds=time.monotonic() - began_s,
-        how="pages" if num_pages or num_found else "recomputed",
-        reason=trouble,
+        reason=trouble or next((move.reason for move in moving.moves if move.reason), ""),
     )
     logger.info(
         "migrated: by=%s to=%s requests=%d how=%s pages=%d bytes=%d seconds=%.3f reason=%s",
@@ -126,138 +157,185 @@ async def migrate(
     return report
 
 
-async def _copy_all(
-    source: Contacts,
-    target: Contacts,
-    request_ids: Collection[RequestId] | None,
-    copies: list[_Copied],
-    *,
-    timeout_s: float,
-) -> None:
-    """Copies until little is left; `copies` has what was copied, also after an error."""
-    why_not = await _why_not(source, target, timeout_s=timeout_s)
-    if why_not is not None:
-        raise EngineError(f"{target.pipeline} cannot go on from pages of this pipeline: {why_not}")
-    began_s = time.monotonic()
-    for _ in range(_MAX_PASSES):
-        num_requests, copied = await _copy(source, target, request_ids, timeout_s=timeout_s)
-        copies.append(copied)
-        if copied.num_pages <= num_requests or time.monotonic() - began_s > timeout_s:
-            return
+class _Moving:
+    """One KV migration in progress."""
 
+    def __init__(
+        self, source: Contacts, target: Contacts, *, timeout_s: float, reason: str
+    ) -> None:
+        self.moves: list[StreamMove] = []
+        self.num_told = 0
+        self._source = source
+        self._target = target
+        self._timeout_s = timeout_s
+        self._reason = reason
+        self._link = ""
+        """Empty before ranks are asked to connect."""
+        self._is_cut = False
+        self._limit = _FIRST_PAGES
+        """Pages of the next part."""
 
-async def _why_not(source: Contacts, target: Contacts, *, timeout_s: float) -> str | None:
-    """Returns why pages cannot be copied. Each rank's pages depend on its machine, so every rank
-    has to agree with its peer rank."""
-    if list(source.ranks) != list(target.ranks):
-        return f"its ranks are {list(source.ranks)} here and {list(target.ranks)} there"
-    layouts: list[KvLayout] = await asyncio.gather(
-        *(
-            _ask(actor, "kv_layout", timeout_s=timeout_s)
-            for actor in (*source.ranks.items(), *target.ranks.items())
-        )
-    )
-    count = len(source.ranks)
-    for rank_name, mine, theirs in zip(source.ranks, layouts[:count], layouts[count:], strict=True):
-        difference = mine.why_not(theirs)
-        if difference is not None:
-            return f"{rank_name}: {difference}"
-    return None
+    async def with_pages(self, request_ids: Collection[RequestId] | None) -> None:
+        """Migrates the running streams. Raises EesdError when no more pages can be copied."""
+        backends = await self._backends()
+        if order := await self._order(request_ids):
+            await self._connect(backends)
+        for request_id in order:
+            began_s = time.monotonic()
+            move = StreamMove(request_id=request_id)
+            self.moves.append(move)
+            try:
+                while await self._copy_part(move):
+                    pass
+            except EesdError as error:
+                move.reason = str(error)
+                if self._is_cut or isinstance(error, PeerLost):
+                    raise
+            finally:
+                move.copy_s = time.monotonic() - began_s
+                has_pages = move.num_pages or move.num_found
+                await self.tell([request_id], to=self._target.pipeline if has_pages else None)
 
+    async def tell(self, request_ids: Collection[RequestId] | None, *, to: str | None) -> None:
+        """Tells these streams (None: all) where to continue."""
+        migrated = Migrated(by=self._source.pipeline, to=to, reason=self._reason)
+        self.num_told += await self._ask(self._source.drafter, "evict", request_ids, migrated)
 
-async def _copy(
-    source: Contacts,
-    target: Contacts,
-    request_ids: Collection[RequestId] | None,
-    *,
-    timeout_s: float,
-) -> tuple[int, _Copied]:
-    """One pass: leases pages, copies them, and registers them only if nothing failed."""
-    lease: PageLease = await _ask(
-        source.drafter, "lease_pages", request_ids, timeout_s, timeout_s=timeout_s
-    )
-    reservation: Reservation | None = None
-    try:
-        reservation = await _ask(
-            target.drafter, "reserve_pages", lease, timeout_s, timeout_s=timeout_s
-        )
-        traffic = await _travel(source, target, reservation, timeout_s=timeout_s)
-        number = reservation.pages.number
-        if not await _ask(source.drafter, "return_pages", lease.number, timeout_s=timeout_s):
-            raise EngineError(f"{source.pipeline} lost its pages while they were copied")
-        if not await _ask(target.drafter, "adopt_pages", number, timeout_s=timeout_s):
-            raise EngineError(f"{target.pipeline} was interrupted while pages were copied to it")
-    except (_Unanswered, asyncio.CancelledError):
-        # A rank may still be writing: the reservation is left to expire.
-        await _give_up(source, target, lease, None, timeout_s=timeout_s)
-        raise
-    except EesdError:
-        await _give_up(source, target, lease, reservation, timeout_s=timeout_s)
-        raise
-    return len(lease.requests), _Copied(
-        num_pages=len(reservation.pages.moves),
-        num_found=reservation.pages.num_found,
-        num_refused=reservation.pages.num_refused,
-        num_bytes=sum(each.num_bytes for each in traffic),
-    )
+    async def close(self) -> None:
+        """Closes the links that answer; the others close by themselves."""
+        if self._link:
+            ranks = [*self._source.ranks.items(), *self._target.ranks.items()]
+            calls = [_ask(r, "close_link", self._link, timeout_s=_MARGIN_S) for r in ranks]
+            await asyncio.gather(*calls, return_exceptions=True)
 
+    async def _backends(self) -> Mapping[str, Backend]:
+        """Returns what moves each rank's pages. Each rank's pages depend on its machine, so every
+        rank has to agree with its peer rank: raises EngineError if one does not."""
+        mine, theirs = self._source.ranks, self._target.ranks
+        refusal = f"{self._target.pipeline} cannot go on from pages of this pipeline"
+        if list(mine) != list(theirs):
+            raise EngineError(
+                f"{refusal}: its ranks are {list(mine)} here and {list(theirs)} there"
+            )
+        ranks = (*mine.items(), *theirs.items())
+        layouts: list[KvLayout] = await asyncio.gather(*(self._ask(r, "kv_layout") for r in ranks))
+        backends: dict[str, Backend] = {}
+        for rank_name, here, there in zip(mine, layouts, layouts[len(mine) :], strict=False):
+            if (difference := here.why_not(there)) is not None:
+                raise EngineError(f"{refusal}: {rank_name}: {difference}")
+            backends[rank_name] = here.backend_to(there)
+        return backends
 
-async def _travel(
-    source: Contacts, target: Contacts, reservation: Reservation, *, timeout_s: float
-) -> list[PageTraffic]:
-    """Every rank sends to its peer rank. Returns, or raises, when no rank is copying any more."""
-    if not reservation.pages.moves:
-        return []
-    leased, here = zip(*reservation.pages.moves, strict=True)
-    calls: list[Awaitable[PageTraffic]] = []
-    for rank_name in source.ranks:
-        ends = (f"{rank_name} of {source.pipeline}", f"{rank_name} of {target.pipeline}")
-        for contacts, method, pages in (
-            (source, "send_pages", leased),
-            (target, "receive_pages", here),
-        ):
-            link = PageLink(
-                number=reservation.pages.number,
-                epoch=reservation.pages.epoch,
-                store=reservation.store,
+    async def _order(self, request_ids: Collection[RequestId] | None) -> list[RequestId]:
+        """Returns the running requests, those first of which most pages are not in the target."""
+        lease = await self._ask(self._source.drafter, "lease_pages", request_ids, self._timeout_s)
+        try:
+            missing = await self._ask(self._target.drafter, "missing_pages", lease)
+        finally:
+            await self._give_up(lease, None)
+        return sorted(missing, key=lambda request_id: (-missing[request_id], request_id))
+
+    async def _connect(self, backends: Mapping[str, Backend]) -> None:
+        meeting: Meeting = await self._ask(self._target.drafter, "meet", self._timeout_s)
+        self._link = meeting.number
+        one, other = self._source.pipeline, self._target.pipeline
+
+        def link(rank_name: str, end: End) -> PageLink:
+            return PageLink(
+                meeting=meeting,
                 rank_name=rank_name,
-                ends=ends,
-                pages=tuple(pages),
-                timeout_s=timeout_s,
+                ends=(f"{rank_name} of {one}", f"{rank_name} of {other}"),
+                end=end,
+                backend=backends[rank_name],
+                timeout_s=self._timeout_s,
             )
-            whole_s = 2 * timeout_s + _MARGIN_S
-            calls.append(
-                _ask((rank_name, contacts.ranks[rank_name]), method, link, timeout_s=whole_s)
+
+        whole_s = 2 * self._timeout_s + _MARGIN_S
+        await self._on_all_ranks(("open_link", "open_link"), link, timeout_s=whole_s)
+
+    async def _copy_part(self, move: StreamMove) -> bool:
+        """Leases pages of the stream that are full now and not in the target, copies some of them,
+        and registers them only if nothing failed. Returns whether there are more to copy."""
+        mine, theirs, timeout_s = self._source.drafter, self._target.drafter, self._timeout_s
+        lease: PageLease = await self._ask(mine, "lease_pages", [move.request_id], timeout_s)
+        pages: PageReservation | None = None
+        try:
+            pages = await self._ask(theirs, "reserve_pages", lease, self._limit, timeout_s)
+            num_bytes = await self._travel(pages) if pages.moves else 0
+            if not await self._ask(mine, "return_pages", lease.number):
+                raise EngineError(f"{self._source.pipeline} lost its pages while they were copied")
+            if not await self._ask(theirs, "adopt_pages", pages.number):
+                raise EngineError(f"{self._target.pipeline} was interrupted during the copy")
+        except (_Unanswered, asyncio.CancelledError):
+            # A rank may still be writing: the reservation is left to expire.
+            await self._give_up(lease, None)
+            raise
+        except EesdError:
+            await self._give_up(lease, pages)
+            raise
+        if not move.num_pages:
+            move.num_found = pages.num_found
+        move.num_pages += len(pages.moves)
+        move.num_bytes += num_bytes
+        move.num_refused = pages.num_refused
+        return pages.num_left > 0 and not pages.num_refused
+
+    async def _travel(self, reservation: PageReservation) -> int:
+        """Every rank sends to its peer rank. Returns the bytes, or raises, when no rank is copying
+        any more."""
+
+        def part(_: str, end: End) -> PagePart:
+            return PagePart(
+                link=self._link,
+                number=reservation.number,
+                epoch=reservation.epoch,
+                pages=tuple(move[end] for move in reservation.moves),
+                timeout_s=self._timeout_s,
             )
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in errors:
-        if isinstance(error, _Unanswered):  # its actor may still be writing
-            raise error
-    if errors:
-        raise errors[0]
-    return [result for result in results[::2] if isinstance(result, PageTraffic)]
+
+        began_s = time.monotonic()
+        traffic: list[PageTraffic] = await self._on_all_ranks(
+            ("send_pages", "receive_pages"), part, timeout_s=self._timeout_s + _MARGIN_S
+        )
+        share = (time.monotonic() - began_s) / self._timeout_s
+        if share < 1 / 8:
+            self._limit *= 2
+        elif share > 1 / 4:
+            self._limit = max(1, self._limit // 2)
+        return sum(sent.num_bytes for sent in traffic[::2])
+
+    async def _on_all_ranks(
+        self, methods: tuple[str, str], argument: Callable[[str, End], object], *, timeout_s: float
+    ) -> list[Any]:
+        """Calls each rank of both ends; returns the results, a sender's before its receiver's. A
+        link over which a call has failed is not used again."""
+        ends: tuple[tuple[End, Contacts], ...] = ((0, self._source), (1, self._target))
+        calls = [
+            _ask((name, of.ranks[name]), methods[end], argument(name, end), timeout_s=timeout_s)
+            for name in self._source.ranks
+            for end, of in ends
+        ]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        if errors := [result for result in results if isinstance(result, BaseException)]:
+            self._is_cut = True
+            # The actor of an unanswered call may still be writing.
+            raise next((e for e in errors if isinstance(e, _Unanswered)), errors[0])
+        return results
+
+    async def _give_up(self, lease: PageLease, pages: PageReservation | None) -> None:
+        calls = [self._ask(self._source.drafter, "return_pages", lease.number)]
+        if pages is not None:
+            calls.append(self._ask(self._target.drafter, "abandon_pages", pages.number))
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, EesdError):
+                logger.info("not told of a failed KV migration: %s", result)
+
+    async def _ask(self, actor: tuple[str, Any], method: str, *args: object) -> Any:
+        return await _ask(actor, method, *args, timeout_s=self._timeout_s)
 
 
 class _Unanswered(PeerLost):
     """The actor may still be doing what it was asked to do."""
-
-
-async def _give_up(
-    source: Contacts,
-    target: Contacts,
-    lease: PageLease,
-    reservation: Reservation | None,
-    *,
-    timeout_s: float,
-) -> None:
-    calls = [_ask(source.drafter, "return_pages", lease.number, timeout_s=timeout_s)]
-    if reservation is not None:
-        number = reservation.pages.number
-        calls.append(_ask(target.drafter, "abandon_pages", number, timeout_s=timeout_s))
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, EesdError):
-            logger.info("not told of a failed KV migration: %s", result)
 
 
 async def _ask(actor: tuple[str, Any], method: str, *args: object, timeout_s: float) -> Any:
@@ -293,11 +371,12 @@ class KvMigration:
     ) -> None:
         """`contacts` returns those of this pipeline."""
         self._contacts = contacts
-        self._how: How = how
-        self._timeout_s = timeout_s
+        self._migrate = partial(migrate, how=how, timeout_s=timeout_s)
 
-    async def __call__(self, other: PipelineReport, reason: str) -> MigrationReport:
+    async def __call__(
+        self, other: PipelineReport, reason: str, budget_s: float | None
+    ) -> MigrationReport:
         """Raises EngineError if the other pipeline or this one's drafting actor does not answer."""
         mine = await self._contacts()
         theirs = Contacts(pipeline=other.pipeline_id, ranks=other.ranks)
-        return await migrate(mine, theirs, how=self._how, timeout_s=self._timeout_s, reason=reason)
+        return await self._migrate(mine, theirs, budget_s=budget_s, reason=reason)

@@ -6,13 +6,16 @@ from, and how to explain bundles without a node. Pure: it is given the nodes and
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.workers.messages import StageName
 from serve_app.config import BundleConfig, PlacementConfig, Strategy
 
 Resources = Mapping[str, float]
+
+LEADER = "drafting actor"
+"""Name of draft rank 0's slot."""
 
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
@@ -33,6 +36,12 @@ class RankSlot:
     stage: StageName = "verify"
     labels: dict[str, str] = field(default_factory=dict)
     """Label selectors its node must satisfy."""
+    is_spare: bool = False
+    """Its worker waits to take the slot of another one."""
+
+    def may_take(self, slot: "RankSlot") -> bool:
+        """Returns whether a spare in this slot can take the other one."""
+        return self.stage == slot.stage and (self.rank is None) == (slot.rank is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,22 +92,31 @@ def rank_slots(
     num_verify_ranks: int,
     gpus_per_rank: float,
     num_draft_ranks: int = 1,
+    num_draft_spares: int = 0,
+    num_verify_spares: int = 0,
 ) -> tuple[RankSlot, ...]:
-    """Returns the drafting actor first, then the other draft ranks, then the verify ranks."""
-    ranks: list[tuple[str, int | None, StageName, BundleConfig]] = [
-        ("drafting actor", None, "draft", placement.draft)
-    ]
-    ranks += [(f"draft rank {r}", r, "draft", placement.draft) for r in range(1, num_draft_ranks)]
-    ranks += [(f"verify rank {r}", r, "verify", placement.verify) for r in range(num_verify_ranks)]
-    return tuple(
-        RankSlot(
-            name=name,
-            rank=rank,
-            stage=stage,
-            resources=_resources(bundle, gpus_per_rank),
-            labels=bundle.labels,
-        )
-        for name, rank, stage, bundle in ranks
+    """Returns the drafting actor first, then the other draft ranks, the verify ranks and spares."""
+    draft = _slot(LEADER, "draft", placement.draft, gpus_per_rank)
+    verify = _slot("verify rank 0", "verify", placement.verify, gpus_per_rank)
+    return (
+        draft,
+        *[replace(draft, name=f"draft rank {r}", rank=r) for r in range(1, num_draft_ranks)],
+        *[replace(verify, name=f"verify rank {r}", rank=r) for r in range(num_verify_ranks)],
+        *[replace(draft, name=f"draft spare {i}", is_spare=True) for i in range(num_draft_spares)],
+        *[
+            replace(verify, name=f"verify spare {i}", rank=0, is_spare=True)
+            for i in range(num_verify_spares)
+        ],
+    )
+
+
+def _slot(name: str, stage: StageName, bundle: BundleConfig, gpus_per_rank: float) -> RankSlot:
+    return RankSlot(
+        name=name,
+        rank=None if stage == "draft" else 0,
+        stage=stage,
+        resources=_resources(bundle, gpus_per_rank),
+        labels=bundle.labels,
     )
 
 
@@ -153,24 +171,14 @@ def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) ->
     """Returns the second group, kept to or from the nodes of the first one."""
     near = frozenset(to_nodes)
     if relation in ("SPREAD", "STRICT_SPREAD"):
-        return Bundles(slots=group.slots, strategy=group.strategy, apart_from=near)
-    return Bundles(slots=group.slots, strategy=group.strategy, kept_to=near)
+        return replace(group, apart_from=near)
+    return replace(group, kept_to=near)
 
 
 def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
     """Returns whether these nodes are large enough when nothing else runs on them."""
-    empty = [_emptied(node) for node in nodes]
+    empty = [replace(node, free=node.resources) for node in nodes]
     return not _left_over(group, empty).unplaced
-
-
-def _emptied(node: Node) -> Node:
-    return Node(
-        node_id=node.node_id,
-        name=node.name,
-        resources=node.resources,
-        free=node.resources,
-        labels=node.labels,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +213,10 @@ def _together(group: Bundles) -> Bundles:
     slot = RankSlot(
         name=f"all {len(group.slots)} bundles together (strategy STRICT_PACK)",
         rank=None,
-        resources=_summed([p.resources for p in group.slots]),
+        resources=summed([p.resources for p in group.slots]),
         labels=labels,
     )
-    return Bundles(
-        slots=(slot,), strategy="PACK", kept_to=group.kept_to, apart_from=group.apart_from
-    )
+    return replace(group, slots=(slot,), strategy="PACK")
 
 
 def _left_over(group: Bundles, nodes: Sequence[Node]) -> _Fit:
@@ -327,6 +333,7 @@ def _fits(wanted: Resources, free: Resources) -> bool:
     return all(_has(free, name) >= amount for name, amount in wanted.items())
 
 
-def _summed(parts: Sequence[Resources]) -> dict[str, float]:
+def summed(parts: Sequence[Resources]) -> dict[str, float]:
+    """Returns the total of each resource."""
     names = {name: None for part in parts for name in part}
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

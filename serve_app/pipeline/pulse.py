@@ -1,11 +1,12 @@
 """A worker's heartbeats, and when they mean that it is lost.
 
-The heartbeat is progress: a token committed, prompt rows computed, a round finished while there is
-work. A process that answers but makes no progress is as lost as one that does not answer. Pure: it
-is told of answers and of the time that passes.
+The heartbeat is progress: a token committed, prompt rows computed, a round finished, pages migrated
+while there is work. A process that answers but makes no progress is as lost as one that does not
+answer. Pure: it is told of answers and of the time that passes.
 """
 
 from dataclasses import replace
+from math import inf
 
 from eesd_dist.workers.messages import WorkerStatus
 from serve_app.pipeline.timings import Timings
@@ -46,22 +47,40 @@ class Pulse:
         if not (status.is_busy and _is_same_work(before, status)):
             self._still_s = 0.0
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the worker is lost, if nothing changes."""
+        return min(self._silence_s - self._silent_s, self._stillness_s - self._still_s)
+
     def failure(self) -> tuple[str, str] | None:
         """Returns operation and reason of the loss; None while the worker lives."""
-        status, timings = self._status, self._timings
-        is_starting = status.epoch == 0
-        silence_s = max(timings.deadline_s, timings.busy_s if is_starting else 0.0)
-        if self._silent_s > silence_s:
-            return "heartbeat", f"no answer within {silence_s:g} s"
-        allowed_s = max(timings.deadline_s, status.allowed_s)
-        if status.is_busy and self._still_s > allowed_s:
-            return status.phase or "rounds", f"no progress within {allowed_s:g} s"
+        if self._silent_s > self._silence_s:
+            return "heartbeat", f"no answer within {self._silence_s:g} s"
+        if self._still_s > self._stillness_s:
+            return self._status.phase or "rounds", f"no progress within {self._allowed_s:g} s"
         return None
+
+    @property
+    def _silence_s(self) -> float:
+        """How long it may be silent."""
+        is_starting = self._status.epoch == 0
+        return max(self._timings.deadline_s, self._timings.busy_s if is_starting else 0.0)
+
+    @property
+    def _allowed_s(self) -> float:
+        return max(self._timings.deadline_s, self._status.allowed_s)
+
+    @property
+    def _stillness_s(self) -> float:
+        """How long it may go without progress. A worker that waits for a lost one makes none
+        either, and reports that first."""
+        return self._allowed_s + self._timings.peers_s if self._status.is_busy else inf
 
 
 def _is_same_work(before: WorkerStatus, now: WorkerStatus) -> bool:
-    return before.is_busy and (before.epoch, before.phase, before.progress) == (
+    return before.is_busy and (before.epoch, before.phase, before.progress, before.num_moved) == (
         now.epoch,
         now.phase,
         now.progress,
+        now.num_moved,
     )

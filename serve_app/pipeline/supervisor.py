@@ -8,7 +8,7 @@ the supervisor of the next replica claims them.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from serve_app.pipeline.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+_LAST_ACTIONS = (Action.RELEASE, Action.GIVE_UP)
 DEGRADED = "plain decoding on the verify ranks while the drafting actor is replaced"
 
 
@@ -65,7 +66,10 @@ class Supervisor:
         self._publish_status = publish_status
         self._stopping = asyncio.Event()
         """Set once Serve takes this pipeline down."""
-        self._trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
+        self.trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
+        """The last interruption; until the first, that the pipeline is starting."""
+        self.trouble_unix_s: float | None = None
+        """When the last interruption was noticed; None before the first."""
         self._is_broken = False
         """The present epoch is."""
         self._fatal: EesdError | None = None
@@ -76,10 +80,11 @@ class Supervisor:
         self._since_s = time.monotonic()
         """Since when it has been ready, or unavailable."""
         self._has_started = False
-        self._num_interruptions = 0
+        self.num_interruptions = 0
         self._num_fruitless = 0
         """Interruptions in a row, with requests and without a token."""
-        self._recovery_s: float | None = None
+        self.recovery_s: float | None = None
+        """Seconds from the last interruption to a ready pipeline; None before the first."""
         self._degraded_s = 0.0
         """Seconds of earlier degraded epochs."""
         self.promotion: Promotion | None = None
@@ -119,24 +124,10 @@ class Supervisor:
         return self._degraded_s + (time.monotonic() - self._since_s if self.is_degraded else 0.0)
 
     @property
-    def num_interruptions(self) -> int:
-        return self._num_interruptions
-
-    @property
-    def trouble(self) -> EesdError:
-        """The last interruption; until the first, that the pipeline is starting."""
-        return self._trouble
-
-    @property
     def start_s(self) -> float | None:
         """Seconds of the longest start of a full epoch, weights included; None before the first."""
         group = self.present_group
         return None if group is None else group.workers.start_s
-
-    @property
-    def recovery_s(self) -> float | None:
-        """Seconds from the last interruption to a ready pipeline; None before the first."""
-        return self._recovery_s
 
     def why_unavailable(self) -> str:
         """Returns the reason, or an empty string if the pipeline is ready."""
@@ -144,29 +135,27 @@ class Supervisor:
             return f"given up: {self._fatal}"
         waited_s = time.monotonic() - self._since_s
         group = self.present_group
-        if group is None or (group.kind is EpochKind.NONE and self._num_interruptions == 0):
-            return f"loading for {waited_s:.1f} s: {self._trouble}"
+        if group is None or (group.kind is EpochKind.NONE and self.num_interruptions == 0):
+            return f"loading for {waited_s:.1f} s: {self.trouble}"
         if group.kind is EpochKind.NONE or self._is_broken:
-            return f"re-forming for {waited_s:.1f} s (epoch {group.epoch}): {self._trouble}"
+            return f"re-forming for {waited_s:.1f} s (epoch {group.epoch}): {self.trouble}"
         for worker in group.engaged:
             if worker.still_s > self._timings.stall_s:
                 return f"{worker.label} has made no progress for {worker.still_s:.1f} s"
         return ""
 
-    async def loading(self) -> str:
+    def loading(self) -> str:
         """Returns which workers still load weights, and their progress; empty if none does."""
         group = self.present_group
-        if group is None:
-            return ""
-        loads = await group.workers.loads()
-        return ", ".join(f"{name} {load.told}" for name, load in loads.items() if not load.is_over)
+        loads = [] if group is None else [(w.slot.name, w.status.load) for w in group.workers]
+        return ", ".join(f"{name} {load.told}" for name, load in loads if load and not load.is_over)
 
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""
         while not self._supervising.done() and not self._has_started:
             await asyncio.wait({self._supervising}, timeout=self._timings.beat_s)
         if self._supervising.done() and not self._stopping.is_set():
-            raise self._fatal or self._trouble
+            raise self._fatal or self.trouble
 
     async def load_head(self, folder: str, *, in_place_of: str, pause_s: float) -> HeadReport:
         """Loads another exit head. Raises CheckpointError or ConfigError if it does not fit; then
@@ -203,8 +192,11 @@ class Supervisor:
                 await self._mark_ready(group)
             if group.claimed_trouble is not None:
                 self._note_trouble(group.claimed_trouble)
-            while await self._act_unless_stopped(group, next_action(self._state(group))):
-                pass
+            while (action := next_action(self._state(group))) not in _LAST_ACTIONS:
+                await self._unless_stopped(self._act(group, action))
+            if action is Action.GIVE_UP:
+                logger.error("given up: pipeline=%s: %s", self._pipeline, self._fatal)
+            await group.stop()
         except LeaseLost as error:
             logger.warning("claimed by another supervisor: pipeline=%s", self._pipeline)
             self._fatal = error
@@ -232,30 +224,20 @@ class Supervisor:
             is_draft_ready=group.is_draft_ready,
         )
 
-    async def _act_unless_stopped(self, group: WorkerGroup, action: Action) -> bool:
-        """As `_act`; a long action ends when this pipeline is taken down."""
-        acting = asyncio.ensure_future(self._act(group, action))
-        if action is Action.RELEASE:
-            return await acting
-        stopping = asyncio.ensure_future(self._stopping.wait())
+    async def _unless_stopped(self, acting: Coroutine[Any, Any, None]) -> None:
+        """A long action ends when this pipeline is taken down."""
+        tasks = (asyncio.ensure_future(acting), asyncio.ensure_future(self._stopping.wait()))
         try:
-            await asyncio.wait({acting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return acting.result() if acting.done() else True
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                await tasks[0]
         finally:
-            acting.cancel()
-            stopping.cancel()
-            await asyncio.gather(acting, stopping, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _act(self, group: WorkerGroup, action: Action) -> bool:
-        """Carries out an action; returns whether there will be another."""
+    async def _act(self, group: WorkerGroup, action: Action) -> None:
         match action:
-            case Action.RELEASE:
-                await group.stop()
-                return False
-            case Action.GIVE_UP:
-                logger.error("given up: pipeline=%s: %s", self._pipeline, self._fatal)
-                await group.stop()
-                return False
             case Action.END_EPOCH:
                 await self._end_epoch(group)
             case Action.RESET_HEAD:
@@ -273,7 +255,6 @@ class Supervisor:
                 await self._fail_back(group)
             case Action.WATCH:
                 await self._until_broken(group, asyncio.Event().wait())
-        return True
 
     async def _start_full(self, group: WorkerGroup) -> None:
         began_s = time.monotonic()
@@ -312,7 +293,7 @@ class Supervisor:
 
     async def _not_started(self, group: WorkerGroup, error: EesdError) -> None:
         logger.warning("not formed: pipeline=%s error=%s", self._pipeline, error)
-        self._trouble = error
+        self.trouble = error
         if time.monotonic() - self._since_s > self._timings.load_s:
             self._fatal = EngineError(
                 f"pipeline {self._pipeline} is given up: it was not formed within "
@@ -330,7 +311,7 @@ class Supervisor:
         except EesdError as error:
             if isinstance(error, ConfigError) and group.has_other_head:
                 self._is_head_refused = True
-                self._trouble, self._is_broken = error, True
+                self.trouble, self._is_broken = error, True
                 return
             logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
             self._backoff.failed()
@@ -343,7 +324,7 @@ class Supervisor:
         logger.info("failing back: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         self._degraded_s = self.degraded_s
         reason = "it is failing back to the draft stage that is back"
-        self._trouble, self._is_broken = EngineError(reason), True
+        self.trouble, self._is_broken = EngineError(reason), True
         self._since_s = time.monotonic()
         await self._publish_status()
         again = Migrated(by="", to=None, reason=reason)
@@ -381,21 +362,22 @@ class Supervisor:
         if isinstance(trouble, LeaseLost):
             raise trouble
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
-        self._trouble, self._is_broken = trouble, True
+        self.trouble_unix_s = time.time()
+        self.trouble, self._is_broken = trouble, True
 
     async def _end_epoch(self, group: WorkerGroup) -> None:
         """Ends a broken epoch, so that a new one can be started."""
         # The last heartbeat may be older than the epoch.
         heard = [m.status for m in group.engaged[:1] if m.status.epoch == group.epoch]
         # A lost peer or an unreadable file is no crash.
-        is_crash = not isinstance(self._trouble, (PeerLost, ConfigError))
+        is_crash = not isinstance(self.trouble, (PeerLost, ConfigError))
         had_requests = is_crash or any(status.num_live > 0 for status in heard)
         has_worked = any(status.progress > 0 for status in heard)
         self._degraded_s = self.degraded_s
         self._since_s = time.monotonic()
-        self._num_interruptions += 1
+        self.num_interruptions += 1
         await self._publish_status()
-        await group.end_epoch(self._trouble, is_crash=is_crash)
+        await group.end_epoch(self.trouble, is_crash=is_crash)
         self._is_broken = False
         if has_worked:
             self._num_fruitless = 0
@@ -404,21 +386,21 @@ class Supervisor:
         if self._num_fruitless > self._max_interruptions:
             self._fatal = EngineError(
                 f"pipeline {self._pipeline} is given up: it broke {self._num_fruitless} times in a "
-                f"row without a token in between, the last time: {self._trouble}"
+                f"row without a token in between, the last time: {self.trouble}"
             )
 
     async def _mark_ready(self, group: WorkerGroup) -> None:
         now_s = time.monotonic()
         self._has_started = True
-        if self._num_interruptions:
-            self._recovery_s = now_s - self._since_s
+        if self.num_interruptions:
+            self.recovery_s = now_s - self._since_s
             logger.info(
                 "recovered: pipeline=%s epoch=%d spawned_s=%.2f ready_s=%.2f after=%s",
                 self._pipeline,
                 group.epoch,
                 group.spawned_s - self._since_s,
-                self._recovery_s,
-                self._trouble,
+                self.recovery_s,
+                self.trouble,
             )
         self._since_s = now_s
         self._backoff.worked()

@@ -5,6 +5,24 @@ from dataclasses import dataclass
 from eesd_dist.errors import ConfigError
 from serve_app.config import ServiceConfig
 
+_ORDER = {
+    "deadline_s": ("lease_s", "load_s"),
+    "beat_s": ("deadline_s", "stall_s"),
+    "grace_s": ("deadline_s",),
+    "ping_s": ("leave_s",),
+    "farewell_s": ("leave_s",),
+    "leave_s": ("lease_s",),
+    "retry_s": ("max_retry_s",),
+}
+"""Times, and those that must be longer."""
+
+_KEYS = {
+    "deadline_s": "engine.parallel.timeout_s",
+    "load_s": "recovery.load_timeout_s",
+    "lease_s": "recovery.lease_s",
+}
+"""Keys of the configuration that set them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
@@ -22,6 +40,10 @@ class Timings:
     """With a worker that has made no progress for so long, a pipeline gets no new requests."""
     grace_s: float = 0.3
     """A killed rank's peers notice a moment before Ray reports which process died."""
+    peers_s: float = 0.8
+    """A rank that waits for a lost one reports it so long after the deadline, at most."""
+    farewell_s: float = 1.0
+    """How long a worker without progress has to end its streams, before it is killed."""
     busy_s: float = 10.0
     """Shortest deadline of a starting worker: opening libraries blocks a process for seconds."""
     ping_s: float = 2.0
@@ -36,21 +58,13 @@ class Timings:
     max_retry_s: float = 4.0
 
     def __post_init__(self) -> None:
-        self._require("beat_s", "deadline_s")
-        self._require("beat_s", "stall_s")
-        self._require("grace_s", "deadline_s")
-        self._require("deadline_s", "lease_s")
-        self._require("deadline_s", "load_s")
-        self._require("ping_s", "leave_s")
-        self._require("leave_s", "lease_s")
-        self._require("retry_s", "max_retry_s")
-
-    def _require(self, shorter: str, longer: str) -> None:
-        if getattr(self, shorter) >= getattr(self, longer):
-            raise ConfigError(
-                f"found {_told(shorter)} {getattr(self, shorter):g} and {_told(longer)} "
-                f"{getattr(self, longer):g}, expected the first to be shorter"
-            )
+        for shorter, longer in [(name, each) for name in _ORDER for each in _ORDER[name]]:
+            if getattr(self, shorter) >= getattr(self, longer):
+                raise ConfigError(
+                    f"found {_KEYS.get(shorter, shorter)} {getattr(self, shorter):g} and "
+                    f"{_KEYS.get(longer, longer)} {getattr(self, longer):g}, expected the first to "
+                    "be shorter"
+                )
 
 
 def timings_of(config: ServiceConfig) -> Timings:
@@ -61,12 +75,3 @@ def timings_of(config: ServiceConfig) -> Timings:
         load_s=recovery.load_timeout_s,
         lease_s=recovery.lease_s,
     )
-
-
-def _told(name: str) -> str:
-    keys = {
-        "deadline_s": "engine.parallel.timeout_s",
-        "load_s": "recovery.load_timeout_s",
-        "lease_s": "recovery.lease_s",
-    }
-    return keys.get(name, name)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from eesd_dist.errors import (
 from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.workers import Worker, Workers
+from serve_app.pipeline.worker import Worker
+from serve_app.pipeline.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class WorkerGroup:
         self._broken: set[str] = set()
         """Slots with a worker that cannot stay: its loop ended with a bug, with unknown damage, or
         it makes no progress."""
+        self._accused: set[str] = set()
+        """Group names of workers for which others have waited in vain while they went on: they are
+        probably stuck."""
         self._fallbacks: tuple[Worker, ...] = ()
         """Fallbacks of a degraded epoch, rank 0 first; empty in a full one."""
         self._unprepared: set[str] = set()
@@ -85,8 +89,7 @@ class WorkerGroup:
     @property
     def is_draft_ready(self) -> bool:
         """Whether every draft slot has a worker with loaded weights."""
-        is_empty = self.workers.is_empty
-        return not any(is_empty(p) or p.name in self._unprepared for p in self._draft_slots)
+        return not any(self._is_late(slot) for slot in self._draft_slots)
 
     @property
     def can_fall_back(self) -> bool:
@@ -137,6 +140,9 @@ class WorkerGroup:
             "load_head", "load_head", folder, digests[0] if digests else None
         )
         self.set_head(folder)
+        self._end_preparations()
+        self.workers.spares.release()  # they have the head before
+        self._prepare_for_deaths()
         return replace(report, pipeline=self.workers.spec.pipeline)
 
     def adopt(self, *, epoch: int, kind: EpochKind, trouble: EesdError | None) -> None:
@@ -147,19 +153,16 @@ class WorkerGroup:
         if kind is EpochKind.DEGRADED:
             self._set_fallbacks()
             self._unprepared = {slot.name for slot in self._draft_slots}
+        elif trouble is None:
+            self._prepare_for_deaths()
 
     async def start_epoch(self, *, timeout_s: float) -> None:
         """Fills empty slots and brings all workers into a new epoch."""
         self._epoch += 1
         operation = f"start of epoch {self._epoch}"
-        keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
-        try:
-            await self._within(timeout_s, self._gather(operation), operation)
-        finally:
-            keeping.cancel()
+        await self._within(timeout_s, self._gather(operation), operation)
         self.kind = EpochKind.FULL
         self._has_been_full = True
-        self._unprepared.clear()
         self._prepare_for_deaths()
 
     async def start_degraded_epoch(self, *, timeout_s: float) -> None:
@@ -181,19 +184,19 @@ class WorkerGroup:
         """Fills the draft stage's empty slots during a degraded epoch, and loads weights. When
         cancelled, it continues from there the next time.
 
-        Raises PeerLost when either takes too long; a worker that does not load is killed.
+        Raises PeerLost when it takes too long; workers that have not loaded are killed.
         """
         operation = "return of the draft stage"
-        keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
+        filling = _all(self._fill(slot, operation) for slot in self._draft_slots)
         try:
-            empty = [slot for slot in self._draft_slots if self.workers.is_empty(slot)]
-            await _all(
-                self._fill_in_background(slot, operation, timeout_s=timeout_s) for slot in empty
-            )
-            unprepared = [slot for slot in self._draft_slots if slot.name in self._unprepared]
-            await _all(self._prepare(p, operation, timeout_s=timeout_s) for p in unprepared)
-        finally:
-            keeping.cancel()
+            await self._within(timeout_s, filling, operation, watched=self._drafting)
+        except (ConfigError, LeaseLost):
+            raise
+        except EesdError:  # they would fail again
+            for worker in self._drafting():
+                if worker.slot.name in self._unprepared:
+                    self._kill(worker)
+            raise
 
     async def trouble(self) -> EesdError:
         """Waits until the present epoch is broken; returns the cause."""
@@ -207,7 +210,7 @@ class WorkerGroup:
             await asyncio.wait(
                 {*ends.values(), *deaths, *failures}, return_when=asyncio.FIRST_COMPLETED
             )
-            if not any(worker.is_dead for worker in self.engaged):
+            if not any(m.is_dead or m.failure.done() for m in self.engaged):
                 await asyncio.wait(
                     deaths, timeout=self._timings.grace_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -220,6 +223,12 @@ class WorkerGroup:
             for m, error in errors.items()
             if error is not None and not isinstance(error, PeerLost)
         }
+        self._accused = {
+            name
+            for error in errors.values()
+            if isinstance(error, PeerLost)
+            for name in _members_in(error)
+        } - {_member(worker) for worker in errors}
         for worker in self.engaged:
             if worker.failure.done():
                 errors[worker] = worker.failure.result()
@@ -238,11 +247,13 @@ class WorkerGroup:
     async def end_epoch(self, trouble: EesdError, *, is_crash: bool = False) -> None:
         """Ends the epoch: streams end with its trouble, survivors leave, and workers that cannot
         are killed."""
+        self._end_preparations()
         leaving = [self._leave_or_go(worker, trouble, is_crash=is_crash) for worker in self.engaged]
         await asyncio.gather(*leaving)
         for fallback in self._fallbacks:
             fallback.stop_beating()
         self._broken.clear()
+        self._accused.clear()
         self._fallbacks = ()
         self.kind = EpochKind.NONE
 
@@ -257,6 +268,7 @@ class WorkerGroup:
             logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
 
     async def stop(self) -> None:
+        self._end_preparations()
         await self.workers.release_all()
         self.workers.placement_groups.remove()
 
@@ -266,30 +278,41 @@ class WorkerGroup:
 
     async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
         host = worker.host or worker
+        is_suspect = worker.failure.done() or _member(worker) in self._accused
         # A worker with a failed loop cannot stay, but its event loop still tells its streams why.
-        has_left = await worker.leaves(trouble, is_crash=is_crash)
+        has_left = await worker.leaves(trouble, is_crash=is_crash, is_suspect=is_suspect)
         if has_left and host.slot.name not in self._broken:
             return
         if host not in self.workers:
             return  # killed together with its fallback or host
-        self.workers.kill(host)
-        self._unprepared.discard(host.slot.name)
-        self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
+        self._kill(host)
+        if not await self.workers.fill_from_spares(host.slot):
+            self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
+
+    def _kill(self, worker: Worker) -> None:
+        self.workers.kill(worker)
+        self._unprepared.discard(worker.slot.name)
+
+    def _drafting(self) -> tuple[Worker, ...]:
+        return tuple(worker for worker in self.workers if worker.slot.stage == "draft")
+
+    def _is_late(self, slot: RankSlot) -> bool:
+        return self.workers.is_empty(slot) or slot.name in self._unprepared
 
     async def _gather(self, operation: str) -> None:
-        workers = self.workers
         self.spawned_s = time.monotonic()
-        empty = [slot for slot in workers.slots if workers.is_empty(slot)]
-        await _all(self._fill(slot, operation) for slot in empty)
-        leader, *ranks = [workers.at(slot) for slot in workers.slots]
+        await _all(self._fill(slot, operation) for slot in self.workers.slots)
+        leader, *ranks = [self.workers.at(slot) for slot in self.workers.slots]
         await self._meet(leader, ranks, operation)
 
     async def _fill(self, slot: RankSlot, operation: str) -> None:
-        """Fills a slot; a draft rank loads at once, a verify rank when the epoch begins."""
-        await self.workers.fill(slot, operation)
-        self.spawned_s = time.monotonic()
-        if slot.stage == "draft":
-            self._unprepared.add(slot.name)
+        """Fills an empty slot; a draft rank loads at once, a verify rank when the epoch begins."""
+        if self.workers.is_empty(slot):
+            await self.workers.fill(slot, operation)
+            self.spawned_s = time.monotonic()
+            if slot.stage == "draft":
+                self._unprepared.add(slot.name)
+        if slot.name in self._unprepared:
             worker = self.workers.at(slot)
             await worker.ask("prepare", operation, *self._cost_known_to(worker))
             self._unprepared.discard(slot.name)
@@ -328,12 +351,18 @@ class WorkerGroup:
             raise
 
     async def _within(
-        self, timeout_s: float, work: Coroutine[Any, Any, None], operation: str
+        self,
+        timeout_s: float,
+        work: Coroutine[Any, Any, None],
+        operation: str,
+        *,
+        watched: Callable[[], Collection[Worker]] | None = None,
     ) -> None:
         """Runs the work; raises PeerLost when it takes too long, or as soon as a worker that takes
-        part is lost."""
+        part (`watched`) is lost."""
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._first_failure())
+        watching = asyncio.ensure_future(self._first_failure(watched or (lambda: self.engaged)))
+        keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
         try:
             await asyncio.wait(
                 {working, watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -342,65 +371,36 @@ class WorkerGroup:
                 return working.result()
             if watching.done():
                 raise watching.result()
-            missing = self.workers.placement_groups.missing
+            late = [slot.name for slot in self.workers.slots if self._is_late(slot)]
+            missing = f" (missing: {', '.join(late)})" if late else ""
             raise PeerLost(
                 peer=f"pipeline {self.workers.spec.pipeline}",
                 operation=operation,
-                reason=". ".join([f"not all workers were there after {timeout_s:g} s", *missing]),
+                reason=". ".join(
+                    [
+                        f"not all workers were there after {timeout_s:g} s{missing}",
+                        *self.workers.placement_groups.missing,
+                    ]
+                ),
             )
         finally:
-            working.cancel()
-            watching.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+            tasks = (working, watching, keeping)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _first_failure(self) -> EesdError:
-        """Watches all workers, those that are spawned during the wait too; those that were dead
+    async def _first_failure(self, watched: Callable[[], Collection[Worker]]) -> EesdError:
+        """Watches these workers, those that are spawned during the wait too; those that were dead
         before are replaced."""
-        gone = {worker for worker in self.engaged if worker.is_dead}
+        gone = {worker for worker in watched() if worker.is_dead}
         while True:
-            for worker in self.engaged:
+            for worker in watched():
                 if worker.is_dead and worker not in gone:
                     return self._loss_of(worker)
                 if worker.failure.done():
                     self._broken.add((worker.host or worker).slot.name)
                     return worker.failure.result()
             await asyncio.sleep(self._timings.beat_s)
-
-    async def _fill_in_background(
-        self, slot: RankSlot, operation: str, *, timeout_s: float
-    ) -> None:
-        await self.workers.fill_in_background(slot, operation, timeout_s=timeout_s)
-        self._unprepared.add(slot.name)
-
-    async def _prepare(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
-        worker = self.workers.at(slot)
-        known = self._cost_known_to(worker)
-        preparing = asyncio.ensure_future(worker.ask("prepare", operation, *known))
-        try:
-            await asyncio.wait(
-                {preparing, worker.failure},
-                timeout=timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if preparing.done():
-                preparing.result()
-            elif worker.failure.done():
-                raise worker.failure.result()
-            else:
-                raise PeerLost(
-                    peer=worker.label,
-                    operation=operation,
-                    reason=f"its weights are not loaded after {timeout_s:g} s",
-                )
-        except (ConfigError, LeaseLost):
-            raise
-        except EesdError:  # it would fail again
-            self.workers.kill(worker)
-            self._unprepared.discard(slot.name)
-            raise
-        finally:
-            preparing.cancel()
-        self._unprepared.discard(slot.name)
 
     def _cost_known_to(self, worker: Worker) -> list[Mapping[str, object]]:
         """Returns what an earlier drafting actor has measured on the worker's node, if anything."""
@@ -410,8 +410,11 @@ class WorkerGroup:
         return [cost] if node_id == worker.process_info.node_id else []
 
     def _prepare_for_deaths(self) -> None:
-        """Prepares, during the first rounds, what streams would otherwise wait for."""
-        preparations = [self._learn_cost(self.leader)]
+        """Prepares, during rounds, what streams would otherwise wait for."""
+        preparations = [
+            self._learn_cost(self.leader),
+            self.workers.spares.keep(self._prepare_spare),
+        ]
         if self._parallel.fallback:
             verify = [m for m in self.workers if m.slot.stage == "verify"]
             hosts = verify[: len(self._draft_slots)]
@@ -420,6 +423,14 @@ class WorkerGroup:
             task = asyncio.ensure_future(preparation)
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
+
+    def _end_preparations(self) -> None:
+        for task in self._preparing:
+            task.cancel()
+
+    async def _prepare_spare(self, spare: Worker) -> None:
+        if spare.slot.stage == "draft":
+            await spare.ask("prepare", "preparation", *self._cost_known_to(spare))
 
     async def _prepare_fallback(self, host: Worker) -> None:
         try:
@@ -442,19 +453,26 @@ class WorkerGroup:
         for worker in self.engaged:
             if worker.is_dead:
                 return self._loss_of(worker)
-        errors = [error for error in ends.values() if error is not None]
-        bugs = [error for error in errors if not isinstance(error, PeerLost)]
-        of_ranks = [
-            error for m, error in ends.items() if error is not None and m.slot.rank is not None
-        ]
-        for candidates in (bugs, of_ranks, errors):
-            if candidates:
-                return candidates[0]
-        return EngineError(f"epoch {self._epoch} of this pipeline ended by itself")
+        found = [(worker, error) for worker, error in ends.items() if error is not None]
+        if not found:
+            return EngineError(f"epoch {self._epoch} of this pipeline ended by itself")
+        bugs = [error for _, error in found if not isinstance(error, PeerLost)]
+        of_ranks = [error for worker, error in found if worker.slot.rank is not None]
+        return [*bugs, *of_ranks, found[0][1]][0]
 
     def _loss_of(self, worker: Worker) -> PeerLost:
         reason = PROCESS_DIED if worker.death.cancelled() else worker.death.result()
         return PeerLost(peer=worker.label, operation=f"epoch {self._epoch}", reason=reason)
+
+
+def _member(worker: Worker) -> str:
+    """Returns the name that a worker has in the groups of an epoch."""
+    return f"{worker.slot.stage} rank {worker.slot.rank or 0}"
+
+
+def _members_in(error: PeerLost) -> list[str]:
+    """Returns the members that an error of a group names."""
+    return [name.split(" on ")[0] for name in error.peer.split(" or ")]
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:

@@ -6,7 +6,6 @@ another supervisor may claim it. The worker group starts epochs and finds out wh
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +17,6 @@ import ray
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
-    PROCESS_DIED,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
     EesdError,
     EngineError,
     PeerLost,
@@ -30,31 +25,24 @@ from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
-    LoadReport,
     ProcessInfo,
     RouterAdvice,
     RouterNews,
     TelemetryOptions,
     Tenancy,
     WorkerIdentity,
-    WorkerStatus,
 )
-from eesd_dist.workers.process import PROCESS_LOST, thread_environment
+from eesd_dist.workers.process import thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import detached_tenure, pipeline_prefix
-from serve_app.pipeline.fallback import FallbackHandle
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement import LEADER, RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
-from serve_app.pipeline.pulse import Pulse
+from serve_app.pipeline.spares import Spares
 from serve_app.pipeline.timings import Timings
+from serve_app.pipeline.worker import Worker, converted, death_of
 
 logger = logging.getLogger(__name__)
-
-_NODE_DIED = "its node has died"
-"""Why an actor died, if its node did; Ray's words for it."""
-
-_LOAD_ANSWER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,137 +71,6 @@ class WorkerSpec:
         return replace(self, engine=self.engine.model_copy(update={"model": model}))
 
 
-@dataclass(kw_only=True, eq=False)
-class Worker:
-    """One actor in its slot, with its heartbeats; built inside a running event loop."""
-
-    slot: RankSlot
-    handle: Any
-    process_info: ProcessInfo
-    death: asyncio.Future[str]
-    """Done when the process behind the actor is gone; says why."""
-    lease: Callable[[], Lease]
-    timings: Timings
-    load: LoadReport | None = None
-    """Progress of its weights at the last call."""
-    host: "Worker | None" = None
-    """Of a fallback: the verify rank in the same process."""
-
-    def __post_init__(self) -> None:
-        self._pulse = Pulse(self.timings)
-        self.failure: asyncio.Future[EesdError] = asyncio.get_running_loop().create_future()
-        """Done when it does not answer, or makes no progress."""
-        self._beating = asyncio.ensure_future(self._beat())
-
-    @property
-    def name(self) -> str:
-        """Unique; a worker that replaces it has another one, and a new supervisor the same."""
-        return f"{self.slot.name} {self.process_info.actor_id}"
-
-    @property
-    def label(self) -> str:
-        return f"{self.slot.name} (pid {self.process_info.pid} on {self.process_info.host})"
-
-    @property
-    def is_dead(self) -> bool:
-        return self.death.done()
-
-    @property
-    def status(self) -> WorkerStatus:
-        """The last heartbeat."""
-        return self._pulse.status
-
-    @property
-    def still_s(self) -> float:
-        """Seconds without progress, or without an answer."""
-        return self._pulse.still_s
-
-    def joined(self, epoch: int) -> None:
-        self._pulse.joined(epoch)
-
-    def stop_beating(self) -> None:
-        self._beating.cancel()
-
-    async def _beat(self) -> None:
-        """Renews the lease and takes the pulse, until the worker is lost."""
-        beat_s = self.timings.beat_s
-        last_s = time.monotonic()
-        call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
-        try:
-            while not (self.is_dead or self.failure.done()):
-                await asyncio.wait({call}, timeout=beat_s)
-                now_s = time.monotonic()
-                # This process may have been stopped, and could then hear nothing.
-                self._pulse.passed(min(now_s - last_s, 2 * beat_s))
-                last_s = now_s
-                if call.done():
-                    self._hear(call)
-                    await asyncio.sleep(beat_s)
-                    call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
-                if (failure := self._pulse.failure()) is not None and not self.failure.done():
-                    self.failure.set_result(self._lost(*failure))
-        finally:
-            call.cancel()
-
-    def _hear(self, call: "asyncio.Future[WorkerStatus]") -> None:
-        error = call.exception()
-        if error is None:
-            self._pulse.heard(call.result())
-        elif not isinstance(error, PeerLost) and not self.failure.done():
-            # Another supervisor has claimed it.
-            self.failure.set_result(error if isinstance(error, EesdError) else self._bug(error))
-
-    def _bug(self, error: BaseException) -> EesdError:
-        return EngineError(f"{self.label} failed during heartbeat: {error!r}")
-
-    def _lost(self, operation: str, reason: str) -> PeerLost:
-        epoch = self.status.epoch or None
-        return PeerLost(peer=self.label, operation=operation, reason=reason, epoch=epoch)
-
-    def fallback(self) -> "Worker":
-        """Returns the fallback in a verify rank's process; it dies with it."""
-        name = f"fallback in {self.slot.name}"
-        return Worker(
-            slot=replace(self.slot, name=name, stage="draft", rank=self.slot.rank or None),
-            handle=FallbackHandle(self.handle),
-            process_info=self.process_info,
-            death=self.death,
-            lease=self.lease,
-            timings=self.timings,
-            host=self,
-        )
-
-    async def ask(self, method: str, operation: str, *args: object) -> Any:
-        """Calls the actor; raises any failure as an EesdError that names it."""
-        try:
-            return await getattr(self.handle, method).remote(*args)
-        except Exception as error:
-            raise _ours(error, peer=self.label, operation=operation) from error
-
-    async def ask_load(self) -> None:
-        """Updates `load`, unless loading is over or no answer comes in time."""
-        if self.is_dead or (self.load is not None and self.load.is_over):
-            return
-        try:
-            async with asyncio.timeout(_LOAD_ANSWER_S):
-                self.load = await self.ask("loading", "loading")
-        except (EngineError, TimeoutError) as error:
-            logger.info("loading progress unknown: %s error=%r", self.label, error)
-
-    async def leaves(self, trouble: EesdError | None = None, *, is_crash: bool = False) -> bool:
-        """Asks it to leave its epoch, for this reason; returns whether it did."""
-        if self.is_dead:
-            return False
-        try:
-            async with asyncio.timeout(self.timings.ping_s):
-                await self.ask("process_info", "leave")
-            async with asyncio.timeout(self.timings.leave_s):
-                return bool(await self.ask("leave", "leave", trouble, is_crash))
-        except (EngineError, TimeoutError) as error:
-            logger.warning("does not leave: %s error=%r", self.label, error)
-            return False
-
-
 class Workers:
     """The worker in each slot, and the workers that are being spawned."""
 
@@ -221,7 +78,15 @@ class Workers:
         self, placement_groups: PlacementGroups, slots: Sequence[RankSlot], *, spec: WorkerSpec
     ) -> None:
         self.placement_groups = placement_groups
-        self.slots = tuple(slots)
+        self.slots = tuple(slot for slot in slots if not slot.is_spare)
+        self.spares = Spares(
+            [slot for slot in slots if slot.is_spare],
+            spawn=self._spawned,
+            period_s=spec.timings.max_retry_s,
+        )
+        self._bundles = {slot.name: slot for slot in slots}
+        """The slot with the bundle, by the name of the slot that uses it: a spare brings its
+        own, and leaves that of the lost worker to the next spare."""
         self.spec = spec
         """How later workers are made."""
         self.start_s: float | None = None
@@ -249,37 +114,40 @@ class Workers:
             raise PeerLost(peer=slot.name, operation="call", reason="its process is gone")
         return worker
 
-    async def loads(self) -> dict[str, LoadReport]:
-        """Returns the loading progress by slot; the last known where no answer comes."""
-        await asyncio.gather(*[worker.ask_load() for worker in self])
-        return {m.slot.name: m.load for m in self if m.load is not None}
-
     async def fill(self, slot: RankSlot, operation: str) -> None:
-        """Waits for a worker in an empty slot; raises what its start raised."""
-        coming = self._coming.pop(slot.name, None)
-        if coming is None:
-            coming = asyncio.ensure_future(self._spawned(slot, operation))
-        try:
-            worker = await coming
-        except asyncio.CancelledError:  # the worker may have started at the same moment
-            _kill_spawned(coming)
-            raise
-        self._arrived(worker)
-
-    async def fill_in_background(self, slot: RankSlot, operation: str, *, timeout_s: float) -> None:
-        """As `fill`, but cancelling or a timeout does not stop a worker that is being spawned."""
+        """Waits for a worker in an empty slot; raises what its start raised. When this is
+        cancelled, the worker still comes, and the next call waits for it."""
+        if slot.name not in self._coming and await self.fill_from_spares(slot):
+            return
         coming = self._coming.get(slot.name) or self.start_spawn(slot, operation)
-        await asyncio.wait({coming}, timeout=timeout_s)
-        if not coming.done():
-            raise PeerLost(
-                peer=slot.name,
-                operation=operation,
-                reason=". ".join(
-                    [f"no worker after {timeout_s:g} s", *self.placement_groups.missing]
-                ),
-            )
+        await asyncio.wait({coming})
         self._coming.pop(slot.name, None)
-        self._arrived(coming.result())
+        self._in_slot[slot.name] = coming.result()
+        logger.info("spawned: %s", coming.result().label)
+
+    async def fill_from_spares(self, slot: RankSlot) -> bool:
+        """Puts a spare into an empty slot; returns whether there was one."""
+        spare = self.spares.take(slot)
+        if spare is None:
+            return False
+        try:
+            async with asyncio.timeout(self.spec.timings.ping_s):
+                await spare.ask("take_slot", "start", slot.name, slot.rank)
+        except (EesdError, TimeoutError) as error:
+            logger.warning("not usable: %s error=%r", spare.label, error)
+            spare.end()
+            return False
+        logger.info("taken: %s for %s", spare.label, slot.name)
+        self._use_bundle(slot, self._bundles[spare.slot.name].name)
+        spare.slot = slot
+        self._in_slot[slot.name] = spare
+        return True
+
+    def _use_bundle(self, slot: RankSlot, bundle: str) -> None:
+        """Exchanges the bundles of this slot and of the one that uses the bundle."""
+        bundles = self._bundles
+        other = next(name for name, of in bundles.items() if of.name == bundle)
+        bundles[slot.name], bundles[other] = bundles[other], bundles[slot.name]
 
     async def crash_of(self, dead: Worker) -> str:
         """Returns what the process of a dead worker has reported as its own crash; empty if it was
@@ -306,38 +174,38 @@ class Workers:
     async def claim(self, name: str, tenancy: Tenancy) -> Worker:
         """Takes a worker over from a dead supervisor. Raises LeaseLost when another one was
         faster, PeerLost when the worker does not answer."""
-        slot = next(slot for slot in self.slots if slot.name == tenancy.identity.slot)
+        identity = tenancy.identity
+        slots = (*self.slots, *self.spares.slots)
+        slot = next(slot for slot in slots if slot.name == identity.slot)
         handle = await asyncio.to_thread(ray.get_actor, name, namespace=self.spec.namespace)
         async with asyncio.timeout(self.spec.timings.ping_s):
             try:
                 await handle.claim.remote(self.lease(), tenancy.owner)
             except Exception as error:
-                raise _ours(error, peer=slot.name, operation="claim") from error
+                raise converted(error, peer=slot.name, operation="claim") from error
         worker = self._worker(slot, handle, tenancy.process_info)
-        self._in_slot[slot.name] = worker
+        self._use_bundle(slot, identity.bundle or slot.name)
+        if slot.is_spare:
+            self.spares.add(worker)
+        else:
+            self._in_slot[slot.name] = worker
         return worker
 
     def kill(self, worker: Worker) -> None:
-        worker.stop_beating()
-        ray.kill(worker.handle)
+        worker.end()
         self._in_slot.pop(worker.slot.name, None)
-        if not worker.is_dead:
-            worker.death.cancel()
 
     async def release_all(self) -> None:
         """Ends all workers, those that are being spawned too."""
         await asyncio.gather(*[worker.leaves() for worker in self])
         for worker in self:
             self.kill(worker)
+        self.spares.release()
         coming = tuple(self._coming.values())
         self._coming.clear()
         for task in coming:
             _kill_spawned(task)
         await asyncio.gather(*coming, return_exceptions=True)
-
-    def _arrived(self, worker: Worker) -> None:
-        self._in_slot[worker.slot.name] = worker
-        logger.info("spawned: %s", worker.label)
 
     async def _spawned(self, slot: RankSlot, operation: str) -> Worker:
         """Spawns a worker in the slot, with retries; raises what its start raised."""
@@ -357,7 +225,7 @@ class Workers:
         except BaseException as error:
             ray.kill(handle)  # or it keeps the bundle that the next attempt needs
             if isinstance(error, Exception):
-                raise _ours(error, peer=slot.name, operation=operation) from error
+                raise converted(error, peer=slot.name, operation=operation) from error
             raise
         return self._worker(slot, handle, process_info)
 
@@ -366,13 +234,13 @@ class Workers:
             slot=slot,
             handle=handle,
             process_info=process_info,
-            death=asyncio.ensure_future(_death_of(handle)),
+            death=asyncio.ensure_future(death_of(handle)),
             lease=self.lease,
             timings=self.spec.timings,
         )
 
     def _create_actor(self, slot: RankSlot) -> Any:
-        how = self.spec
+        how, bundle = self.spec, self._bundles[slot.name]
         resources = dict(slot.resources)
         options = {
             "num_cpus": resources.pop("CPU", 0),
@@ -384,14 +252,19 @@ class Workers:
             "name": f"{pipeline_prefix(how.app, how.pipeline)}{slot.name}/{uuid4().hex[:8]}",
             "namespace": how.namespace,
             "max_concurrency": 10_000,
+            "enable_task_events": False,  # the GCS keeps 100,000 calls otherwise: minutes of tokens
             "runtime_env": {"env_vars": thread_environment(how.engine.parallel.num_threads)},
-            "scheduling_strategy": self.placement_groups.strategy_for(slot),
+            "scheduling_strategy": self.placement_groups.strategy_for(bundle),
         }
         identity = WorkerIdentity(
-            app=how.app, pipeline=how.pipeline, slot=slot.name, digest=how.digest
+            app=how.app,
+            pipeline=how.pipeline,
+            slot=slot.name,
+            digest=how.digest,
+            bundle=bundle.name,
         )
         common = {
-            "name": f"{slot.name} of {how.pipeline}",
+            "name": f"{slot.name if slot.rank is not None else LEADER} of {how.pipeline}",
             "stages": how.stages,
             "telemetry": how.telemetry,
             "tenure": partial(
@@ -399,7 +272,7 @@ class Workers:
                 identity,
                 owner=how.owner,
                 namespace=how.namespace,
-                number=self.slots.index(slot),
+                number=list(self._bundles).index(slot.name),
                 lease_s=how.timings.lease_s,
             ),
         }
@@ -413,47 +286,4 @@ class Workers:
 def _kill_spawned(coming: asyncio.Task[Worker]) -> None:
     """Ends a worker that is no longer needed: it would keep the bundle that the next one needs."""
     if not coming.cancel() and not coming.cancelled() and coming.exception() is None:
-        worker = coming.result()
-        worker.stop_beating()
-        ray.kill(worker.handle)
-        worker.death.cancel()
-
-
-async def _death_of(handle: Any) -> str:
-    try:
-        await handle.forever.remote()
-    except ray.exceptions.RayError as error:
-        return _why_gone(error)
-    return PROCESS_DIED
-
-
-def _ours(error: Exception, *, peer: str, operation: str) -> EesdError:
-    """Converts Ray's exceptions."""
-    cause = getattr(error, "cause", None)
-    for candidate in (error, cause):
-        if isinstance(candidate, EesdError) and not isinstance(candidate, CapacityError):
-            ours = _plain(candidate)
-            # A folder may be intact on one node and damaged on another.
-            return ConfigError(f"{peer}: {ours}") if isinstance(ours, CheckpointError) else ours
-    if isinstance(error, PROCESS_LOST):
-        return PeerLost(peer=peer, operation=operation, reason=_why_gone(error))
-    return EngineError(f"{peer} failed during {operation}: {cause or error!r}")
-
-
-def _why_gone(error: ray.exceptions.RayError) -> str:
-    """A process that could not be built reports why in its last line; a killed one cannot."""
-    if _NODE_DIED in str(error):
-        return _NODE_DIED
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return f"{PROCESS_DIED}: ended by Ray, since its node ran out of memory"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):  # Ray cannot tell which
-        return f"{PROCESS_DIED}, or the link to it"
-    if not getattr(error, "actor_init_failed", False):
-        return PROCESS_DIED
-    return f"it could not be started: {str(error).strip().splitlines()[-1]}"
-
-
-def _plain(error: EesdError) -> EesdError:
-    """Removes the class that Ray derives from the error's class and its own."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, EesdError) else error
+        coming.result().end()

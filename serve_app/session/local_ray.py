@@ -100,11 +100,12 @@ def _short_folder() -> str:
 
 def _num_cpus(config: ServiceConfig) -> int:
     """Returns logical CPUs: as many as the placement asks for, however small the machine is."""
-    placement = config.placement
+    placement, spares = config.placement, config.recovery.spares
     parallel = config.engine.parallel
     per_pipeline = (
-        parallel.draft_tensor_parallel_size * placement.draft.num_cpus
-        + parallel.verify_tensor_parallel_size * placement.verify.num_cpus
-    )
+        parallel.draft_tensor_parallel_size + spares.draft
+    ) * placement.draft.num_cpus + (
+        parallel.verify_tensor_parallel_size + spares.verify
+    ) * placement.verify.num_cpus
     wanted = math.ceil(per_pipeline * config.pipelines.max_count)
     return max(os.cpu_count() or 1, wanted)

@@ -1,37 +1,63 @@
-"""Two ranks migrate pages; a rank in a new epoch writes none."""
+"""Two ranks migrate pages over one link; a rank in a new epoch, or without a part, writes none."""
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.schedule.page_leases import PageLease, PageReservation, PageTraffic
+from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
 from eesd_dist.transport.refused import RefusedConnections
-from eesd_dist.types import PageId
+from eesd_dist.types import PageId, RequestId
 from eesd_dist.workers import page_moves
-from eesd_dist.workers.messages import PageLink, Reservation
+from eesd_dist.workers.messages import Meeting, PageLink, PagePart
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 pytestmark = pytest.mark.dist
 
 NUM_PAGES = 3
 PAGE_BYTES = MAX_CHUNK_BYTES  # one chunk each
+EPOCH = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_transfer_outlives_the_tests() -> Iterator[None]:
+    """Gloo may leave a wait of a cut link blocked until its deadline. A thread that returns from
+    one during the interpreter's shutdown crashes the process."""
+    yield
+    deadline = time.monotonic() + 30.0
+    while any(thread.name == "transfers" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 class Store:
     """One layer of a few large pages."""
 
-    def __init__(self, fill: int, *, before_write: Callable[[int], None] = lambda _: None) -> None:
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        fill: int,
+        *,
+        before_read: Callable[[int], None] = lambda _: None,
+        before_write: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.page_bytes = (PAGE_BYTES,)
-        self.pages_PB = torch.full((8, PAGE_BYTES), fill, dtype=torch.uint8)
+        self.pages_PB = torch.full((16, PAGE_BYTES), fill, dtype=torch.uint8)
+        self._before_read = before_read
         self._before_write = before_write
+        self._num_read = 0
         self._num_written = 0
 
     def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
+        self._before_read(self._num_read)
+        self._num_read += 1
         return self.pages_PB[list(pages[chunk.first_page : chunk.last_page])].view(-1)
 
     def write(self, chunk: Chunk, pages: Sequence[int], content_B: Tensor) -> None:
@@ -44,28 +70,51 @@ class Store:
 
 
 class Engine:
-    """Reserves pages, and does nothing else."""
+    """Leases and reserves pages, and does nothing else."""
 
-    def reserve(self, leased: object) -> PageReservation:
+    epoch = EPOCH
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    def lease(self, request_ids: object) -> PageLease:
+        del request_ids
+        self.held.add("l1")
+        return PageLease(number="l1", requests=())
+
+    def end_lease(self, number: str) -> bool:
+        self.held.discard(number)
+        return True
+
+    def reserve(self, leased: Sequence[LeasedPages], *, limit: int) -> PageReservation:
         del leased
+        self.held.add("n1")
         return PageReservation(
             number="n1",
-            epoch=5,
-            moves=tuple((PageId(i), PageId(7 - i)) for i in range(NUM_PAGES)),
+            epoch=EPOCH,
+            moves=tuple((PageId(i), PageId(7 - i)) for i in range(limit)),
             num_found=0,
             num_refused=0,
         )
+
+    def abandon(self, number: str) -> None:
+        self.held.discard(number)
+
+    adopt = end_lease
 
 
 def _none() -> object:
     raise EngineError("there is none")
 
 
-def _sharing(engine: Callable[[], object] = Engine) -> PageSharing:
+def _sharing(
+    engine: Callable[[], object] = Engine, *, clock: Callable[[], float] = time.monotonic
+) -> PageSharing:
     return PageSharing(
         address="127.0.0.1",
         kv_sharing=engine,  # type: ignore[arg-type]
         refused=RefusedConnections(),
+        clock=clock,
     )
 
 
@@ -76,48 +125,90 @@ def _moves(store: Store) -> PageMoves:
         layout=_none,  # type: ignore[arg-type]
         refused=RefusedConnections(),
     )
-    moves.enter(5)
+    moves.enter(EPOCH)
     return moves
 
 
-def _links(reservation: Reservation, *, timeout_s: float = 20.0) -> tuple[PageLink, PageLink]:
-    leased, here = zip(*reservation.pages.moves, strict=True)
+def _links(meeting: Meeting, *, timeout_s: float = 20.0) -> tuple[PageLink, PageLink]:
     source, target = (
         PageLink(
-            number=reservation.pages.number,
-            epoch=reservation.pages.epoch,
-            store=reservation.store,
+            meeting=meeting,
             rank_name="verify rank 0",
             ends=("verify rank 0 of left", "verify rank 0 of right"),
-            pages=pages,
+            end=end,
+            backend="gloo",
             timeout_s=timeout_s,
         )
-        for pages in (leased, here)
+        for end in (0, 1)
     )
     return source, target
 
 
-def _exchange(left: PageMoves, right: PageMoves) -> list[PageTraffic | Exception]:
-    sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()))
-    source, target = _links(reservation)
-    results: dict[int, PageTraffic | Exception] = {}
+def _parts(
+    meeting: Meeting, number: str, *moves: tuple[int, int], timeout_s: float = 20.0
+) -> tuple[PagePart, PagePart]:
+    source, target = (
+        PagePart(
+            link=meeting.number,
+            number=number,
+            epoch=EPOCH,
+            pages=tuple(move[end] for move in moves),
+            timeout_s=timeout_s,
+        )
+        for end in (0, 1)
+    )
+    return source, target
 
-    def run(at: int, work: Callable[[], PageTraffic]) -> None:
+
+class Pair:
+    """Two connected ranks."""
+
+    def __init__(self, left: Store, right: Store, *, timeout_s: float = 20.0) -> None:
+        self.left, self.right = _moves(left), _moves(right)
+        self._sharing = _sharing()
+        self.meeting = self._sharing.meet(lasts_s=60.0)
+        self._timeout_s = timeout_s
+        links = _links(self.meeting, timeout_s=timeout_s)
+        opened = _both(lambda: self.left.open(links[0]), lambda: self.right.open(links[1]))
+        assert opened == [None, None]
+
+    def move(self, number: str, *moves: tuple[int, int]) -> list[object]:
+        """Returns what each end returned or raised."""
+        source, target = _parts(self.meeting, number, *moves, timeout_s=self._timeout_s)
+        return _both(lambda: self.left.send(source), lambda: self.right.receive(target))
+
+    def close(self) -> None:
+        for end in (self.left, self.right):
+            end.close(self.meeting.number)
+
+
+@contextmanager
+def _pair(left: Store, right: Store, *, timeout_s: float = 20.0) -> Iterator[Pair]:
+    pair = Pair(left, right, timeout_s=timeout_s)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def _both(*work: Callable[[], object]) -> list[object]:
+    results: list[object] = [None] * len(work)
+
+    def run(at: int) -> None:
         try:
-            results[at] = work()
+            results[at] = work[at]()
         except Exception as error:  # checked by the test
             results[at] = error
 
-    threads = [
-        threading.Thread(target=run, args=(0, lambda: left.send(source))),
-        threading.Thread(target=run, args=(1, lambda: right.receive(target))),
-    ]
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(work))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [results[0], results[1]]
+    return results
+
+
+MOVES = tuple((i, 7 - i) for i in range(NUM_PAGES))
 
 
 def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
@@ -125,47 +216,148 @@ def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
     for page in range(NUM_PAGES):
         theirs.pages_PB[page] = page + 1
     mine = Store(0)
-    sent, received = _exchange(_moves(theirs), _moves(mine))
-    assert isinstance(sent, PageTraffic)
-    assert isinstance(received, PageTraffic)
-    assert sent.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
-    assert mine.pages_PB[:, 0].tolist() == [0, 0, 0, 0, 0, 3, 2, 1]
+    with _pair(theirs, mine) as pair:
+        sent, received = pair.move("n1", *MOVES)
+        assert isinstance(sent, PageTraffic)
+        assert isinstance(received, PageTraffic)
+        assert sent.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
+        assert pair.left.num_moved == pair.right.num_moved == NUM_PAGES
+    assert mine.pages_PB[:8, 0].tolist() == [0, 0, 0, 0, 0, 3, 2, 1]
     assert torch.equal(mine.pages_PB[[7, 6, 5]], theirs.pages_PB[:NUM_PAGES])
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+@pytest.mark.parametrize("num_before", range(4))
+def test_a_link_that_is_cut_between_or_in_two_streams_keeps_what_was_there(
+    num_before: int, end: str
+) -> None:
+    """Three streams of two pages each; after so many the next one is cut in its second page."""
+    failing_at = 2 * num_before + 1
+
+    def fail(count: int) -> None:
+        if count == failing_at:
+            raise OSError("cut")
+
+    theirs = Store(0, before_read=fail if end == "sender" else lambda _: None)
+    for page in range(6):
+        theirs.pages_PB[page] = page + 1
+    mine = Store(0, before_write=(lambda n: fail(n - 1)) if end == "receiver" else lambda _: None)
+    with _pair(theirs, mine, timeout_s=10.0) as pair:
+        for stream in range(3):
+            moves = [(page, 8 + page) for page in (2 * stream, 2 * stream + 1)]
+            sent, received = pair.move(f"n{stream}", *moves)
+            if stream < num_before:
+                assert isinstance(sent, PageTraffic)
+                assert isinstance(received, PageTraffic)
+            elif stream == num_before:
+                own, other = (sent, received) if end == "sender" else (received, sent)
+                assert isinstance(own, OSError)
+                assert isinstance(other, PeerLost)
+            else:
+                for closed in (sent, received):
+                    assert isinstance(closed, EngineError)
+                    assert "the link for these pages is closed" in str(closed)
+    for page in range(2 * num_before if num_before < 3 else 6):
+        assert torch.equal(mine.pages_PB[8 + page], theirs.pages_PB[page])
+    assert not mine.pages_PB[8 + failing_at + 1 :].any(), "nothing is written after the cut"
 
 
 def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> None:
     def leave(num_written: int) -> None:
         if num_written == 1:
-            threading.Thread(target=right.enter, args=(6,)).start()
+            threading.Thread(target=pair.right.enter, args=(6,)).start()
             # The new epoch must wait for this write, and no other write may happen before it.
             late.wait(0.3)
 
     late = threading.Event()
     mine = Store(0, before_write=leave)
-    right = _moves(mine)
-    sent, received = _exchange(_moves(Store(9)), right)
-    assert isinstance(received, PeerLost)
-    assert "it belongs to epoch 6 now" in str(received)
-    assert isinstance(sent, PeerLost)
+    with _pair(Store(9), mine) as pair:
+        sent, received = pair.move("n1", *MOVES)
+        assert isinstance(received, PeerLost)
+        assert "it belongs to epoch 6 now" in str(received)
+        assert isinstance(sent, PeerLost)
     assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 
 
-def test_a_closed_reservation_cannot_be_joined() -> None:
-    sharing = _sharing()
-    reservation = sharing.reserve(PageLease(number="l1", requests=()))
-    sharing.close(reservation.pages.number)
-    source, _ = _links(reservation, timeout_s=1.0)
+def test_a_peer_that_sends_nothing_costs_one_deadline_and_the_link() -> None:
+    asleep = threading.Event()
+    theirs = Store(9, before_read=lambda count: asleep.wait(20.0) if count == 1 else None)
+    mine = Store(0)
+    with _pair(theirs, mine, timeout_s=1.0) as pair:
+        source, target = _parts(pair.meeting, "n1", *MOVES, timeout_s=1.0)
+        sending = threading.Thread(target=lambda: _both(lambda: pair.left.send(source)))
+        sending.start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerLost, match="verify rank 0 of left"):
+            pair.right.receive(target)
+        assert 0.9 < time.monotonic() - began_s < 10
+        asleep.set()
+        sending.join(20.0)
+    assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
+
+
+def test_a_sender_reads_one_chunk_more_than_the_two_that_are_not_confirmed() -> None:
+    may_go_on = threading.Event()
+    theirs = Store(9)
+    mine = Store(0, before_write=lambda _: may_go_on.wait(20.0))
+    with _pair(theirs, mine) as pair:
+        source, target = _parts(pair.meeting, "n1", *((i, i) for i in range(8)))
+        moving = threading.Thread(
+            target=_both, args=(lambda: pair.left.send(source), lambda: pair.right.receive(target))
+        )
+        moving.start()
+        time.sleep(1.0)
+        assert theirs._num_read == 3
+        may_go_on.set()
+        moving.join(20.0)
+    assert torch.equal(mine.pages_PB[:8], theirs.pages_PB[:8])
+
+
+def test_a_link_without_parts_closes_itself_so_that_a_late_part_writes_nothing() -> None:
+    mine = Store(0)
+    with _pair(Store(9), mine, timeout_s=0.5) as pair:
+        assert all(isinstance(each, PageTraffic) for each in pair.move("n1", MOVES[0]))
+        time.sleep(1.5)
+        for late in pair.move("n2", *MOVES[1:]):
+            assert isinstance(late, EngineError)
+            assert "the link for these pages is closed" in str(late)
+    assert (mine.pages_PB[:, 0] == 9).sum() == 1
+
+
+def test_a_meeting_that_has_expired_cannot_be_joined() -> None:
+    now_s = 0.0
+    sharing = _sharing(clock=lambda: now_s)
+    meeting = sharing.meet(lasts_s=5.0)
+    now_s = 6.0
+    sharing.expire()
+    source, _ = _links(meeting, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
-        _moves(Store(9)).send(source)
+        _moves(Store(9)).open(source)
 
 
-def test_a_reservation_that_finds_no_place_to_meet_takes_no_pages(
+def test_leases_and_reservations_end_when_nothing_more_is_heard_of_them() -> None:
+    now_s = 0.0
+    engine = Engine()
+    sharing = _sharing(lambda: engine, clock=lambda: now_s)
+    lease = sharing.lease([RequestId("a")], lasts_s=7.0)
+    sharing.reserve(lease, limit=1, lasts_s=5.0)
+    assert engine.held == {"l1", "n1"}
+    now_s = 6.0
+    sharing.expire()
+    assert engine.held == {"l1"}
+    now_s = 8.0
+    sharing.expire()
+    assert engine.held == set()
+
+
+def test_a_meeting_that_finds_no_place_is_an_error_and_takes_no_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(**_: object) -> None:
         raise OSError("no port is left")
 
     monkeypatch.setattr(page_moves, "StoreHost", refuse)
-    sharing = _sharing(lambda: pytest.fail("pages were reserved"))
+    engine = Engine()
     with pytest.raises(OSError, match="no port"):
-        sharing.reserve(PageLease(number="l1", requests=()))
+        _sharing(lambda: engine).meet(lasts_s=5.0)
+    assert engine.held == set()

@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +175,17 @@ def test_a_stream_goes_on_when_a_link_is_mended_before_the_host_is_given_up(
     assert stream.result() == undisturbed
 
 
+@pytest.mark.parametrize("death", [RayHosts.power_off, RayHosts.kill_raylet])
 def test_a_stream_goes_on_when_a_whole_host_dies(
-    service: HostsService, cluster: RayHosts, undisturbed: list[int], ready: dict[str, Any]
+    death: Callable[[RayHosts, int], None],
+    service: HostsService,
+    cluster: RayHosts,
+    undisturbed: list[int],
+    ready: dict[str, Any],
 ) -> None:
     victim = service.host_of("verify rank 0")
     stream = _long_stream(service)
-    cluster.power_off(victim)
+    death(cluster, victim)
     assert stream.result() == undisturbed
     after = until(lambda: _reformed_since(ready, service), timeout_s=60)
     assert after["num_interruptions"] > ready["num_interruptions"]

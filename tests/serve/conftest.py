@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.ray_compat import PROXY_CALLBACK
+
 # Read by Ray when it is imported: idle workers in store cost a busy machine more than they save.
 os.environ.update(
     {
@@ -15,6 +17,10 @@ os.environ.update(
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.2",
+        # A client of this process that outlives the tests would start another Ray.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        PROXY_CALLBACK: "serve_app.ingress.proxy_front:proxy_middlewares",
     }
 )
 
@@ -62,7 +68,7 @@ def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """The whole application: ingress, a pipeline with two verify ranks, router."""
+    """The whole application: two ingresses, a pipeline with two verify ranks, router."""
     config = service_config(
         {
             "engine": {
@@ -72,6 +78,7 @@ def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPath
             },
             "model_name": "tiny",
             "port": ray_port,
+            "num_ingresses": 2,
             # A busy machine takes its time to start a process.
             "recovery": {"stream_pause_s": 120.0},
             "router": {"checkpoint": str(tmp_path_factory.mktemp("router") / "beliefs.json")},

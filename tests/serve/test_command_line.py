@@ -122,13 +122,19 @@ def _listening_beyond_loopback(family: set[psutil.Process]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("end", ["kill -9", "serve.shutdown()"])
+_ENDS_OF_RAY = {
+    "raylet": "the raylet of the local Ray has died",
+    "gcs_server": "has not answered for 5 s: without GCS fault tolerance the service has ended",
+}
+
+
+@pytest.mark.parametrize("end", ["kill -9", "serve.shutdown()", "raylet", "gcs_server"])
 def test_however_serve_ends_its_logs_are_all_that_is_left(
     end: str, tiny_service: Path, folder: Path, tmp_path: Path
 ) -> None:
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
-    words = (*words, "--log-folder", str(tmp_path / "logs"))
+    words = (*words, "--log-folder", str(tmp_path / "logs"), "--set", "recovery.drain_s=5")
     with _started(*words, env=_within(folder)) as (process, lines):
         _wait_for_line(lines, "Ctrl-C stops", process)
         (session,) = (each for each in folder.iterdir() if (each / "r").exists())
@@ -143,6 +149,13 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
             _find(family, "RankActor").suspend()
             process.kill()
             assert not running_after(family, wait_s=30.0)
+        elif end in _ENDS_OF_RAY:
+            (victim,) = (process for process in family if process.name() == end)
+            victim.kill()
+            assert process.wait(60.0) == 1
+            assert not running_after(family, wait_s=1.0)
+            assert [line for line in lines if line.startswith("eesd: ")] == lines[-1:]
+            assert _ENDS_OF_RAY[end] in lines[-1]
         else:
             with _shutting_down_serve(folder, port):
                 _wait_for_line(lines, "was removed, or Serve was shut down", process)

@@ -1,5 +1,6 @@
 """What Ray does not promise is as `cluster.ray_compat` relies on."""
 
+import os
 import time
 
 import ray
@@ -11,6 +12,9 @@ from cluster.ray_compat import (
     available_resources,
     is_actor_dead,
     is_serve_running,
+    num_live_actors,
+    proxy_actors,
+    replica_actors,
     serve_status,
 )
 from tests.support.running import Running
@@ -37,15 +41,31 @@ class _Actor:
 def test_an_actor_is_dead_once_it_was_killed_and_one_that_ray_does_not_know_is_too(
     ray_port: int,
 ) -> None:
+    num_before = num_live_actors()
     actor = _Actor.remote()
     actor_id = ray.get(actor.number.remote(), timeout=60)
     assert not is_actor_dead(actor_id)
+    assert num_live_actors() == num_before + 1
     ray.kill(actor)
     deadline_s = time.monotonic() + 30.0
     while not is_actor_dead(actor_id):
         assert time.monotonic() < deadline_s, "Ray has not noticed the death"
         time.sleep(0.05)
     assert is_actor_dead("0" * len(actor_id))
+    assert num_live_actors() == num_before
+
+
+def test_the_proxies_and_the_replicas_of_a_deployment_are_processes_of_their_own(
+    service: Running,
+) -> None:
+    state = service.state()
+    found = [*proxy_actors(), *replica_actors(service.config.app_name, "Ingress")]
+    found += replica_actors(service.config.app_name, "Pipeline")
+    pids = [
+        ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30) for actor in found
+    ]
+    assert len(set(pids)) == len(pids) >= 3
+    assert pids[-1] == state.pid
 
 
 def test_a_serve_tells_where_it_listens_and_what_it_serves(service: Running) -> None:

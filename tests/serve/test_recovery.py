@@ -1,11 +1,12 @@
 """Processes die; streams pause, and go on with the very tokens they would have had."""
 
+import asyncio
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -16,15 +17,18 @@ import pytest
 import ray
 from ray import serve
 
+from eesd_dist.bench import streamed
+from eesd_dist.bench.streamed import Listener, Streamed
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.tenure import placement_groups_named, workers_named
 from serve_app.app import application_of
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.operations.serving import WaitingLine, deploy
 from serve_app.pipeline.deployment import Health, Pipeline, PipelineState
-from tests.support.running import Running, tokens_of, until
+from tests.support.event_stream import folded, parsed
+from tests.support.running import Running, descendants, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import ToyStages, held, toy_token
 
@@ -90,6 +94,90 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
     assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
 
 
+def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
+    service: Running,
+) -> None:
+    body = {
+        "prompt": "the log",
+        "max_tokens": 900,
+        "temperature": 0.9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": True,
+        "request_id": "dropped",
+    }
+    url = f"{service.url}/v1/completions"
+    begun_text = b""
+    with httpx.stream("POST", url, json=body, timeout=180) as answer:
+        for part in answer.iter_bytes():
+            begun_text += part
+            if begun_text.count(b"\n\n") > 150:
+                break
+    begun = parsed(begun_text.rpartition(b"\n\n")[0].decode())
+    until(lambda: service.num_running() == 0)
+    began_s = time.monotonic()
+    headers = {"Last-Event-ID": begun[-1].id}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=180) as answer:
+        assert answer.status_code == 200
+        rest_text, resumed_s = b"", 0.0
+        for part in answer.iter_bytes():
+            rest_text += part
+            if b"data: " in rest_text and not resumed_s:
+                resumed_s = time.monotonic() - began_s
+    rest = parsed(rest_text.decode())
+    whole = folded(begun + rest)
+    seed = rest[-2].chunk["metrics"]["seed"]
+    assert len(whole["choices"][0]["token_ids"]) == 900
+    assert whole["usages"][0]["completion_tokens"] == 900
+    print(f"next event after {resumed_s:.3f} s, {len(begun)} events before it")  # noqa: T201
+
+    plain = httpx.post(url, json={**body, "stream": False, "seed": seed}, timeout=180).json()
+    assert whole["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert whole["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+
+
+def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running) -> None:
+    body = {
+        "prompt": "the log",
+        "max_tokens": 1500,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    bodies = [{**body, "seed": i, "request_id": f"killed-{i}"} for i in range(4)]
+
+    def victim() -> int:
+        names = {p: " ".join(p.cmdline()) for p in descendants()}
+        return min(p.pid for p, name in names.items() if "ServeReplica:eesd:Ingress" in name)
+
+    async def read(*, kills: bool) -> list[Streamed]:
+        listeners = [Listener(str(each["request_id"])) for each in bodies]
+        async with httpx.AsyncClient(base_url=service.url, timeout=180) as client:
+            reading = [
+                asyncio.ensure_future(streamed.stream(client, listener, each, max_attempts=100))
+                for listener, each in zip(listeners, bodies, strict=True)
+            ]
+            if kills:
+                while not all(each.heard().tokens for each in listeners):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                os.kill(victim(), signal.SIGKILL)
+            await asyncio.gather(*reading)
+        return [listener.heard() for listener in listeners]
+
+    undisturbed = asyncio.run(read(kills=False))
+    disturbed = asyncio.run(read(kills=True))
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert other.is_complete, other.error
+        assert (one.tokens, one.text) == (other.tokens, other.text)
+    resumed = [each for each in disturbed if each.num_resumed]
+    assert resumed, "no stream was in the ingress that was killed"
+    pauses = [each.longest_pause_s for each in resumed]
+    print(f"longest pauses of the resumed streams: {pauses}")  # noqa: T201
+    assert max(pauses) < 5.0
+
+
 @pytest.fixture(scope="module")
 def toy(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A pipeline of toys: everything but the model is real."""
@@ -107,6 +195,7 @@ def _toy_pipeline(
     *,
     stages: type[ToyStages] = ToyStages,
     timeout_s: float | None = None,
+    say: Callable[[str], None] = print,
     **sections: object,
 ) -> Running:
     tree: dict[str, object] = {
@@ -131,7 +220,13 @@ def _toy_pipeline(
         max_constructor_retry_count=1,
         health_check_period_s=1.0,
     )
-    deploy(deployment.bind(config, stages()), name=name, route_prefix=None, wait=Event().wait)
+    deploy(
+        deployment.bind(config, stages()),
+        name=name,
+        route_prefix=None,
+        wait=Event().wait,
+        while_deploying=WaitingLine(config, say),
+    )
     return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
 
 
@@ -341,14 +436,27 @@ def _has_left_nothing(name: str) -> bool:
 def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
     ray_port: int, tmp_path: Path
 ) -> None:
-    leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 9.0})
-    request = _request("leased", max_tokens=1000)
+    most = {"num_cpus": 0.6 * ray.available_resources()["CPU"] / 3}  # there is room for one
+    wide: dict[str, object] = {"placement": {"draft": most, "verify": most}}
+    leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 20.0}, **wide)
+    request = _request("leased", max_tokens=3000)  # 30 s: it outlasts the lease
     items = leased.items(request)
     tokens = tokens_of([next(items)])
     before = leased.state()
     os.kill(before.pid, signal.SIGSTOP)
     try:
-        until(lambda: _has_left_nothing("leased"), timeout_s=60.0)
+        said: list[str] = []
+        _toy_pipeline("successor", tmp_path, say=said.append, **wide)
+        assert _has_left_nothing("leased")
+        assert said, "its room was held for longer than a replica takes to ask for it"
+        name, seconds = re.fullmatch(
+            r"waiting for room: 3 workers of pipeline (\S+) \(application leased\), which have no "
+            r"supervisor, hold CPU \S+ by their lease for at most (\d+) s",
+            said[0],
+        ).groups()  # type: ignore[union-attr]
+        assert name == before.pipeline
+        assert 1 <= int(seconds) <= 20 + 3
+        serve.delete("successor")
     finally:
         os.kill(before.pid, signal.SIGCONT)
     assert tokens + tokens_of(items) == _expected(request)

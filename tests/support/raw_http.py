@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,24 @@ class Reply:
     @property
     def error(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.raw.split(b"\r\n\r\n", 1)[1])["error"]
+        return found
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """Generated texts by choice, of an answer or of a stream."""
+        body = self.raw.split(b"\r\n\r\n", 1)[1]
+        if self.header("transfer-encoding") == "chunked":
+            body = b"".join(_dechunked(body))
+        if (self.header("content-type") or "").startswith("text/event-stream"):
+            lines = [line.removeprefix(b"data: ") for line in body.splitlines()]
+        else:
+            lines = [body]
+        found: dict[int, str] = {}
+        for line in lines:
+            for choice in json.loads(line).get("choices", []) if line.startswith(b"{") else []:
+                message = choice.get("message") or choice.get("delta") or {}
+                text = choice.get("text") or message.get("content") or ""
+                found[choice["index"]] = found.get(choice["index"], "") + text
         return found
 
     def header(self, name: str) -> str | None:
@@ -96,6 +114,13 @@ def _posted(path: str) -> bytes:
 
 def _lines(headers: Sequence[bytes]) -> bytes:
     return b"".join(header + b"\r\n" for header in headers)
+
+
+def _dechunked(body: bytes) -> Iterator[bytes]:
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        yield body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
 
 
 async def _sent(writer: asyncio.StreamWriter, parts: Sequence[Part | bytes]) -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import psutil
 import yaml
 
 from tests.support.hosts import Hosts, HostsError
@@ -26,6 +27,7 @@ Resources = Mapping[str, float]
 
 PORT = 8000
 _GCS_PORT = 6379
+_REDIS_PORT = 6390
 _HEAD = ("--head", f"--port={_GCS_PORT}", "--include-dashboard=false")
 _OBJECT_STORE_BYTES = 80 * 2**20
 _STARTED = "Ray runtime started"
@@ -45,8 +47,10 @@ class RayHosts:
         *,
         resources: Mapping[int, Resources] | None = None,
         cpus_per_host: int = 4,
+        redis_on: int | None = None,
     ) -> None:
-        """`resources`: additional resources, by host."""
+        """`resources`: additional resources, by host. `redis_on`: the host of a Redis that keeps
+        the state of the head; None: the head keeps it in its memory."""
         self.hosts = hosts
         self._more = resources or {}
         self._cpus_per_host = cpus_per_host
@@ -54,12 +58,15 @@ class RayHosts:
         self._harmed: set[int] = set()
         """Hosts that were cut off or killed and not repaired since."""
         self._environment = _environment()
+        self._redis_on = redis_on
 
     @property
     def address(self) -> str:
         return f"{self.hosts.address(0)}:{_GCS_PORT}"
 
     def __enter__(self) -> Self:
+        if self._redis_on is not None:
+            self._start_redis(self._redis_on)
         self._start(0)
         self._wait_until_started(0)
         for host in range(1, self.hosts.num_hosts):
@@ -99,6 +106,13 @@ class RayHosts:
         self.cut(host)
         self.hosts.kill_host(host)
 
+    def kill_raylet(self, host: int) -> None:
+        """Kills the raylet of a host alone; the workers notice it and exit."""
+        self._harmed.add(host)
+        processes = [psutil.Process(pid) for pid in self.hosts.pids(host)]
+        (raylet,) = [process for process in processes if process.name() == "raylet"]
+        raylet.kill()
+
     def repair(self) -> None:
         """Makes all hosts reachable, each with a Ray node of the cluster.
 
@@ -107,20 +121,33 @@ class RayHosts:
         """
         for host in tuple(self._harmed):
             self.hosts.mend(host)
-            self.hosts.kill_host(host)
-            self._nodes[host].wait(_STOP_S)
-            self._start(host)
-            self._wait_until_started(host)
+            self.restart(host)
             self._harmed.discard(host)
 
+    def restart(self, host: int) -> None:
+        """Kills all processes of a host and starts its node again."""
+        self.stop(host)
+        self._start(host)
+        self._wait_until_started(host)
+
+    def stop(self, host: int) -> None:
+        """Kills all processes of a host; its network stays."""
+        self.hosts.kill_host(host)
+        self._nodes[host].wait(_STOP_S)
+
     @contextmanager
-    def service(self, tree: Mapping[str, object]) -> Iterator["HostsService"]:
-        """Runs `eesd serve` on host 0; yields when it answers, and removes it with `eesd stop`."""
+    def service(
+        self, tree: Mapping[str, object], *, listens_at: str | None = None
+    ) -> Iterator["HostsService"]:
+        """Runs `eesd serve` on host 0; yields when it answers, and removes it with `eesd stop`.
+
+        `listens_at`: the address that HTTP proxies bind; None: that of host 0."""
         config = self.hosts.folder / "service.yaml"
         config.write_text(yaml.safe_dump(dict(tree)))
         log = self.hosts.folder / "service.log"
         host = self.hosts.address(0)
-        words = ["serve", "--address", self.address, "--host", host, "--port", str(PORT)]
+        words = ["serve", "--address", self.address, "--port", str(PORT)]
+        words += ["--host", listens_at or host]
         words += ["--allow-no-key"]
         process = self.run(
             0, ["-m", "serve_app.cli.main", *words, "--config", str(config)], log=log
@@ -134,9 +161,18 @@ class RayHosts:
             stop = ["-m", "serve_app.cli.main", "stop", "--address", self.address]
             self.run(0, stop, log=self.hosts.folder / "stop.log").wait(_SERVICE_STOP_S)
 
+    def _start_redis(self, host: int) -> None:
+        address = self.hosts.address(host)
+        words = ["--bind", address, "--port", str(_REDIS_PORT), "--save", "", "--protected-mode"]
+        self.hosts.run(host, ["redis-server", *words, "no"])
+        self._environment["RAY_REDIS_ADDRESS"] = f"{address}:{_REDIS_PORT}"
+
     def _start(self, host: int) -> None:
         folder = self.hosts.folder / str(host)
         folder.mkdir(exist_ok=True)
+        # Hosts share one process table: Ray would find the other nodes of this address, and refuse
+        # to start a head again.
+        (folder / "ray_current_cluster").unlink(missing_ok=True)
         resources = {f"host{host}": 100.0, **self._more.get(host, {})}
         words = [
             *(_HEAD if host == 0 else [f"--address={self.address}"]),
@@ -233,6 +269,7 @@ def _environment() -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_worker_niceness": "0",
         # A host that does not answer is declared dead after six seconds instead of a minute.
         "RAY_health_check_initial_delay_ms": "3000",

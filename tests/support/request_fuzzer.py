@@ -60,10 +60,10 @@ class FuzzedRequest:
     """What is sent on one connection."""
 
     parts: tuple[bytes | Part, ...]
-    is_valid: bool = False
-    """Whether it has to be served."""
+    whole: bytes | None = None
+    """The same request sent plainly, of one that has to be served."""
     leaves: bool = False
-    """Whether the client leaves without reading."""
+    """Whether the client leaves when it has sent everything, without reading."""
 
 
 def fuzzed(rng: Random) -> FuzzedRequest:
@@ -89,9 +89,9 @@ def valid_request(rng: Random) -> bytes:
 
 
 def _valid(rng: Random) -> FuzzedRequest:
-    if rng.random() < 0.2:
-        return FuzzedRequest(parts=(get(rng.choice(["/ping", "/v1/models"])),), is_valid=True)
-    return FuzzedRequest(parts=(valid_request(rng),), is_valid=True)
+    get_one = get(rng.choice(["/ping", "/v1/models"]))
+    whole = get_one if rng.random() < 0.2 else valid_request(rng)
+    return FuzzedRequest(parts=(whole,), whole=whole)
 
 
 def _wrong_fields(rng: Random) -> FuzzedRequest:
@@ -123,26 +123,27 @@ def _wrong_headers(rng: Random) -> FuzzedRequest:
 
 
 def _pieces(rng: Random) -> FuzzedRequest:
-    return FuzzedRequest(parts=tuple(_split(rng, valid_request(rng), pause_s=0.02)), is_valid=True)
+    whole = valid_request(rng)
+    return FuzzedRequest(parts=tuple(_split(rng, whole, pause_s=0.02)), whole=whole)
 
 
 def _chunks(rng: Random) -> FuzzedRequest:
-    body = json.dumps({"prompt": _text(rng), "max_tokens": 3}).encode()
+    body = json.dumps({"prompt": _text(rng), "max_tokens": 3, "seed": 1}).encode()
     size = rng.choice([7, 1000])
     parts = [chunk(body[i : i + size]) for i in range(0, len(body), size)]
-    whole = (chunked_head("/v1/completions"), *parts, b"0\r\n\r\n")
+    sent = (chunked_head("/v1/completions"), *parts, b"0\r\n\r\n")
     if rng.random() < 0.5:
-        return FuzzedRequest(parts=whole, is_valid=True)
+        return FuzzedRequest(parts=sent, whole=post("/v1/completions", body))
     return FuzzedRequest(
-        parts=(*whole[: rng.randint(1, len(whole))], rng.choice([b"zz\r\n", b"-1\r\n"]))
+        parts=(*sent[: rng.randint(1, len(sent))], rng.choice([b"zz\r\n", b"-1\r\n"]))
     )
 
 
 def _cut(rng: Random) -> FuzzedRequest:
+    """Some clients wait for an answer, most leave."""
     request = valid_request(rng)
-    return FuzzedRequest(
-        parts=tuple(_split(rng, request[: rng.randrange(len(request))], pause_s=0.1))
-    )
+    parts = _split(rng, request[: rng.randrange(len(request))], pause_s=0.1)
+    return FuzzedRequest(parts=(*parts, _pause(rng, 0.5)), leaves=rng.random() < 0.8)
 
 
 def _noise(rng: Random) -> FuzzedRequest:
@@ -151,7 +152,12 @@ def _noise(rng: Random) -> FuzzedRequest:
 
 
 def _left(rng: Random) -> FuzzedRequest:
-    return FuzzedRequest(parts=(valid_request(rng),), leaves=True)
+    """Before the answer begins, or in the middle of it."""
+    return FuzzedRequest(parts=(valid_request(rng), _pause(rng, 0.5)), leaves=True)
+
+
+def _pause(rng: Random, longest_s: float) -> Part:
+    return Part(data=b"", pause_s=rng.uniform(0.0, longest_s))
 
 
 def _split(rng: Random, data: bytes, *, pause_s: float) -> list[Part]:

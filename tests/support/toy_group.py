@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers import drafting_actor, rank_actor, tenure
+from eesd_dist.workers import tenure, worker_actor
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import ProcessInfo, TelemetryOptions, WorkerIdentity
 from eesd_dist.workers.rank_actor import RankActor
@@ -34,8 +34,9 @@ from serve_app.pipeline.placement import RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
 from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.timings import Timings
+from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.worker_group import WorkerGroup
-from serve_app.pipeline.workers import Worker, Workers, WorkerSpec
+from serve_app.pipeline.workers import Workers, WorkerSpec
 from tests.support.toy_stages import ToyStages, toy_token
 
 APP = "app"
@@ -52,6 +53,7 @@ _TIMINGS = {
     "lease_s": 25.0,
     "beat_s": 0.02,
     "grace_s": 0.01,
+    "peers_s": 0.02,
     "retry_s": 0.01,
     "max_retry_s": 0.04,
 }
@@ -148,7 +150,7 @@ class ToyCluster:
         monkeypatch.setattr(claim_module, "remove_placement_group", self.groups.discard)
         for module in (claim_module, placement_groups):
             monkeypatch.setattr(module, "placement_groups_named", self.placement_groups_named)
-        for module in (drafting_actor, rank_actor, tenure):  # Ray would be started to be asked
+        for module in (worker_actor, tenure):  # Ray would be started to be asked
             here = ProcessInfo(pid=1, host="here", node_id="n")
             monkeypatch.setattr(module, "process_info", lambda here=here: here)
 
@@ -167,6 +169,7 @@ class ToyWorkers(Workers):
         pipeline: str = "p",
         owner: str = "replica-1",
         digest: str = "d",
+        spares: Sequence[RankSlot] = (),
         **timings: float,
     ) -> None:
         self._cluster = cluster
@@ -183,12 +186,17 @@ class ToyWorkers(Workers):
             ask_router=None,
             timings=toy_timings(**timings),
         )
-        super().__init__(PlacementGroups([], name="p"), slots_of(num_draft_ranks), spec=spec)
+        slots = (*slots_of(num_draft_ranks), *spares)
+        super().__init__(PlacementGroups([], name="p"), slots, spec=spec)
 
     def _create_actor(self, slot: RankSlot) -> ToyHandle:
         how = self.spec
         identity = WorkerIdentity(
-            app=how.app, pipeline=how.pipeline, slot=slot.name, digest=how.digest
+            app=how.app,
+            pipeline=how.pipeline,
+            slot=slot.name,
+            digest=how.digest,
+            bundle=self._bundles[slot.name].name,
         )
         common: dict[str, Any] = {
             "name": slot.name,
@@ -230,6 +238,10 @@ def slots_of(num_draft_ranks: int) -> tuple[RankSlot, ...]:
         *followers,
         *verify,
     )
+
+
+DRAFT_SPARE = RankSlot(name="draft spare 0", rank=None, resources={}, stage="draft", is_spare=True)
+VERIFY_SPARE = RankSlot(name="verify spare 0", rank=0, resources={}, is_spare=True)
 
 
 def engine_of(folder: Path, *, num_draft_ranks: int, fallback: bool) -> EngineConfig:

@@ -12,10 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakSet
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CheckpointError, ConfigError, EngineError, QueueFull, RequestError
+from eesd_dist.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    PeerLost,
+    QueueFull,
+    RequestError,
+)
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import (
@@ -29,7 +38,7 @@ from eesd_dist.types import (
     TokenId,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, PagePart
 from eesd_dist.workers.roles import (
     DraftFollower,
     DraftLeader,
@@ -40,6 +49,14 @@ from eesd_dist.workers.roles import (
 
 TOKENS_PER_ROUND = 2
 ROUND_S = 0.02
+
+_in_this_process: "WeakSet[ToyDrafter | ToyRank]" = WeakSet()
+
+
+def end_toys() -> None:
+    """Ends the loops of all toys in this process: a test that has ended stops none of them."""
+    for toy in list(_in_this_process):
+        toy.end()
 
 
 @contextmanager
@@ -90,6 +107,11 @@ class ToyDrafter:
         self._lock = threading.Lock()
         self._live: dict[RequestId, Request] = {}
         self._num_rounds = 0
+        self._is_over = False
+        _in_this_process.add(self)
+
+    def end(self) -> None:
+        self._is_over = True
 
     def add(self, request: Request) -> None:
         with self._lock:
@@ -108,6 +130,8 @@ class ToyDrafter:
 
     def step(self, *, wait_s: float) -> ToyStep:
         time.sleep(ROUND_S)
+        if self._is_over:
+            raise PeerLost(peer="the test", operation="rounds", reason="it is over")
         limit = self._limit()
         with self._lock:
             requests = [r for r in self._live.values() if limit is None or len(r.generated) < limit]
@@ -191,6 +215,10 @@ def _stats(round_id: int, emissions: tuple[Emission, ...]) -> RoundStats:
 class ToyRank:
     def __init__(self) -> None:
         self._left = threading.Event()
+        _in_this_process.add(self)
+
+    def end(self) -> None:
+        self._left.set()
 
     def number(self) -> int | None:
         return None
@@ -249,10 +277,31 @@ class ToyLeader:
 
     @property
     def pages(self) -> PageTransfer:
-        raise EngineError("toys have no pages")
+        return NoPages()
 
     @property
     def sharing(self) -> PageSharing:
+        raise EngineError("toys have no pages")
+
+
+class NoPages:
+    """The pages of a toy."""
+
+    num_moved = 0
+
+    def layout(self) -> KvLayout:
+        raise EngineError("toys have no pages")
+
+    def open(self, link: PageLink) -> None:
+        raise EngineError("toys have no pages")
+
+    def send(self, part: PagePart) -> PageTraffic:
+        raise EngineError("toys have no pages")
+
+    def receive(self, part: PagePart) -> PageTraffic:
+        raise EngineError("toys have no pages")
+
+    def close(self, link: str) -> None:
         raise EngineError("toys have no pages")
 
 
@@ -266,7 +315,7 @@ class ToyWorker:
 
     @property
     def pages(self) -> PageTransfer:
-        raise EngineError("toys have no pages")
+        return NoPages()
 
     def prepare(self) -> None:
         return

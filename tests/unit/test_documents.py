@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 COMMAND = re.compile(r"\beesd ((?:bench )?[a-z]+)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 CODE_PATH = re.compile(r"`((?:eesd_dist|serve_app|cluster|infra|tests|docs)/[\w./-]+)`")
 
 
@@ -20,6 +21,9 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
     links = [link for link in LINK.findall(text) if "://" not in link]
     missing = [link for link in links if not (document.parent / link).exists()]
     missing += [path for path in CODE_PATH.findall(text) if not (ROOT / path).exists()]
+    missing += [
+        test for path, test in TEST.findall(text) if f"def {test}(" not in (ROOT / path).read_text()
+    ]
     assert missing == []
 
 

@@ -73,6 +73,7 @@ SECTIONS = (
     Section(name="noise", module=f"{_HERE}.noise", share=1.0),
     Section(name="exactness", module=f"{_HERE}.exactness", share=5.0),
     Section(name="nccl", module=f"{_HERE}.nccl", share=1.5),
+    Section(name="pages", module=f"{_HERE}.pages", share=1.0),
     Section(name="times", module=f"{_HERE}.times", share=5.0),
     Section(name="pytest", module=f"{_HERE}.pytests", share=1.5, needs_cuda=True),
 )

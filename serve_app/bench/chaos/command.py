@@ -18,6 +18,7 @@ from eesd_dist.provenance import collect_provenance
 from serve_app.bench.chaos.faults import FAULT_KINDS, PlannedFault, fault_named
 from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
 from serve_app.bench.chaos.schedule import bodies_of, schedule
+from serve_app.bench.chaos.threads import why_untraceable
 from serve_app.bench.options import ChaosOptions
 from serve_app.config import ServiceConfig, service_config
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
@@ -33,17 +34,28 @@ def main(options: ChaosOptions) -> int:
     if (options.link_down is None) != (options.link_up is None):
         raise ConfigError("--link-down and --link-up: give both, or neither")
     config = config_of(options)
-    kinds = options.kinds or tuple(FAULT_KINDS)
-    for kind in kinds:
-        fault_named(kind)
+    kinds, left_out = possible_kinds(options.kinds)
     if options.address is None:
         prepare_for_local_ray()
     else:
         prepare_for_cluster()
-    report = _run(config, options, kinds)
+    report = _run(config, options, kinds, left_out)
     report["provenance"] = collect_provenance(seed=options.seed).as_json()
     sys.stdout.write(json.dumps(_plain(report), allow_nan=False) + "\n")
     return 1 if complaints(report) else 0
+
+
+def possible_kinds(wanted: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Returns the kinds to inject, and why others are left out. Raises ConfigError for a
+    wanted kind that is unknown or impossible on this machine."""
+    kinds = tuple(wanted or FAULT_KINDS)
+    traced = [kind for kind in kinds if fault_named(kind).needs_tracing]
+    why = why_untraceable() if traced else ""
+    if why and wanted:
+        raise ConfigError(f"found fault kind {traced[0]!r}, which needs ptrace: {why}")
+    if not why:
+        return kinds, []
+    return tuple(k for k in kinds if k not in traced), [f"{kind}: {why}" for kind in traced]
 
 
 def _plain(value: Any) -> Any:
@@ -74,7 +86,9 @@ def config_of(options: ChaosOptions) -> ServiceConfig:
     return service_config(tree)
 
 
-def _run(config: ServiceConfig, options: ChaosOptions, kinds: Sequence[str]) -> dict[str, Any]:
+def _run(
+    config: ServiceConfig, options: ChaosOptions, kinds: Sequence[str], left_out: Sequence[str]
+) -> dict[str, Any]:
     from serve_app.bench.chaos.reach import (  # Ray reads the environment
         SignalsByCommand,
         SignalsOverRay,
@@ -107,16 +121,17 @@ def _run(config: ServiceConfig, options: ChaosOptions, kinds: Sequence[str]) -> 
             )
         )
     injected = injector.injected
-    report = summarise(undisturbed, disturbed, injected.faults)
+    report = summarise(undisturbed, disturbed, injected.faults, injected.noticed)
     setting = {key: each for key, each in asdict(options).items() if not isinstance(each, Path)}
     report |= {
         "seed": options.seed,
         "setting": setting | {"kinds": kinds},
-        "faults": rows_of(injected.faults, disturbed),
+        "faults": rows_of(injected.faults, disturbed, injected.noticed),
         "recovery": config.recovery.model_dump(mode="json"),
         "interruptions_undisturbed": injected.interruptions_before,
         "unnoticed": injected.unnoticed,
         "missed": injected.missed,
+        "left_out": left_out,
         "ended_early": injected.ended_early,
     }
     say(table(report))

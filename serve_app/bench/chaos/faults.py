@@ -12,7 +12,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eesd_dist.errors import ConfigError, EngineError
-from eesd_dist.workers.loop import LOOP_THREAD
 from eesd_dist.workers.messages import ProcessInfo
 
 if TYPE_CHECKING:
@@ -42,7 +41,12 @@ class Targets(Protocol):
         """One of the pipelines that answer, and its requests."""
         ...
 
-    async def router(self) -> ProcessInfo: ...
+    async def routers(self) -> list[ProcessInfo]: ...
+    async def ingresses(self) -> list[ProcessInfo]: ...
+    async def proxies(self) -> list[ProcessInfo]:
+        """Serve's HTTP proxies, in the same order while none is replaced."""
+        ...
+
     async def replaced(self, pid: int) -> bool:
         """Waits until no pipeline has this process any more; False when that takes too long."""
         ...
@@ -59,14 +63,32 @@ class Processes(Protocol):
         """Signals a frozen process, again and again while that fails."""
         ...
 
-    async def stop_thread(self, thread: str, *, of: ProcessInfo) -> None:
-        """Stops one thread of a process; the others go on."""
+    async def stop_loop(self, worker: "VictimWorker", *, holding_gil: bool) -> float:
+        """Stops the thread of a worker's round loop, and returns when; without the GIL its process
+        still answers."""
         ...
 
-    async def resume_thread(self, *, of: ProcessInfo) -> None: ...
+    async def resume_loop(self, worker: "VictimWorker") -> None: ...
+    async def make_spin(self, worker: "VictimWorker") -> None:
+        """Makes the round loop of a drafting actor turn without a round."""
+        ...
+
     def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
         """Shuts every TCP connection between two processes; returns how many there were."""
         ...
+
+    def deafen(self, one: ProcessInfo, other: ProcessInfo) -> int:
+        """Makes a process read nothing from another one; returns the number of connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VictimWorker:
+    """A worker, as an actor and as a process."""
+
+    name: str
+    pipeline: str
+    at: ProcessInfo
 
 
 class Links(Protocol):
@@ -106,8 +128,8 @@ class Hit:
     replica: bool = False
     """Whether it hit the pipeline's replica: the workers go on."""
     ledger: "Ledger | None" = None
-    router: ProcessInfo | None = None
-    """The router that was hit, if one was."""
+    is_replaced: "Callable[[], Awaitable[bool]] | None" = None
+    """Of a process that belongs to no pipeline: whether another one has taken its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +141,10 @@ class FaultKind:
     """How often it comes in one turn of all kinds."""
     pauses_streams: bool = True
     """Whether streams wait until it is mended."""
+    is_slow: bool = False
+    """Whether the service notices it by its deadline alone. One of these comes in each turn."""
+    needs_tracing: bool = False
+    """Whether it needs the rights of a debugger."""
 
 
 def fault_named(kind: str) -> FaultKind:
@@ -177,12 +203,30 @@ async def _kill_replica(
     return victim
 
 
-async def _kill_router(means: Means, planned: PlannedFault) -> Hit:
-    at = await means.targets.router()
-    victim = f"router (pid {at.pid})"
-    injected_s = time.monotonic()
-    await means.processes.send(signal.SIGKILL, to=at, name=victim)
-    return Hit(victim=victim, injected_s=injected_s, landed_s=time.monotonic(), router=at)
+def _kill_in_front(
+    what: str, find: "Callable[[Targets], Awaitable[list[ProcessInfo]]]"
+) -> "Callable[[Means, PlannedFault], Awaitable[Hit]]":
+    """Returns a fault: SIGKILL to a process that belongs to no pipeline."""
+
+    async def kill(means: Means, planned: PlannedFault) -> Hit:
+        before = await find(means.targets)
+        at = before[planned.choice % len(before)]
+
+        async def is_replaced() -> bool:
+            pids = {each.pid for each in await find(means.targets)}
+            return at.pid not in pids and len(pids) >= len(before)
+
+        victim = f"{what} (pid {at.pid})"
+        injected_s = time.monotonic()
+        await means.processes.send(signal.SIGKILL, to=at, name=victim)
+        return Hit(
+            victim=victim,
+            injected_s=injected_s,
+            landed_s=time.monotonic(),
+            is_replaced=is_replaced,
+        )
+
+    return kill
 
 
 async def _freeze(
@@ -201,20 +245,53 @@ async def _freeze(
     return f"{label}, {'wakes up' if planned.comes_back else 'is killed'}"
 
 
-async def _stop_loop(
+def _stick(*, holding_gil: bool) -> "Callable[[Means, PlannedFault], Awaitable[Hit]]":
+    """Returns a fault: a thread that is stuck in a GPU kernel or on a disk, with the GIL or not."""
+
+    async def stick(means: Means, planned: PlannedFault) -> Hit:
+        state, ledger = await means.targets.pipeline(planned.choice)
+        worker = _one_of(state, ("verify rank", "draft"), planned.choice)
+        victim = VictimWorker(name=worker.name, pipeline=state.pipeline, at=_process_of(worker))
+        stopped_s = await means.processes.stop_loop(victim, holding_gil=holding_gil)
+
+        async def end() -> None:
+            await means.targets.replaced(worker.pid)
+            await means.processes.resume_loop(victim)
+
+        means.afterwards(end())
+        how = "with" if holding_gil else "without"
+        return Hit(
+            victim=f"round loop of {_label(worker)}, {how} the GIL",
+            injected_s=stopped_s,
+            landed_s=stopped_s,
+            pipeline=state,
+            ledger=ledger,
+        )
+
+    return stick
+
+
+async def _spin(
     means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
 ) -> str:
-    """Stops the round loop of a process that goes on answering calls, as a stuck kernel does."""
-    worker = _one_of(state, ("verify rank", "draft"), planned.choice)
+    worker = _one_of(state, ("drafting actor",), planned.choice)
     at = _process_of(worker)
-    await means.processes.stop_thread(LOOP_THREAD, of=at)
+    spins = VictimWorker(name=worker.name, pipeline=state.pipeline, at=at)
+    await means.processes.make_spin(spins)
+    return f"round loop of {_label(worker)}, turning without a round"
 
-    async def end() -> None:
-        await means.targets.replaced(at.pid)
-        await means.processes.resume_thread(of=at)
 
-    means.afterwards(end())
-    return f"round loop of {_label(worker)}"
+async def _silence(
+    means: Means, planned: PlannedFault, state: "PipelineState", ledger: "Ledger"
+) -> str:
+    """Connections stay up and the kernel acknowledges what arrives, but a worker reads nothing."""
+    worker = _one_of(state, ("verify rank",), planned.choice)
+    others = [other for other in state.workers if other.pid != worker.pid]
+    at = _process_of(worker)
+    num = sum(means.processes.deafen(at, _process_of(other)) for other in others)
+    if num == 0:
+        raise EngineError(f"{_label(worker)} was not connected")
+    return f"{num} connections of {_label(worker)}, which reads nothing from them"
 
 
 async def _cut(
@@ -270,10 +347,23 @@ def _label(worker: "WorkerReport") -> str:
 FAULT_KINDS: Mapping[str, FaultKind] = {
     "verify rank": FaultKind(inject=_in_pipeline(_kill("verify rank")), share=2),
     "drafting actor": FaultKind(inject=_in_pipeline(_kill("draft"))),
-    "router": FaultKind(inject=_kill_router, pauses_streams=False),
-    "hang": FaultKind(inject=_in_pipeline(_freeze)),
+    "router": FaultKind(
+        inject=_kill_in_front("router", lambda targets: targets.routers()), pauses_streams=False
+    ),
     "pipeline": FaultKind(inject=_in_pipeline(_kill_replica, is_replica=True)),
     "link": FaultKind(inject=_in_pipeline(_cut)),
-    "loop": FaultKind(inject=_in_pipeline(_stop_loop)),
+    "hang": FaultKind(inject=_in_pipeline(_freeze), is_slow=True),
+    "stuck thread": FaultKind(inject=_stick(holding_gil=False), is_slow=True, needs_tracing=True),
+    "stuck thread with the GIL": FaultKind(
+        inject=_stick(holding_gil=True), is_slow=True, needs_tracing=True
+    ),
+    "spinning loop": FaultKind(inject=_in_pipeline(_spin), is_slow=True),
+    "silent peer": FaultKind(inject=_in_pipeline(_silence), is_slow=True, needs_tracing=True),
+    "ingress": FaultKind(
+        inject=_kill_in_front("ingress", lambda targets: targets.ingresses()), pauses_streams=False
+    ),
+    "proxy": FaultKind(
+        inject=_kill_in_front("HTTP proxy", lambda targets: targets.proxies()), pauses_streams=False
+    ),
 }
 """In the order that a schedule shuffles."""

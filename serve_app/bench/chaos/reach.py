@@ -12,10 +12,10 @@ import os
 import shlex
 import signal
 import socket
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -30,9 +30,8 @@ _PIDFD_GETFD = 438
 """The system call's number, the same on every architecture since Linux 5.6."""
 _REACH_TIMEOUT_S = 15.0
 
-_PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_INTERRUPT = 17, 0x4206, 0x4207
-_WAIT_ALL = 0x40000000
-"""`__WALL` of waitpid(2): threads too."""
+_DEAF_BYTES = 2**30
+"""More than ever arrives: the kernel lowers it to what a socket may buffer, some megabytes."""
 
 Connection = tuple[tuple[str, int], tuple[str, int]]
 """Local end, remote end."""
@@ -74,79 +73,6 @@ class SignalsByCommand:
         return True
 
 
-class ThreadStopper:
-    """Stops single threads of other processes by ptrace(2).
-
-    ptrace requires every call from the thread that attached: build and call this in one thread,
-    such as that of a Ray actor. A stopped thread continues when the process that stopped it ends.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.ptrace.argtypes = [ctypes.c_long] * 4
-        self._stopped: set[int] = set()
-
-    def stop(self, pid: int, thread: str) -> bool:
-        """Returns when the thread is stopped; False when the process has none of this name.
-
-        Raises OSError without the rights of a debugger.
-        """
-        number = _thread_named(pid, thread)
-        if number is None:
-            return False
-        self._ptrace(_PTRACE_SEIZE, number)
-        self._stopped.add(number)
-        self._ptrace(_PTRACE_INTERRUPT, number)
-        os.waitpid(number, _WAIT_ALL)
-        return True
-
-    def resume(self) -> None:
-        """Lets every stopped thread continue that still exists."""
-        while self._stopped:
-            with suppress(ProcessLookupError):
-                self._ptrace(_PTRACE_DETACH, self._stopped.pop())
-
-    def _ptrace(self, request: int, thread: int) -> None:
-        if self._libc.ptrace(request, thread, 0, 0) < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"ptrace of thread {thread}: {os.strerror(number)}")
-
-
-def _thread_named(pid: int, name: str) -> int | None:
-    try:
-        threads = sorted((_PROC / str(pid) / "task").iterdir())
-        return next(
-            (int(t.name) for t in threads if (t / "comm").read_text().strip() == name), None
-        )
-    except FileNotFoundError:  # the process, or one of its threads, has just ended
-        return None
-
-
-class ThreadStops:
-    """Runs `ThreadStopper` on the node of a process, as a Ray actor there."""
-
-    def __init__(self) -> None:
-        self._stoppers: dict[int, Any] = {}
-
-    async def stop(self, thread: str, *, of: ProcessInfo) -> None:
-        """Raises EngineError when it cannot."""
-        there = NodeAffinitySchedulingStrategy(of.node_id, soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": there}
-        stopper = self._stoppers[of.pid] = ray.remote(ThreadStopper).options(**options).remote()
-        try:
-            async with asyncio.timeout(_REACH_TIMEOUT_S):
-                is_stopped = await stopper.stop.remote(of.pid, thread)
-        except (TimeoutError, RayError, OSError) as error:
-            raise EngineError(
-                f"cannot stop thread {thread} of pid {of.pid} on {of.host}: {error}"
-            ) from error
-        if not is_stopped:
-            raise EngineError(f"pid {of.pid} on {of.host} has no thread {thread} any more")
-
-    async def resume(self, *, of: ProcessInfo) -> None:
-        ray.kill(self._stoppers.pop(of.pid))
-
-
 async def run_command(template: str, **values: object) -> None:
     """Runs a command. Raises EngineError with its standard error when it fails."""
     try:
@@ -170,8 +96,7 @@ def sever(one: int, other: int) -> int:
     The sockets are duplicated from the first process by pidfd_getfd(2), which requires the rights
     of a debugger: those of root or of an ancestor, or as kernel.yama.ptrace_scope says.
     """
-    theirs = {(there, here) for here, there in _connections(other)}
-    shared = [fd for ends, fd in _connections(one).items() if ends in theirs]
+    shared = _shared(one, other)
     for fd in shared:
         with closing(_taken(one, fd)) as taken:
             try:
@@ -180,6 +105,26 @@ def sever(one: int, other: int) -> int:
                 if error.errno != errno.ENOTCONN:  # closed by its owner in between
                     raise
     return len(shared)
+
+
+def deafen(one: int, other: int) -> int:
+    """Makes a process read nothing any more that another one sends over the connections that they
+    have now; returns how many there are.
+
+    The connections stay up and the kernel acknowledges what arrives, some megabytes for each, but
+    does not report it as readable. Needs the rights that `sever` needs.
+    """
+    shared = _shared(one, other)
+    for fd in shared:
+        with closing(_taken(one, fd)) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _DEAF_BYTES)
+    return len(shared)
+
+
+def _shared(one: int, other: int) -> list[int]:
+    """Returns the first process's descriptors of its connections with the other one."""
+    theirs = {(there, here) for here, there in _connections(other)}
+    return [fd for ends, fd in _connections(one).items() if ends in theirs]
 
 
 def _taken(pid: int, fd: int) -> socket.socket:

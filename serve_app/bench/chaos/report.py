@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from eesd_dist.bench.streamed import Streamed
@@ -37,6 +38,15 @@ class InjectedFault:
     when_ready: bool
     streams: frozenset[str]
     """Names of the requests that the pipeline had in its ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noticed:
+    """When and how the service noticed a fault."""
+
+    after_s: float
+    """From the injection, by the clock of the pipeline's node."""
+    trouble: str
 
 
 def fate_of(undisturbed: Streamed, disturbed: Streamed) -> Fate:
@@ -161,9 +171,13 @@ def complaints(report: Mapping[str, object]) -> list[str]:
 
 
 def summarise(
-    undisturbed: Sequence[Streamed], disturbed: Sequence[Streamed], faults: Sequence[InjectedFault]
+    undisturbed: Sequence[Streamed],
+    disturbed: Sequence[Streamed],
+    faults: Sequence[InjectedFault],
+    noticed: Mapping[int, Noticed] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """The figures; `recovery_*` are over faults, of the slowest stream that each one hit."""
+    """The figures; `recovery_*` are over faults, of the slowest stream that each one hit. `noticed`
+    is by the faults' numbers."""
     fates = [fate_of(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
     counts = Counter(fates)
     recoveries = [r for fault in faults if (r := recovery_of(fault, disturbed)) is not None]
@@ -179,6 +193,8 @@ def summarise(
         "lost": counts["lost"],
         "repeated": counts["repeated"],
         "changed": counts["changed"],
+        "resumed": sum(stream.num_resumed > 0 for stream in disturbed),
+        "resumptions": sum(stream.num_resumed for stream in disturbed),
         "recovery_p50_s": percentile(last, 0.50),
         "recovery_p95_s": percentile(last, 0.95),
         "first_stream_p50_s": percentile(first, 0.50),
@@ -186,7 +202,7 @@ def summarise(
         "alone_kills": len(alone),
         "alone_p50_s": percentile(alone, 0.50),
         "alone_p95_s": percentile(alone, 0.95),
-        "recovery_by_kind": _by_kind(faults, recoveries),
+        "recovery_by_kind": _by_kind(faults, recoveries, noticed),
         "interruptions": hits.total(),
         "interrupted_requests": len(hits),
         "most_interruptions_of_one": max(hits.values(), default=0),
@@ -213,7 +229,9 @@ def summarise(
 
 
 def rows_of(
-    faults: Sequence[InjectedFault], streams: Sequence[Streamed]
+    faults: Sequence[InjectedFault],
+    streams: Sequence[Streamed],
+    noticed: Mapping[int, Noticed] = MappingProxyType({}),
 ) -> list[dict[str, object]]:
     """Every fault and what it cost, in order; seconds since the first request."""
     began_s = min((stream.asked_s for stream in streams), default=0.0)
@@ -227,11 +245,14 @@ def rows_of(
             "pipeline": fault.pipeline,
             "when_ready": fault.when_ready,
             "streams": len(fault.streams),
+            "noticed_s": None if seen is None else round(seen.after_s, 3),
+            "noticed_as": None if seen is None else seen.trouble,
             "first_stream_s": None if recovery is None else round(recovery.first_s, 3),
             "recovery_s": None if recovery is None else round(recovery.last_s, 3),
         }
         for fault in faults
         for recovery in (recovery_of(fault, streams),)
+        for seen in (noticed.get(fault.number),)
     ]
 
 
@@ -246,12 +267,19 @@ def pace_of(streams: Sequence[Streamed]) -> dict[str, float]:
     }
 
 
-def _by_kind(faults: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> dict[str, object]:
+def _by_kind(
+    faults: Sequence[InjectedFault],
+    recoveries: Sequence[Recovery],
+    noticed: Mapping[int, Noticed],
+) -> dict[str, object]:
     by_kind: dict[str, object] = {}
     for kind, num in sorted(Counter(fault.kind for fault in faults).items()):
         ours = [r for r in recoveries if r.fault.kind == kind]
+        seen = [noticed[f.number].after_s for f in faults if f.kind == kind and f.number in noticed]
         by_kind[kind] = {
             "kills": num,
+            "noticed_p50_s": percentile(seen, 0.50),
+            "noticed_max_s": percentile(seen, 1.0),
             "p50_s": percentile([r.last_s for r in ours], 0.50),
             "p95_s": percentile([r.last_s for r in ours], 0.95),
             "max_s": percentile([r.last_s for r in ours], 1.0),
@@ -270,6 +298,7 @@ def table(report: Mapping[str, object]) -> str:
     lines = [
         f"{report['requests']} requests, {report['kills']} kills: {report['lost']} lost, "
         f"{report['repeated']} repeated, {report['changed']} changed",
+        f"{report['resumed']} requests resumed by their client, {report['resumptions']} times",
         f"from kill to the last stream's next token: p50 {_s(report['recovery_p50_s'])}, "
         f"p95 {_s(report['recovery_p95_s'])}; longest pause {_s(report['longest_pause_s'])}",
         f"{report['alone_kills']} kills with no other one before their end: "
@@ -279,13 +308,16 @@ def table(report: Mapping[str, object]) -> str:
         f"interruptions before the first kill: {report['interruptions_undisturbed']}; "
         f"faults that were not noticed: {report['unnoticed'] or 'none'}",
         *(f"missed: {missed}" for missed in _texts(report["missed"])),
+        *(f"left out: {left_out}" for left_out in _texts(report["left_out"])),
         *(f"failed: {complaint}" for complaint in complaints(report)),
         "",
-        f"{'killed':16} {'times':>6} {'p50':>8} {'p95':>8} {'longest':>8}",
+        f"{'kind':27} {'times':>5} {'noticed':>8} {'at most':>8} {'p50':>8} {'p95':>8} "
+        f"{'longest':>8}",
     ]
     for kind, row in by_kind.items():
         lines.append(
-            f"{kind:16} {row['kills']:6} {_s(row['p50_s']):>8} {_s(row['p95_s']):>8} "
+            f"{kind:27} {row['kills']:5} {_s(row['noticed_p50_s']):>8} "
+            f"{_s(row['noticed_max_s']):>8} {_s(row['p50_s']):>8} {_s(row['p95_s']):>8} "
             f"{_s(row['max_s']):>8}"
         )
     return "\n".join(lines)

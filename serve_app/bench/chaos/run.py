@@ -20,10 +20,12 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.workers.loop import LOOP_THREAD
 from eesd_dist.workers.messages import ProcessInfo
-from serve_app.bench.chaos.faults import Hit, Means, PlannedFault, fault_named
-from serve_app.bench.chaos.reach import Signals, ThreadStops, run_command, sever
-from serve_app.bench.chaos.report import InjectedFault
+from serve_app.bench.chaos.actors import Actors, ThreadStops, answers, make_spin
+from serve_app.bench.chaos.faults import Hit, Means, PlannedFault, VictimWorker, fault_named
+from serve_app.bench.chaos.reach import Signals, deafen, run_command, sever
+from serve_app.bench.chaos.report import InjectedFault, Noticed
 from serve_app.bench.chaos.schedule import names_in
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.deployment import Ledger, PipelineState
@@ -35,9 +37,12 @@ Say = Callable[[str], None]
 
 _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
+_NOTICE_POLL_S = 0.5
 _READY_WITHIN_S = 180.0
 """If the service takes longer, no more faults are injected."""
 _STREAM_TIMEOUT_S = 300.0
+_STREAM_ATTEMPTS = 200
+"""Of a client after its connection broke: for about a minute."""
 _MENDING_ATTEMPTS = 5
 _MENDING_PAUSE_S = 1.0
 
@@ -58,6 +63,8 @@ class Injected:
     faults: list[InjectedFault] = field(default_factory=list)
     unnoticed: list[int] = field(default_factory=list)
     """Numbers of faults after which nothing was mended in time."""
+    noticed: dict[int, Noticed] = field(default_factory=dict)
+    """By the number of the fault, where a pipeline has noticed it."""
     interruptions_before: int = 0
     """In the undisturbed pass, where a deadline is too short for the machine."""
     missed: list[str] = field(default_factory=list)
@@ -78,7 +85,7 @@ async def ask_all(
     async def work(client: httpx.AsyncClient) -> None:
         for index, body in waiting:
             listener = Listener(str(body["request_id"]))
-            await stream(client, listener, body)
+            await stream(client, listener, body, max_attempts=_STREAM_ATTEMPTS)
             heard[index] = listener.heard()
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) as client:
@@ -92,6 +99,7 @@ class ServiceUnderTest:
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
         self._pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
+        self.actors = Actors(config.app_name, namespace=config.router.namespace)
 
     async def states(self) -> list[PipelineState]:
         """Of the pipelines that answer."""
@@ -143,8 +151,14 @@ class _Targets:
             raise EngineError(f"pipeline {state.pipeline} does not answer")
         return state, ledger
 
-    async def router(self) -> ProcessInfo:
-        return await self._service.router()
+    async def routers(self) -> list[ProcessInfo]:
+        return [await self._service.router()]
+
+    async def ingresses(self) -> list[ProcessInfo]:
+        return await self._service.actors.ingresses()
+
+    async def proxies(self) -> list[ProcessInfo]:
+        return await self._service.actors.proxies()
 
     async def replaced(self, pid: int) -> bool:
         deadline = time.monotonic() + self._patience_s
@@ -157,15 +171,26 @@ class _Targets:
 
 
 class _Processes:
-    def __init__(self, signals: Signals) -> None:
+    def __init__(self, service: ServiceUnderTest, signals: Signals) -> None:
+        self._service = service
         self._signals = signals
         self._threads = ThreadStops()
 
-    async def stop_thread(self, thread: str, *, of: ProcessInfo) -> None:
-        await self._threads.stop(thread, of=of)
+    async def stop_loop(self, worker: VictimWorker, *, holding_gil: bool) -> float:
+        handle = await self._handle_of(worker)
+        return await self._threads.stop(
+            LOOP_THREAD, of=worker.at, holding_gil=holding_gil, answers=lambda: answers(handle)
+        )
 
-    async def resume_thread(self, *, of: ProcessInfo) -> None:
-        await self._threads.resume(of=of)
+    async def resume_loop(self, worker: VictimWorker) -> None:
+        await self._threads.resume(of=worker.at)
+
+    async def make_spin(self, worker: VictimWorker) -> None:
+        await make_spin(await self._handle_of(worker))
+
+    async def _handle_of(self, worker: VictimWorker) -> Any:
+        actors = self._service.actors
+        return await actors.worker(worker.name, pipeline=worker.pipeline, pid=worker.at.pid)
 
     async def send(self, number: signal.Signals, *, to: ProcessInfo, name: str) -> None:
         if not await self._signals.send(number, to=to):
@@ -175,12 +200,19 @@ class _Processes:
         await _persistently(lambda: self._signals.send(number, to=of))
 
     def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
-        try:
-            return sever(one.pid, other.pid)
-        except OSError as error:  # no right to, or one of them has gone
-            raise EngineError(
-                f"pids {one.pid} and {other.pid} cannot be disconnected: {error}"
-            ) from error
+        return _on_connections(sever, one, other)
+
+    def deafen(self, one: ProcessInfo, other: ProcessInfo) -> int:
+        return _on_connections(deafen, one, other)
+
+
+def _on_connections(act: Callable[[int, int], int], one: ProcessInfo, other: ProcessInfo) -> int:
+    try:
+        return act(one.pid, other.pid)
+    except OSError as error:  # no right to, or one of them has gone
+        raise EngineError(
+            f"the connections of pids {one.pid} and {other.pid} cannot be reached: {error}"
+        ) from error
 
 
 class _Links:
@@ -217,7 +249,7 @@ class FaultInjector:
         self._patience_s = patience_s
         self._means = Means(
             targets=_Targets(service, patience_s=patience_s),
-            processes=_Processes(signals),
+            processes=_Processes(service, signals),
             links=None if links is None else _Links(links, afterwards=self.afterwards),
             afterwards=self.afterwards,
         )
@@ -235,7 +267,7 @@ class FaultInjector:
                     break
                 if await _is_set_within(until, planned.gap_s):
                     break
-                fault = await self._inject(planned)
+                fault = await self._inject(planned, say=say)
                 if fault is None:
                     continue
                 self.injected.faults.append(fault)
@@ -276,13 +308,16 @@ class FaultInjector:
         )
         return False
 
-    async def _inject(self, planned: PlannedFault) -> InjectedFault | None:
+    async def _inject(self, planned: PlannedFault, *, say: Say) -> InjectedFault | None:
         try:
             hit = await fault_named(planned.kind).inject(self._means, planned)
         except (EesdError, RayError, OSError) as error:
             self.injected.missed.append(f"fault {planned.number} ({planned.kind}): {error}")
             return None
         self._open.append((planned.number, lambda: self._is_past(hit)))
+        if hit.pipeline is not None and not hit.replica:
+            unix_s = time.time() - (time.monotonic() - hit.injected_s)
+            self.afterwards(self._note(planned.number, hit.pipeline, unix_s=unix_s, say=say))
         return InjectedFault(
             number=planned.number,
             kind=planned.kind,
@@ -294,27 +329,37 @@ class FaultInjector:
             streams=frozenset() if hit.ledger is None else names_in(hit.ledger.live),
         )
 
+    async def _note(self, number: int, hit: PipelineState, *, unix_s: float, say: Say) -> None:
+        """Waits until the pipeline that was hit reports trouble later than `unix_s`."""
+        deadline = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline:
+            for state in await self._service.states():
+                noticed_s = (state.last_trouble_unix_s or 0.0) - unix_s
+                if state.pipeline == hit.pipeline and noticed_s > 0:
+                    trouble = state.last_trouble
+                    self.injected.noticed[number] = Noticed(after_s=noticed_s, trouble=trouble)
+                    say(f"{'':10} noticed after {noticed_s:.1f} s: {trouble}")
+                    return
+            await asyncio.sleep(_NOTICE_POLL_S)
+
     async def _is_mended(self) -> bool:
         return await self._service.is_ready() and all([await mended() for _, mended in self._open])
 
     async def _is_past(self, hit: Hit) -> bool:
-        """Whether the router, the replica or the epoch that was hit is no more."""
-        if hit.router is not None:
-            return await self._is_other_router(hit.router)
+        """Whether the process, the replica or the epoch that was hit is no more."""
+        if hit.is_replaced is not None:
+            try:
+                return await hit.is_replaced()
+            except EngineError:
+                return False
         before = hit.pipeline
-        assert before is not None, "a fault hits the router or a pipeline"
+        assert before is not None, "a fault hits a process in front or a pipeline"
         states = await self._service.states()
         if hit.replica:
             return bool(states) and not any(state.pid == before.pid for state in states)
         return bool(states) and not any(
             (s.pipeline, s.epoch) == (before.pipeline, before.epoch) for s in states
         )
-
-    async def _is_other_router(self, before: ProcessInfo) -> bool:
-        try:
-            return (await self._service.router()).pid != before.pid
-        except EngineError:
-            return False
 
 
 async def _mend_later(links: LinkCommands, host: str) -> None:

@@ -5,6 +5,7 @@ Knows the names of faults, but no processes and no streams.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from random import Random
 
 from serve_app.bench.chaos.faults import FAULT_KINDS, PlannedFault, fault_named
@@ -19,20 +20,28 @@ def schedule(
 ) -> Iterator[PlannedFault]:
     """Faults without end: all kinds in a random order, then all in another, and so on.
 
-    Gaps are exponential around `mean_gap_s`; a share `at_once` of the faults does not wait until
-    the service is ready again, and comes within a second of the one before. Raises ConfigError for
-    an unknown kind.
+    Of the slow kinds, which take a deadline each, one comes in each turn. Gaps are exponential
+    around `mean_gap_s`; a share `at_once` of the faults does not wait until the service is ready
+    again, and comes within a second of the one before. Raises ConfigError for an unknown kind.
     """
-    shares = {kind: fault_named(kind).share for kind in kinds}
-    return _endless(Random(seed), shares, mean_gap_s=mean_gap_s, at_once=at_once)
+    shares = {kind: fault_named(kind).share for kind in kinds if not fault_named(kind).is_slow}
+    slow = [kind for kind in kinds if fault_named(kind).is_slow]
+    return _endless(Random(seed), shares, slow, mean_gap_s=mean_gap_s, at_once=at_once)
 
 
 def _endless(
-    rng: Random, shares: Mapping[str, int], *, mean_gap_s: float, at_once: float
+    rng: Random,
+    shares: Mapping[str, int],
+    slow: Sequence[str],
+    *,
+    mean_gap_s: float,
+    at_once: float,
 ) -> Iterator[PlannedFault]:
     number = 0
+    slow_ones = _in_turns(rng, slow)
     while True:
         turn = [kind for kind, share in shares.items() for _ in range(share)]
+        turn += islice(slow_ones, 1)
         rng.shuffle(turn)
         for kind in turn:
             when_ready = number == 0 or rng.random() >= at_once
@@ -45,6 +54,12 @@ def _endless(
                 comes_back=rng.random() < 0.5,
             )
             number += 1
+
+
+def _in_turns(rng: Random, kinds: Sequence[str]) -> Iterator[str]:
+    """All kinds in a random order, then all in another, and so on; nothing without kinds."""
+    while kinds:
+        yield from rng.sample(kinds, len(kinds))
 
 
 def bodies_of(

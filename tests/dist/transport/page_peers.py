@@ -92,6 +92,7 @@ def send_damaged(at: Address, spoilt_byte: int) -> None:
         """Records the first message that would be sent, and stops there."""
 
         members = link.members
+        device = link.device
         epoch = link.epoch
         rank = 0
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.page_leases import PageTraffic
+from eesd_dist.transport import page_wire
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import HEADER_BYTES, MAX_CHUNK_BYTES, chunks_of, receive_pages
@@ -87,7 +88,7 @@ def test_a_sender_that_stops_on_the_way_is_named_when_the_time_is_up() -> None:
         (0, "found magic"),
         (33, "prefix checksum: found"),
         (PREFIX_BYTES + 3, "payload checksum: found"),
-        (HEADER_BYTES + 5, r"found content_crc \d+ in a page header, expected"),
+        (HEADER_BYTES + 5, r"found checksum \d+ in a page header, expected"),
     ],
 )
 def test_a_damaged_chunk_is_refused_before_anything_is_written(
@@ -141,3 +142,14 @@ def test_chunks_cover_every_page_of_every_layer_once(
 def test_no_chunk_is_larger_than_eight_mebibytes() -> None:
     assert MAX_CHUNK_BYTES == 8 * 2**20
     assert max(chunk.size_bytes for chunk in chunks_of((131_072,) * 80, 40)) <= MAX_CHUNK_BYTES
+
+
+@given(
+    content=st.binary(min_size=1, max_size=80), at=st.integers(0, 79), change=st.integers(1, 255)
+)
+def test_a_checksum_sees_each_changed_byte(content: bytes, at: int, change: int) -> None:
+    found = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    changed = found.clone()
+    changed[at % len(content)] ^= change
+    assert page_wire._checksum(found) == page_wire._checksum(found.clone())
+    assert page_wire._checksum(found) != page_wire._checksum(changed)

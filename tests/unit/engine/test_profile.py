@@ -3,6 +3,7 @@
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import ConfigError
+from eesd_dist.transport.contracts import RoundHeader
+from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import SpeculationParams
 from tests.unit.engine.conftest import MakeConfig
 from tests.unit.engine.test_exactness import SAMPLING, requests, texts
@@ -67,6 +70,22 @@ def test_the_profile_rehearses_what_fits_into_the_pages_and_the_positions(
     cost = llm.engine.cost
     assert cost is not None
     assert len(cost.verify_s) == 9
+
+
+def test_measured_rounds_are_told_apart_so_that_a_rank_in_them_makes_progress(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    send = MemoryChannel.send
+
+    def noted(channel: MemoryChannel, header: RoundHeader, *args: Any) -> None:
+        seen.append(header.round_id)
+        send(channel, header, *args)
+
+    monkeypatch.setattr(MemoryChannel, "send", noted)
+    LocalEngine(make_config())
+    assert len(seen) > 20
+    assert len(set(seen)) == len(seen)
 
 
 def test_a_pinned_cost_model_is_taken_instead_of_measuring(

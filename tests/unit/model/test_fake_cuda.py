@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eesd_dist.config import DType
+from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model import exit_head
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.rows import RowPlan, RowSegment
@@ -18,6 +19,7 @@ from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice, first_max, perturbed
 from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.transport.page_wire import chunks_of
 from eesd_dist.types import SamplingParams
 from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
 from tests.support.tiny_checkpoints import save_tiny_model
@@ -60,6 +62,21 @@ def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtyp
             logits_TV = span.logits(span.forward(span.embed(tokens_T), rows))
         assert (logits_TV.device, logits_TV.shape) == (GPU, (25, 96))
         assert copies.num_operators > 50
+        assert copies.to_the_host == []
+
+
+def test_migrated_pages_stay_on_the_gpu(tmp_path: Path) -> None:
+    """Only a group on the CPU, Gloo's, takes them through the host."""
+    save_tiny_model(tmp_path, "llama")
+    spec = ModelSpec.from_folder(tmp_path)
+    with fake_cuda():
+        store = PageStore(span_of(tmp_path, spec, "bfloat16"))
+        (chunk,) = chunks_of(store.page_bytes, 2)
+        with HostCopies() as copies:
+            content_B = store.read(chunk, [1, 3])
+            store.write(chunk, [0, 2], content_B)
+        assert (store.device, content_B.device, len(content_B)) == (GPU, GPU, chunk.size_bytes)
+        assert copies.num_operators > 2 * spec.num_layers
         assert copies.to_the_host == []
 
 

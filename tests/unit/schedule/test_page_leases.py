@@ -1,13 +1,23 @@
 """Leased pages keep their content; reserved pages are found with the right content or not found."""
 
+import pickle
+import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
-from eesd_dist.schedule.page_leases import KvLayout, LeasedPages, PageLeases, PageReservation
+from eesd_dist.schedule.page_leases import (
+    KvLayout,
+    LeasedPages,
+    PageLease,
+    PageLeases,
+    PageReservation,
+)
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, RoundPlan, Scheduler
 from eesd_dist.types import (
@@ -240,6 +250,67 @@ def test_the_first_difference_between_two_layouts_is_said_in_words() -> None:
     assert same.why_not(mine) == "cache.prefix_caching is off there"
     other = KvLayout(**{**fields, "finds_prefixes": True, "verify_ranks": 4})
     assert mine.why_not(other) == "verify_ranks is 2 here and 4 there"
+
+
+def _leased(name: str, *, num_pages: int, topic: int = 0) -> LeasedPages:
+    return LeasedPages(
+        request_id=RequestId(name),
+        tokens=tuple(TokenId(1000 * topic + i) for i in range(num_pages * PAGE)),
+        pages=tuple(PageId(page) for page in range(num_pages)),
+        drafts=True,
+    )
+
+
+def test_a_limited_reservation_takes_the_first_pages_and_the_next_one_those_after_them() -> None:
+    pages = PageAllocator(num_pages=16, page_size=PAGE, prefix_caching=True)
+    leases = PageLeases(pages)
+    leased = _leased("a", num_pages=7)
+    moved: list[int] = []
+    for num_left in (4, 1, 0):
+        assert leases.num_missing([leased], salt_of=lambda _: "s") == {"a": 7 - len(moved)}
+        reservation = leases.reserve(
+            [leased], salt_of=lambda _: "s", num_kept=0, untouchable=set(), limit=3
+        )
+        assert (reservation.num_found, reservation.num_left) == (len(moved), num_left)
+        assert reservation.num_refused == 0
+        moved += [there for there, _ in reservation.moves]
+        assert leases.adopt(reservation.number)
+    assert moved == list(range(7))
+    assert leases.num_missing([leased], salt_of=lambda _: "s") == {"a": 0}
+    assert list(leases.owned()) == []
+    pages.check()
+
+
+@pytest.mark.parametrize("here", [(gpu, nccl) for gpu in ("", "A", "B") for nccl in (True, False)])
+@pytest.mark.parametrize("there", [("", True), ("A", True), ("A", False), ("B", True)])
+def test_nccl_moves_pages_only_between_two_gpus_with_nccl_at_both_ends(
+    here: tuple[str, bool], there: tuple[str, bool]
+) -> None:
+    ends = [replace(kv_layout(), gpu=gpu, has_nccl=has_nccl) for gpu, has_nccl in (here, there)]
+    assert ends[0].why_not(ends[1]) is None, "neither needs to be equal"
+    expected = {(("A", True), ("B", True)), (("B", True), ("A", True))}
+    assert ends[0].backend_to(ends[1]) == ("nccl" if (here, there) in expected else "gloo")
+
+
+def test_planning_the_order_of_64_streams_of_4096_tokens_takes_less_than_16_mebibytes() -> None:
+    """The one moment at which the tokens of all streams are in one process's memory; after that a
+    KV migration has those of one stream."""
+    requests = tuple(
+        replace(_leased(f"r{i}", num_pages=4096 // PAGE, topic=i), tokens=tuple(range(4096)))
+        for i in range(64)
+    )
+    sent = pickle.dumps(PageLease(number="n", requests=requests))
+    assert len(sent) < 2 * 2**20
+    tracemalloc.start()
+    try:
+        lease: PageLease = pickle.loads(sent)
+        leases = PageLeases(PageAllocator(num_pages=16, page_size=PAGE, prefix_caching=True))
+        missing = leases.num_missing(lease.requests, salt_of=lambda _: "s")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert set(missing.values()) == {4096 // PAGE}
+    assert peak < 16 * 2**20
 
 
 @settings(max_examples=60, deadline=None)

@@ -515,6 +515,20 @@ def test_a_request_that_gave_way_with_no_round_to_tell_it_is_named_in_the_next()
 # Prefixes.
 
 
+def test_an_aborted_request_that_comes_back_with_its_tokens_starts_behind_its_pages() -> None:
+    scheduler, stages = _scheduler(), _stages()
+    scheduler.add(_request(prompt=range(18), max_tokens=100))
+    generated: list[int] = []
+    while len(generated) < 20:
+        plan = _plan(scheduler)
+        for emission in scheduler.commit(plan, stages.run(plan)):
+            generated += emission.tokens
+    assert scheduler.abort(RequestId("a"))
+    scheduler.add(_request(prompt=range(18), max_tokens=100, generated=generated))
+    known = 18 + len(generated)
+    assert _only(_plan(scheduler)).start == (known - 1) // 4 * 4, "all full pages were found"
+
+
 def test_a_prompt_that_begins_like_an_earlier_one_starts_behind_its_pages() -> None:
     scheduler, stages, ledger = _scheduler(), _stages(), Ledger()
     scheduler.add(_request("a", prompt=range(18)))

@@ -97,6 +97,13 @@ def test_a_stream_waits_for_a_few_starts_of_a_pipeline_unless_it_is_told_how_lon
     assert told.pause_for(None) == told.pause_for(100.0) == 5.0
 
 
+@pytest.mark.parametrize("seconds", [-1, 3601, float("inf")])
+def test_streams_are_kept_for_an_hour_at_most_and_need_not_be(seconds: float) -> None:
+    assert _config(recovery={"resume_window_s": 0}).recovery.resume_window_s == 0.0
+    with pytest.raises(ConfigError, match=r"recovery\.resume_window_s"):
+        _config(recovery={"resume_window_s": seconds})
+
+
 @pytest.mark.parametrize("key", ["stream_pause_s", "lease_s", "max_interruptions", "suspect_after"])
 def test_what_recovery_waits_for_and_counts_is_more_than_nothing(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"recovery\.{key}: Input should be greater than 0"):

@@ -3,6 +3,7 @@ that the router receives, the duration of page leases, and leaving an epoch befo
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -45,8 +46,10 @@ from eesd_dist.workers.messages import (
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import DraftLeader
 from eesd_dist.workers.tenure import Tenure
+from tests.support.toy_group import until
 from tests.support.toy_stages import (
     TOKENS_PER_ROUND,
+    NoPages,
     ToyDrafter,
     ToyLeader,
     ToyStages,
@@ -516,7 +519,9 @@ class _Spinning(ToyDrafter):
         return ToyStep(rounds=(stats,))
 
 
-def test_with_requests_only_tokens_and_prompt_rows_are_progress_and_without_every_turn_is() -> None:
+def test_with_requests_only_tokens_and_prompt_rows_are_progress_and_without_every_turn_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
         drafter = _Spinning(CONFIG)
 
@@ -538,6 +543,9 @@ def test_with_requests_only_tokens_and_prompt_rows_are_progress_and_without_ever
             drafter.num_prefill_rows = 500
             assert await progress() == min(spinning) + 503
             assert (await actor.beat(LEASE)).num_live == 1
+            monkeypatch.setattr(NoPages, "num_moved", 2)
+            assert (await actor.beat(LEASE)).num_moved == 2
+            assert await progress() == min(spinning) + 503, "pages are counted apart"
             await actor.cancel(RequestId("r"), 0)
             assert len({await progress() for _ in range(3)}) == 3
 
@@ -622,7 +630,7 @@ def test_whether_a_lease_has_held_is_not_known_between_two_epochs(
             lease = await actor.lease_pages(None, 1.0)
             await actor.leave()
             assert not await actor.return_pages(lease.number)
-            assert source.leased == set()
+            assert source.leased == {}
 
     asyncio.run(run())
 
@@ -631,40 +639,40 @@ class LeaseSource:
     """The leases of an actor."""
 
     def __init__(self) -> None:
-        self.leased: set[str] = set()
+        self.leased: dict[str, float] = {}
         self.may_lease = threading.Event()
 
-    def lease(self, request_ids: object) -> PageLease:
+    def lease(self, request_ids: object, *, lasts_s: float) -> PageLease:
         del request_ids
         self.may_lease.wait(5.0)
-        self.leased.add("n1")
+        self.leased["n1"] = time.monotonic() + lasts_s
         return PageLease(number="n1", requests=())
 
     def end_lease(self, number: str) -> bool:
-        self.leased.discard(number)
-        return True
+        return self.leased.pop(number, None) is not None
+
+    def expire(self) -> None:
+        for number, until_s in list(self.leased.items()):
+            if time.monotonic() > until_s:
+                self.end_lease(number)
 
 
 def test_a_lease_comes_to_its_end_when_the_target_has_given_up_before_it_was_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafting_actor, "_LEASE_MARGIN_S", 0.2)
+    monkeypatch.setattr(drafting_actor, "_LOOK_S", 0.05)
 
     async def run() -> None:
         source = LeaseSource()
-        config = EngineConfig.model_validate({"model": {"path": "."}})
-        actor = DraftActor(
-            config, name="p", stages=ToyStages(), telemetry=TelemetryOptions(model_name="toy")
-        )
-        monkeypatch.setattr(type(actor._leader), "sharing", source)
-        leasing = asyncio.ensure_future(actor.lease_pages(None, 0.01))
-        await asyncio.sleep(0.05)
-        leasing.cancel()
-        source.may_lease.set()
-        await asyncio.sleep(0.1)
-        assert source.leased == {"n1"}
-        await asyncio.sleep(0.4)
-        assert source.leased == set()
+        async with _joined(ToyDrafter(CONFIG)) as (actor, _):
+            monkeypatch.setattr(type(actor._leader), "sharing", source)
+            leasing = asyncio.ensure_future(actor.lease_pages(None, 0.01))
+            await asyncio.sleep(0.05)
+            leasing.cancel()
+            source.may_lease.set()
+            await until(lambda: "n1" in source.leased)
+            await until(lambda: not source.leased)
 
     asyncio.run(run())
 

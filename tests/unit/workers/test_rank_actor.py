@@ -8,11 +8,12 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress
-from eesd_dist.workers.messages import Epoch, Lease, TelemetryOptions
+from eesd_dist.workers.messages import Epoch, Lease, TelemetryOptions, WorkerIdentity
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import RankWorker
+from eesd_dist.workers.tenure import Tenure
 from tests.support.in_process import epoch
-from tests.support.toy_stages import ToyRank, ToyStages, ToyWorker
+from tests.support.toy_stages import NoPages, ToyRank, ToyStages, ToyWorker
 
 LEASE = Lease(owner="supervisor", seconds=60.0)
 
@@ -79,6 +80,21 @@ def test_a_rank_is_busy_while_it_is_in_a_round_and_its_progress_is_the_round() -
     asyncio.run(run())
 
 
+def test_a_rank_tells_how_many_chunks_of_pages_it_has_migrated_apart_from_its_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        actor, worker = _actor()
+        await actor.join(epoch(1))
+        worker.ranks[-1].round = 7
+        monkeypatch.setattr(NoPages, "num_moved", 3)
+        status = await actor.beat(LEASE)
+        assert (status.progress, status.num_moved) == (7, 3)
+        assert await actor.leave()
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_loads_tells_how_far_it_is() -> None:
     async def run() -> None:
         actor, worker = _actor()
@@ -87,6 +103,8 @@ def test_a_rank_that_loads_tells_how_far_it_is() -> None:
         worker.loading.of("verify rank 0")(progress)
         status = await actor.beat(LEASE)
         assert (status.phase, status.progress, status.is_busy) == ("loading", 30, True)
+        assert status.load is not None
+        assert (status.load.bytes_done, status.load.piece) == (30, "layer 1")
 
     asyncio.run(run())
 
@@ -99,5 +117,49 @@ def test_a_fallback_answers_heartbeats_and_has_no_lease_of_its_own() -> None:
             assert status.epoch == 0  # type: ignore[attr-defined]
         with pytest.raises(AssertionError, match="a fallback is not claimed"):
             await actor.fallback("claim", LEASE, "")
+
+    asyncio.run(run())
+
+
+class _Ranks(ToyStages):
+    """Notes the ranks that were built."""
+
+    def __init__(self) -> None:
+        self.built: list[int] = []
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        self.built.append(rank)
+        return ToyWorker(config, rank=rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_spare_is_built_for_the_rank_whose_slot_it_takes(rank: int) -> None:
+    async def run() -> None:
+        stages = _Ranks()
+        identity = WorkerIdentity(app="a", pipeline="p", slot="verify spare 0", digest="d")
+        tenure = Tenure(identity, lease_s=60.0, expired=lambda: None, tick_s=0.01)
+        parallel = {"fallback": True, "verify_tensor_parallel_size": 2}
+        actor = RankActor(
+            EngineConfig.model_validate({"model": {"path": "."}, "parallel": parallel}),
+            name="verify spare 0",
+            stage="verify",
+            rank=0,
+            stages=stages,
+            telemetry=TelemetryOptions(model_name="toy"),
+            tenure=lambda: tenure,
+        )
+        await actor.take_slot(f"verify rank {rank}", rank)
+        assert stages.built == [0, rank]
+        assert tenure.identity.slot == f"verify rank {rank}"
+        assert tenure.identity.bundle == "verify spare 0"
+        await actor.join(epoch(1))
+        assert (await actor.beat(LEASE)).epoch == 1
+        if rank == 0:
+            assert await actor.fallback("live") == ()
+        else:
+            with pytest.raises(EngineError, match="verify rank 1 of p has no fallback"):
+                await actor.fallback("live")
+        assert await actor.leave()
+        tenure._left_s = 0.0
 
     asyncio.run(run())

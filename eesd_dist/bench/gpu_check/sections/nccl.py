@@ -26,17 +26,17 @@ def run(setting: Setting, rows: Rows) -> None:
     if num_gpus:
         _alone(device, rows)
         devices = [f"cuda:{at % num_gpus}" for at in range(min(max(num_gpus, 2), _MOST_RANKS))]
-        reports = run_ranks("exchange", devices, seconds=_seconds(setting))
-        _together(f"NCCL, ranks on {', '.join(devices)}", reports, rows, refusable=num_gpus == 1)
+        reports = run_ranks("exchange", devices, seconds=seconds_for(setting))
+        together(f"NCCL, ranks on {', '.join(devices)}", reports, rows, refusable=num_gpus == 1)
     else:
         rows.cannot("NCCL group of one, of two", "needs cuda")
     lies = f"cpu<-{device}"
-    reports = run_ranks("exchange", [lies, lies], seconds=_seconds(setting))
-    _together(f"Gloo, two ranks, tensors from {device}", reports, rows, refusable=False)
+    reports = run_ranks("exchange", [lies, lies], seconds=seconds_for(setting))
+    together(f"Gloo, two ranks, tensors from {device}", reports, rows, refusable=False)
     if num_gpus < 2:
         rows.cannot("NCCL abort while a kernel is stuck", "needs 2 GPUs")
         return
-    reports = run_ranks("stuck", ["cuda:0", "cuda:1"], seconds=_seconds(setting))
+    reports = run_ranks("stuck", ["cuda:0", "cuda:1"], seconds=seconds_for(setting))
     rows.prove(
         "NCCL abort while a kernel is stuck",
         all(report.ok for report in reports),
@@ -46,7 +46,7 @@ def run(setting: Setting, rows: Rows) -> None:
     )
 
 
-def _seconds(setting: Setting) -> float:
+def seconds_for(setting: Setting) -> float:
     return min(_LONGEST_S, setting.left_s)
 
 
@@ -90,7 +90,15 @@ def _moves(device: torch.device) -> bool:
     return torch.equal(gathered[0], x) and torch.equal(swapped, x)
 
 
-def _together(name: str, reports: list[RankReport], rows: Rows, *, refusable: bool) -> None:
+def together(
+    name: str,
+    reports: list[RankReport],
+    rows: Rows,
+    *,
+    refusable: bool,
+    proven: str = "sum, gather and broadcast",
+) -> None:
+    """Emits one row for all ranks."""
     said = " | ".join(dict.fromkeys(report.said for report in reports if report.said))
     refused = re.search(r"Duplicate GPU.{0,80}", said)
     if refusable and refused and not any(report.formed for report in reports):
@@ -101,5 +109,5 @@ def _together(name: str, reports: list[RankReport], rows: Rows, *, refusable: bo
         all(report.ok for report in reports),
         value=max(report.seconds for report in reports),
         unit="s",
-        detail=said or "sum, gather and broadcast",
+        detail=said or proven,
     )

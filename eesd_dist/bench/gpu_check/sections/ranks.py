@@ -20,10 +20,11 @@ from eesd_dist.errors import EesdError, PeerLost
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rank_sums import sum_in_rank_order
 from eesd_dist.transport.rendezvous import build_group, connect_store
 
-Job = Literal["exchange", "stuck"]
+Job = Literal["exchange", "stuck", "pages"]
 
 TIMEOUT_S = 4.0
 """Deadline of every wait between the ranks."""
@@ -31,6 +32,8 @@ _JOIN_S = 25.0
 _ADDRESS = "127.0.0.1"
 _SECRET = "EESD_RENDEZVOUS_SECRET"
 _LENGTH = 100_000
+_NUM_PAGES = 32
+_PAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,43 @@ def _sums_in_order(group: ProcessGroup, num_rows: int) -> bool:
     return torch.equal(total.cpu(), sum_in_rank_order(inputs))
 
 
+def _move_pages(group: ProcessGroup, device: torch.device) -> bool:
+    """Sends pages on the device from rank 0 to rank 1, which checks each byte."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (_NUM_PAGES, _PAGE_BYTES)
+    sent_PB = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
+    if group.rank == 0:
+        with group.raises_lost_peers():
+            send_pages(
+                group,
+                lambda chunk: sent_PB[_pages_of(chunk)].view(-1),
+                page_bytes=(_PAGE_BYTES,),
+                num_pages=_NUM_PAGES,
+                number="check",
+                timeout_s=TIMEOUT_S,
+            )
+        return True
+    found_PB = torch.zeros_like(sent_PB)
+
+    def write(chunk: Chunk, content_B: torch.Tensor) -> None:
+        found_PB[_pages_of(chunk)] = content_B.to(device).view(-1, _PAGE_BYTES)
+
+    with group.raises_lost_peers():
+        receive_pages(
+            group,
+            write,
+            page_bytes=(_PAGE_BYTES,),
+            num_pages=_NUM_PAGES,
+            number="check",
+            timeout_s=TIMEOUT_S,
+        )
+    return torch.equal(found_PB, sent_PB)
+
+
+def _pages_of(chunk: Chunk) -> slice:
+    return slice(chunk.first_page, chunk.last_page)
+
+
 def _lose(group: ProcessGroup, device: torch.device) -> bool:
     """Lets rank 1 skip a sum: rank 0's kernel is stuck until its deadline aborts it."""
     if group.rank > 0:
@@ -141,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
         )
         formed = True
         started_s = time.perf_counter()
-        work = exchange if job == "exchange" else _lose
+        work = {"exchange": exchange, "stuck": _lose, "pages": _move_pages}[job]
         ok = work(group, torch.device(lies or over))
     except (EesdError, RuntimeError) as error:
         cause = error.__cause__

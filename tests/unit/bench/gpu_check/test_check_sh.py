@@ -94,6 +94,7 @@ def test_all_sections_run_and_nothing_fails(check: Check) -> None:
         "noise",
         "exactness",
         "nccl",
+        "pages",
         "times",
         "pytest",
     ]
@@ -110,12 +111,16 @@ def test_what_needs_a_gpu_says_so(check: Check) -> None:
 def test_what_a_cpu_can_prove_is_proven(check: Check) -> None:
     proven = {
         section: {name for name, row in check.rows(section).items() if row["ok"] is True}
-        for section in ("spans", "invariance", "noise", "nccl")
+        for section in ("spans", "invariance", "noise", "nccl", "pages")
     }
     assert {"bundled, float32", "bundled, bfloat16", "exit head, float32"} <= proven["spans"]
     assert {"products, bundled, bfloat16", "attention, bundled, float32"} <= proven["invariance"]
     assert {"top_p: as on the CPU", "gumbel, a shard and single rows"} <= proven["noise"]
     assert proven["nccl"] == {"Gloo, two ranks, tensors from cpu"}
+    assert proven["pages"] == {
+        "pages from one store on cpu to another",
+        "pages over Gloo, from cpu to cpu",
+    }
 
 
 @pytest.mark.slow

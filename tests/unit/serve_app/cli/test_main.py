@@ -21,7 +21,7 @@ GROUPS = {
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
         *("offline", "online", "exact", "noise", "control"),
-        *("router", "rounds", "chaos", "migration"),
+        *("router", "rounds", "chaos", "endure", "migration"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }

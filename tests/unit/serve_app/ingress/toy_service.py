@@ -120,9 +120,16 @@ class ToyService:
         self.replicas = _Replicas(pipelines)
         self.router = ToyHandle(Router(config.router, config.engine.speculation))
         self.has_router = True
+        self._config = config
         self.load_balancer = LoadBalancer(config, pipelines=self.replicas)
-        self.client = ServiceClient(
-            self.replicas, config=config, tracing=Tracing(), load_balancer=self.load_balancer
+        self.client = self._client(self.load_balancer)
+
+    def another_ingress(self) -> ServiceClient:
+        return self._client(LoadBalancer(self._config, pipelines=self.replicas))
+
+    def _client(self, load_balancer: LoadBalancer) -> ServiceClient:
+        return ServiceClient(
+            self.replicas, config=self._config, tracing=Tracing(), load_balancer=load_balancer
         )
 
     def find_router(self, _: object) -> ToyHandle:

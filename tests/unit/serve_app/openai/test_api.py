@@ -13,6 +13,7 @@ from eesd_dist.types import FinishReason
 from serve_app.openai import sse
 from serve_app.openai.api import build_api
 from serve_app.openai.preparation import choice_seed
+from tests.support.event_stream import parsed
 from tests.support.live_server import serving
 from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
@@ -99,12 +100,9 @@ def test_the_wire_has_one_done_and_null_usage_on_the_way(api: Api) -> None:
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
     answer = api.post("/v1/completions", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.text.split("\n\n")
-    assert events[-1] == ""
-    assert events[-2] == "data: [DONE]"
+    assert answer.text.endswith("\n\ndata: [DONE]\n\n")
     assert answer.text.count("[DONE]") == 1
-    objects = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert all(event.startswith("data: ") for event in events[:-1])
+    objects = [event.chunk for event in parsed(answer.text)[:-1]]
     assert all(chunk["usage"] is None for chunk in objects[:-1])
     assert objects[-1]["choices"] == []
 
@@ -121,7 +119,7 @@ def test_a_stream_that_waits_for_tokens_says_that_it_is_alive(
     assert set(comments) == {": keep-alive"}
     assert len(comments) >= 2
     events = [line for line in lines if line not in comments]
-    assert all(line.startswith("data: ") for line in events)
+    assert all(line.startswith(("data: ", "id: ")) for line in events)
     assert events[-1] == "data: [DONE]"
 
 

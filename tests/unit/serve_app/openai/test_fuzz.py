@@ -7,46 +7,22 @@ from random import Random
 
 import pytest
 
+from tests.support.fuzzing import fuzz
 from tests.support.gated_server import gated_server, num_live
 from tests.support.raw_http import exchange
-from tests.support.request_fuzzer import FuzzedRequest, fuzzed, valid_request
-
-_AT_ONCE = 16
-
-
-async def _answers(port: int, requests: list[FuzzedRequest]) -> Counter[int | None]:
-    """Sends all; returns how often each status came back. Raises TimeoutError for a stuck one."""
-    statuses: Counter[int | None] = Counter()
-    left = iter(requests)
-
-    async def send_some() -> None:
-        for request in left:
-            try:
-                reply = await exchange(port, *request.parts, leaves=request.leaves, timeout_s=30.0)
-            except TimeoutError as error:
-                raise AssertionError(f"stuck: {request}") from error
-            statuses[reply.status] += 1
-            assert reply.status is None or reply.status < 500, (request, reply.raw)
-            if request.is_valid:
-                assert reply.status == 200, (request, reply.raw)
-
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(_AT_ONCE):
-            clients.create_task(send_some())
-    return statuses
+from tests.support.request_fuzzer import valid_request
 
 
 def _fuzz(number: int, *, seed: int) -> Counter[int | None]:
-    rng = Random(seed)
-    requests = [fuzzed(rng) for _ in range(number)]
     with gated_server(read_timeout_s=1.0, head_timeout_s=1.0) as port:
-        statuses = asyncio.run(_answers(port, requests))
+        found = asyncio.run(fuzz(port, number, seed=seed, num_pings=100))
         deadline_s = time.monotonic() + 10.0
         while num_live(port) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert num_live(port) == 0
-        assert asyncio.run(exchange(port, valid_request(rng))).status == 200
-    return statuses
+        assert asyncio.run(exchange(port, valid_request(Random(seed)))).status == 200
+    assert found.num_same > 30
+    return found.statuses
 
 
 def test_no_request_breaks_the_service_or_stays_in_it() -> None:

@@ -26,7 +26,7 @@ async def _run(service: Service, *, chunks: int | None) -> None:
     if chunks is None:
         await service.whole(prepared)
         return
-    stream = service.chunks(prepared)
+    stream = service.events(prepared)
     for _ in range(chunks):
         await anext(stream)
     await stream.aclose()

@@ -101,9 +101,9 @@ def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPa
     deployed: list[Application] = []
     monkeypatch.setattr(serving, "deploy", lambda application, **_: deployed.append(application))
     monkeypatch.setenv("EESD_API_KEY", "s3cret")
-    serving._bring_up(_config(), serving.Stopping())
+    serving._bring_up(_config(), serving.Stopping(), say=print)
     monkeypatch.setenv("EESD_API_KEY", "")
-    serving._bring_up(_config(), serving.Stopping())
+    serving._bring_up(_config(), serving.Stopping(), say=print)
     with_key, without = [each._bound_deployment.init_args[-1] for each in deployed]
     assert with_key.get_secret_value() == "s3cret"
     assert without is None

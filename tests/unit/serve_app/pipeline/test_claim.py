@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from eesd_dist.errors import LeaseLost, PeerLost
 from eesd_dist.workers.messages import Lease
-from serve_app.config import ServiceConfig, service_config
+from serve_app.config import ServiceConfig, SparesConfig, service_config
 from serve_app.pipeline import claim as claim_module
+from serve_app.pipeline import held_room
 from serve_app.pipeline.claim import Orphans, claim, digest_of, orphans_of
+from serve_app.pipeline.held_room import held_rooms, waiting_for_room
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_group import (
@@ -364,6 +367,52 @@ def test_a_promoted_head_stays_that_of_the_claimed_workers(
     _run(story)
 
 
+def test_workers_without_renewals_hold_their_room_until_the_last_has_exited(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_room, "_UNRENEWED_S", 1.0)
+    bundles = {0: {"CPU": 0.5, "GPU": 1.0}, 1: {"CPU": 0.5}}
+    groups = [
+        {"name": "app/p/verify/1", "state": "CREATED", "bundles": bundles},
+        {"name": "app/p/draft/1", "state": "CREATED", "bundles": {0: {"GPU": 1.0}}},
+        {"name": "app/p/draft/0", "state": "REMOVED", "bundles": {0: {"GPU": 9.0}}},
+        {"name": "other/q/draft/1", "state": "CREATED", "bundles": {0: {"GPU": 9.0}}},
+    ]
+    waits = {"name": "next/p/verify/1", "state": "PENDING", "bundles": {0: {"GPU": 2.0}}}
+    table = {str(number): each for number, each in enumerate(groups)}
+    monkeypatch.setattr(held_room, "placement_group_table", lambda: table)
+
+    async def story() -> None:
+        first = await world.started("one")
+        await world.dies(first)
+        assert await held_rooms(NAMESPACE) == (), "it might be between two heartbeats"
+
+        await until(lambda: all(each._left_s < 25.0 - 1.2 for each in world.cluster.tenures))
+        (room,) = await held_rooms(NAMESPACE)
+        assert (room.app, room.pipeline, room.num_workers) == ("app", "p", 3)
+        assert room.resources == {"CPU": 1.0, "GPU": 2.0}
+        # 25 s, of which more than one has passed, and a second for each worker.
+        assert 20.0 < room.left_s < 27.0
+        assert str(replace(room, left_s=26.2)) == (
+            "3 workers of pipeline p (application app), which have no supervisor, hold CPU 1, "
+            "GPU 2 by their lease for at most 27 s"
+        )
+        assert await waiting_for_room("next", namespace=NAMESPACE) == "", "it does not wait"
+        table["9"] = waits
+        told = await waiting_for_room("next", namespace=NAMESPACE)
+        assert told.startswith("waiting for room: 3 workers of pipeline p (application app)")
+        assert await waiting_for_room("nex", namespace=NAMESPACE) == ""
+
+        group = await world.claimed("two")
+        supervisor = supervised(group)
+        await supervisor.check()
+        await until(lambda: all(w.status.epoch for w in group.workers))
+        assert await held_rooms(NAMESPACE) == (), "they have a supervisor again"
+        await supervisor.stop()
+
+    _run(story)
+
+
 def test_the_digest_is_of_what_workers_are_started_with(tmp_path: Path) -> None:
     config = _config(tmp_path)
     same = digest_of(config)
@@ -371,6 +420,8 @@ def test_the_digest_is_of_what_workers_are_started_with(tmp_path: Path) -> None:
     assert digest_of(config.model_copy(update={"app_name": "another"})) == same
     parallel = {"parallel": {"timeout_s": 5.0}}
     assert digest_of(_config(tmp_path, **parallel)) != same
+    spares = config.recovery.model_copy(update={"spares": SparesConfig(verify=1)})
+    assert digest_of(config.model_copy(update={"recovery": spares})) != same
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1")
     with_weights = digest_of(config)

@@ -7,8 +7,9 @@ import pytest
 
 from eesd_dist.errors import ConfigError, EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.types import RequestId
 from serve_app.pipeline.drain import Draining
-from serve_app.pipeline.kv_migration import MigrationReport
+from serve_app.pipeline.kv_migration import MigrationReport, StreamMove
 from serve_app.pipeline.relative_speed import speed_of
 from tests.support.toy_group import until
 
@@ -24,6 +25,7 @@ class World:
         self.said: list[str] = []
         self.migrated: list[tuple[str, str, int]] = []
         """Target, reason and number of streams of each migration."""
+        self.budgets_s: list[float | None] = []
         self.failures: list[Exception] = []
         """Of the next migrations."""
         self.draining = Draining(
@@ -44,7 +46,10 @@ class World:
     async def _publish_status(self) -> None:
         self.said.append(self.draining.reason)
 
-    async def _migrate(self, to: PipelineReport, reason: str) -> MigrationReport:
+    async def _migrate(
+        self, to: PipelineReport, reason: str, budget_s: float | None
+    ) -> MigrationReport:
+        self.budgets_s.append(budget_s)
         if self.failures:
             raise self.failures.pop(0)
         num_requests, self.num_live = self.num_live, 0
@@ -53,12 +58,10 @@ class World:
             by="one",
             to=to.pipeline_id,
             num_requests=num_requests,
-            num_pages=3,
-            num_found=0,
-            num_bytes=0,
+            streams=(StreamMove(request_id=RequestId("a"), num_pages=3),),
             copy_s=0.0,
             seconds=0.0,
-            how="pages",
+            reason="",
         )
 
 
@@ -78,6 +81,7 @@ def test_a_drained_pipeline_says_so_and_then_its_streams_leave() -> None:
         assert drained.migration.num_pages == 3
         assert world.said == ["drained by hand"]
         assert world.migrated == [("two", "drained by hand", 3)]
+        assert world.budgets_s == [None], "it takes as long as it makes progress"
 
     run(story)
 
@@ -146,6 +150,9 @@ def test_a_pipeline_that_serve_takes_down_returns_when_no_stream_is_left() -> No
     async def story(world: World) -> None:
         await world.draining.leave(timeout_s=5.0)
         assert world.migrated == [("two", "Serve takes it down", 3)]
+        (budget_s,) = world.budgets_s
+        assert budget_s is not None
+        assert 2.0 < budget_s <= 3.0, "two seconds are left to tell the streams that are left"
         assert world.said == ["Serve takes it down"]
         await world.draining.undrain()
         assert world.draining.reason == "Serve takes it down", "that is not taken back"

@@ -6,7 +6,7 @@ from eesd_dist.workers.messages import WorkerStatus
 from serve_app.pipeline.pulse import Pulse
 from tests.support.toy_group import toy_timings
 
-TIMINGS = toy_timings(deadline_s=20.0, busy_s=30.0, lease_s=60.0, load_s=900.0)
+TIMINGS = toy_timings(deadline_s=20.0, peers_s=1.0, busy_s=30.0, lease_s=60.0, load_s=900.0)
 BEAT_S = 0.5
 
 
@@ -53,8 +53,8 @@ def test_a_worker_that_starts_may_be_silent_for_longer() -> None:
 def test_work_without_progress_is_a_loss_though_the_worker_answers() -> None:
     pulse = Pulse(TIMINGS)
     pulse.heard(_status(7))
-    _beats(pulse, 20.0, _status(7))
-    assert pulse.failure() is None
+    _beats(pulse, 21.0, _status(7))
+    assert pulse.failure() is None, "a rank that waits for another one would say so first"
     _beats(pulse, 0.5, _status(7))
     assert pulse.failure() == ("rounds", "no progress within 20 s")
 
@@ -76,7 +76,7 @@ def test_an_idle_rank_that_waits_for_a_round_is_not_lost_and_its_next_round_has_
     _beats(pulse, 3600.0, _status(0, is_busy=False))
     assert pulse.failure() is None
     assert pulse.still_s == 0.0
-    _beats(pulse, 20.0, _status(0))
+    _beats(pulse, 21.0, _status(0))
     assert pulse.failure() is None
     _beats(pulse, 1.0, _status(0))
     assert pulse.failure() is not None
@@ -94,7 +94,7 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
     loading = _status(5, epoch=0, phase="loading", allowed_s=60.0)
     pulse = Pulse(TIMINGS)
     pulse.heard(loading)
-    _beats(pulse, 60.0, loading)
+    _beats(pulse, 61.0, loading)
     assert pulse.failure() is None
     _beats(pulse, 0.5, loading)
     assert pulse.failure() == ("loading", "no progress within 60 s")
@@ -102,7 +102,7 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
     short = _status(5, epoch=0, phase="joining an epoch", allowed_s=1.0)
     pulse = Pulse(TIMINGS)
     pulse.heard(short)
-    _beats(pulse, 20.0, short)
+    _beats(pulse, 21.0, short)
     assert pulse.failure() is None
     _beats(pulse, 0.5, short)
     assert pulse.failure() == ("joining an epoch", "no progress within 20 s")
@@ -114,8 +114,9 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
         _status(5, epoch=2),
         _status(5, phase="joining an epoch"),
         _status(6),
+        _status(5, num_moved=1),
     ],
-    ids=["epoch", "phase", "progress"],
+    ids=["epoch", "phase", "progress", "pages"],
 )
 def test_another_epoch_phase_or_number_is_other_work(now: WorkerStatus) -> None:
     pulse = Pulse(TIMINGS)
@@ -134,3 +135,27 @@ def test_time_in_which_the_supervisor_was_stopped_is_not_counted() -> None:
     assert pulse.failure() is None
     pulse.heard(_status(2))
     assert pulse.still_s == 0.0
+
+
+def test_the_time_that_is_left_is_that_of_silence_or_of_progress_whichever_ends_first() -> None:
+    pulse = Pulse(TIMINGS)
+    pulse.heard(_status(1))
+    assert pulse.left_s == 20.0, "silence"
+    _beats(pulse, 5.0, _status(1))
+    assert pulse.left_s == 16.0, "progress, with a second for the peers' reports"
+    pulse.heard(_status(1, is_busy=False))
+    pulse.passed(BEAT_S)
+    assert pulse.left_s == 19.5
+    _beats(pulse, 19.5)
+    assert (pulse.left_s, pulse.failure()) == (0.0, None)
+    pulse.passed(0.001)
+    assert pulse.failure() is not None
+
+
+def test_a_worker_that_migrates_pages_lives_for_as_long_as_they_move() -> None:
+    pulse = Pulse(TIMINGS)
+    for num_moved in range(10):
+        _beats(pulse, 15.0, _status(5, num_moved=num_moved))
+    assert pulse.failure() is None
+    _beats(pulse, 7.0, _status(5, num_moved=9))
+    assert pulse.failure() == ("rounds", "no progress within 20 s")

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +33,15 @@ from tests.support.toy_group import (
     toy_request,
     until,
 )
-from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker, held
+from tests.support.toy_stages import (
+    ToyDrafter,
+    ToyLeader,
+    ToyRank,
+    ToyStages,
+    ToyStep,
+    ToyWorker,
+    held,
+)
 
 
 async def _never() -> None:
@@ -51,27 +61,35 @@ class _Spawns(ToyWorkers):
     ) -> None:
         super().__init__(cluster, folder)
         self._answers = answers
+        self.num_made: Counter[str] = Counter()
 
     def _create_actor(self, slot: RankSlot) -> Any:
+        self.num_made[slot.name] += 1
         process_info = SimpleNamespace(remote=self._answers.get(slot.name, _never))
         return SimpleNamespace(name=slot.name, process_info=process_info)
 
 
-def test_when_one_new_worker_fails_those_that_are_still_starting_are_killed(
+def test_when_one_new_worker_fails_those_that_are_still_starting_are_kept_for_the_next_start(
     tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[str] = []
     monkeypatch.setattr("ray.kill", lambda handle: killed.append(handle.name))
 
     async def run() -> None:
-        group = WorkerGroup(_Spawns(cluster, tmp_path, {"verify rank 0": _breaks}))
+        workers = _Spawns(cluster, tmp_path, {"verify rank 0": _breaks})
+        group = WorkerGroup(workers)
         with pytest.raises(EngineError, match="verify rank 0 failed during start"):
             await group.start_epoch(timeout_s=10.0)
         assert not list(group.workers)
         assert group.kind is EpochKind.NONE
+        assert killed == ["verify rank 0"]
+        with pytest.raises(EngineError, match="verify rank 0 failed during start"):
+            await group.start_epoch(timeout_s=10.0)
+        assert workers.num_made == {"drafting actor": 1, "verify rank 0": 2, "verify rank 1": 1}
+        await group.stop()
 
     asyncio.run(run())
-    assert sorted(killed) == ["drafting actor", "verify rank 0", "verify rank 1"]
+    assert sorted(killed) == ["drafting actor", *["verify rank 0"] * 2, "verify rank 1"]
 
 
 class _SlowWorker(ToyWorker):
@@ -335,5 +353,140 @@ def test_a_group_that_is_stopped_leaves_no_worker(tmp_path: Path, cluster: ToyCl
         group.workers.start_spawn(slot_of(group, "verify rank 0"), "test")
         await group.stop()
         assert not cluster.actors
+
+    asyncio.run(run())
+
+
+@dataclass
+class _Hanging(ToyStages):
+    """A leader with rounds that hang, whatever its epoch is told."""
+
+    hangs: threading.Event = field(default_factory=threading.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+        return _HangingLeader(config, self)
+
+
+class _HangingLeader(ToyLeader):
+    def __init__(self, config: EngineConfig, stages: _Hanging) -> None:
+        super().__init__(config)
+        self._stages = stages
+
+    def join(self, epoch: Epoch, *, new_engine: bool) -> ToyDrafter:
+        del epoch, new_engine
+        return _HangingDrafter(self._config, self._stages)
+
+
+class _HangingDrafter(ToyDrafter):
+    def __init__(self, config: EngineConfig, stages: _Hanging) -> None:
+        super().__init__(config)
+        self._stages = stages
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        if self._stages.hangs.is_set():
+            self._stages.is_over.wait(60.0)
+        return super().step(wait_s=wait_s)
+
+
+def test_a_worker_that_hangs_ends_its_streams_with_the_reason_and_is_killed_without_more_waiting(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        stages = _Hanging()
+        group = WorkerGroup(
+            ToyWorkers(
+                cluster, tmp_path, fallback=False, stages=stages, deadline_s=0.4, farewell_s=0.2
+            )
+        )
+        await group.start_epoch(timeout_s=10.0)
+        trouble = asyncio.ensure_future(group.trouble())
+        request = toy_request("r", max_tokens=10_000)
+        stream = asyncio.ensure_future(answer(group.leader, request))
+        await until(lambda: group.leader.status.num_live == 1)
+        stages.hangs.set()
+        error = await asyncio.wait_for(trouble, 5.0)
+        assert "lost drafting actor" in str(error)
+        stuck, rank = handle_of(group, "drafting actor"), handle_of(group, "verify rank 0")
+        began_s = time.monotonic()
+        await group.end_epoch(error)
+        assert time.monotonic() - began_s < 2.0, "a loop that ends has five seconds"
+        with pytest.raises(PeerLost, match=r"no progress within 0\.4 s"):
+            await asyncio.wait_for(stream, 5.0)
+        assert stuck.killed.is_set()
+        assert not rank.killed.is_set()
+        stages.is_over.set()
+        await group.stop()
+
+    asyncio.run(run())
+
+
+class _Rank(ToyRank):
+    """It reports the loss of verify rank 1 when it is told to; a stuck one does not leave."""
+
+    def __init__(self, stages: "_Accusing", *, is_stuck: bool) -> None:
+        super().__init__()
+        self._stages = stages
+        self._is_stuck = is_stuck
+
+    def run(self) -> None:
+        if self._is_stuck:
+            self._stages.is_over.wait(60.0)
+            return
+        while not self._left.wait(0.01):
+            if self._stages.accuses.is_set():
+                raise PeerLost(
+                    peer="verify rank 1 on here",
+                    operation="all_reduce of round 7",
+                    reason="no answer within 20 s",
+                )
+
+
+class _RankWorker(ToyWorker):
+    def __init__(self, config: EngineConfig, stages: "_Accusing", *, rank: int) -> None:
+        super().__init__(config, rank=rank)
+        self._stages = stages
+
+    def join(self, epoch: Epoch) -> ToyRank:
+        del epoch
+        if self._rank == 0:
+            return _Rank(self._stages, is_stuck=False)
+        return _Rank(self._stages, is_stuck=True) if self._stages.is_stuck else ToyRank()
+
+
+@dataclass
+class _Accusing(ToyStages):
+    """Verify rank 0 reports that it has waited in vain for rank 1."""
+
+    is_stuck: bool
+    accuses: threading.Event = field(default_factory=threading.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        return _RankWorker(config, self, rank=rank)
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_a_rank_that_others_wait_for_in_vain_is_killed_unless_it_leaves_at_once(
+    is_stuck: bool, tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        stages = _Accusing(is_stuck)
+        workers = ToyWorkers(cluster, tmp_path, fallback=False, stages=stages, farewell_s=0.5)
+        group = WorkerGroup(workers)
+        await group.start_epoch(timeout_s=10.0)
+        handles = {m.slot.name: handle_of(group, m.slot.name) for m in group.workers}
+        trouble = asyncio.ensure_future(group.trouble())
+        await asyncio.sleep(0)
+        stages.accuses.set()
+        error = await asyncio.wait_for(trouble, 5.0)
+        assert str(error).startswith("lost verify rank 1 on here during all_reduce of round 7")
+        began_s = time.monotonic()
+        await group.end_epoch(error)
+        assert time.monotonic() - began_s < 2.0
+        killed = {name for name, handle in handles.items() if handle.killed.is_set()}
+        assert killed == ({"verify rank 1"} if is_stuck else set())
+        stages.is_over.set()
+        await group.stop()
 
     asyncio.run(run())

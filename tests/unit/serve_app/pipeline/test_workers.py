@@ -7,21 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError, LeaseLost, PeerLost
 from eesd_dist.workers.messages import WorkerIdentity
 from eesd_dist.workers.tenure import Tenure
+from serve_app.pipeline import worker as worker_module
 from serve_app.pipeline import workers
 from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.workers import Worker
+from serve_app.pipeline.worker import Worker
 from tests.support.toy_group import ToyCluster, ToyHandle, ToyWorkers, until
 
 
 def test_a_damaged_checkpoint_is_told_with_the_rank_and_the_node_that_saw_it() -> None:
     error = CheckpointError(file="/m/model-00002.safetensors", found="a hole", expected="none")
-    told = workers._ours(error, peer="verify rank 1 (pid 7 on 10.0.0.3)", operation="start")
+    told = worker_module.converted(
+        error, peer="verify rank 1 (pid 7 on 10.0.0.3)", operation="start"
+    )
     assert isinstance(told, ConfigError)
     assert str(told) == (
         "verify rank 1 (pid 7 on 10.0.0.3): /m/model-00002.safetensors: found a hole, expected none"
@@ -30,22 +32,22 @@ def test_a_damaged_checkpoint_is_told_with_the_rank_and_the_node_that_saw_it() -
 
 def test_what_ray_says_of_a_death_tells_processes_from_nodes_and_links() -> None:
     of_node = RayActorError(error_msg="The actor died because its node has died. Node Id: 1")
-    assert workers._why_gone(RayActorError()) == PROCESS_DIED
-    assert workers._why_gone(of_node) == "its node has died"
+    assert worker_module._why_gone(RayActorError()) == PROCESS_DIED
+    assert worker_module._why_gone(of_node) == "its node has died"
     cut = ActorUnavailableError("RpcError", None)
-    assert workers._why_gone(cut) == "its process has died, or the link to it"
+    assert worker_module._why_gone(cut) == "its process has died, or the link to it"
 
 
 def test_a_process_that_ray_ends_for_want_of_memory_is_lost_like_any_other() -> None:
     error = OutOfMemoryError("Task was killed due to the node running low on memory.")
-    told = workers._ours(error, peer="verify rank 1", operation="loading")
+    told = worker_module.converted(error, peer="verify rank 1", operation="loading")
     assert isinstance(told, PeerLost)
     assert "its process has died: ended by Ray, since its node ran out of memory" in str(told)
 
     class Handle:
         forever = SimpleNamespace(remote=lambda: _raises(error))
 
-    assert asyncio.run(workers._death_of(Handle())) == workers._why_gone(error)
+    assert asyncio.run(worker_module.death_of(Handle())) == worker_module._why_gone(error)
 
 
 async def _raises(error: Exception) -> None:
@@ -53,30 +55,20 @@ async def _raises(error: Exception) -> None:
 
 
 def test_a_new_worker_that_is_no_longer_needed_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    killed: list[Any] = []
-    monkeypatch.setattr(ray, "kill", killed.append)
-
-    async def come(worker: Any) -> Any:
-        return worker
-
     async def story() -> None:
-        death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        beating = asyncio.Event()
-        worker = SimpleNamespace(handle="there", death=death, stop_beating=beating.set)
-        there = asyncio.ensure_future(come(worker))
-        await asyncio.sleep(0)
+        spawns = ToyWorkers(cluster, tmp_path)
+        there = spawns.start_spawn(spawns.slots[0], "start")
+        worker = await there
         workers._kill_spawned(there)
-        assert killed == ["there"]
-        assert death.cancelled()
-        assert beating.is_set()
-        under_way = asyncio.ensure_future(come(None))
+        assert worker.handle.killed.is_set()
+        await until(lambda: worker.death.cancelled() and worker._beating.cancelled())
+        under_way = spawns.start_spawn(spawns.slots[1], "start")
         workers._kill_spawned(under_way)
-        await asyncio.sleep(0)
+        await asyncio.wait({under_way})
         assert under_way.cancelled()
         workers._kill_spawned(under_way)
-        assert killed == ["there"]
 
     asyncio.run(story())
 
@@ -138,7 +130,8 @@ def test_a_worker_belongs_to_its_supervisor_before_the_first_heartbeat_and_keeps
         mine.start_s = 7.0
         await mine.fill(mine.slots[0], "start")
         worker = mine.at(mine.slots[0])
-        identity = WorkerIdentity(app="app", pipeline="p", slot="drafting actor", digest="d")
+        slot = "drafting actor"
+        identity = WorkerIdentity(app="app", pipeline="p", slot=slot, digest="d", bundle=slot)
         assert _tenure(worker).identity == identity
         await until(lambda: _tenure(worker)._start_s == 7.0)  # the lease carries it
         await mine.release_all()
@@ -188,23 +181,5 @@ def test_a_worker_is_claimed_once_with_its_process_and_the_second_supervisor_is_
         assert not list(third)
         assert not handle.killed.is_set()
         await second.release_all()
-
-    asyncio.run(run())
-
-
-def test_status_does_not_wait_for_the_loading_of_a_worker_that_does_not_answer(
-    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "_LOAD_ANSWER_S", 0.05)
-
-    async def run() -> None:
-        group = ToyWorkers(cluster, tmp_path)
-        await group.fill(group.slots[0], "start")
-        worker = group.at(group.slots[0])
-        worker.handle.thawed.clear()
-        assert await group.loads() == {}
-        assert worker.load is None
-        worker.handle.thawed.set()
-        await group.release_all()
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from random import Random
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from serve_app.bench.chaos.report import (
     InjectedFault,
+    Noticed,
     complaints,
     fate_of,
     percentile,
@@ -31,6 +33,7 @@ from tests.support.live_server import serving
 QUIET: dict[str, object] = {
     "unnoticed": [],
     "missed": [],
+    "left_out": [],
     "ended_early": False,
     "interruptions_undisturbed": 0,
 }
@@ -225,7 +228,7 @@ def test_a_percentile_is_the_smallest_value_that_enough_others_do_not_exceed() -
 def test_the_summary_counts_fates_kills_and_interruptions() -> None:
     undisturbed = [_streamed(1, 2, 3, name=f"chaos-{i}", arrivals_s=(1, 2, 3)) for i in range(4)]
     disturbed = [
-        replace(undisturbed[0], arrivals_s=(1.0, 6.0, 6.5), ended_s=7.0),
+        replace(undisturbed[0], arrivals_s=(1.0, 6.0, 6.5), ended_s=7.0, num_resumed=2),
         replace(undisturbed[1], tokens=(1, 2), finish_reason=None, error="its process has died"),
         replace(undisturbed[2], tokens=(1, 2, 1)),
         replace(undisturbed[3], tokens=(1, 8, 3)),
@@ -238,6 +241,7 @@ def test_the_summary_counts_fates_kills_and_interruptions() -> None:
     report = summarise(undisturbed, disturbed, faults)
     wanted = {"requests": 4, "kills": 3, "lost": 1, "repeated": 1, "changed": 1}
     assert {key: report[key] for key in wanted} == wanted
+    assert (report["resumed"], report["resumptions"]) == (1, 2)
     assert (report["recovery_p50_s"], report["recovery_p95_s"]) == (3.9, 4.0)
     assert (report["interruptions"], report["most_interruptions_of_one"]) == (3, 2)
     assert report["longest_pause_s"] == 5.0
@@ -248,16 +252,33 @@ def test_the_summary_counts_fates_kills_and_interruptions() -> None:
     assert "faults that were not noticed: [1]" in text
     assert "failed: 1 streams lost" in text
     assert "4 requests, 3 kills: 1 lost, 1 repeated, 1 changed" in text
-    assert "router                1        -" in text
+    assert "1 requests resumed by their client, 2 times" in text
+    assert re.search(r"router +1( +-){5}\n?", text)
+
+
+def test_when_a_fault_was_noticed_and_as_what_is_told_by_fault_and_by_kind() -> None:
+    stream = _streamed(1, 2, 3, arrivals_s=(1.0, 30.0, 60.0))
+    faults = [
+        _fault("stuck thread", at=2.0 + 29 * number, streams={"chaos-0"}, number=number)
+        for number in range(2)
+    ]
+    noticed = {0: Noticed(after_s=21.25, trouble="lost verify rank 0")}
+    rows = rows_of(faults, [stream], noticed)
+    assert [row["noticed_s"] for row in rows] == [21.25, None]
+    assert [row["noticed_as"] for row in rows] == ["lost verify rank 0", None]
+    report = summarise([stream], [stream], faults, noticed)
+    text = table(report | QUIET | {"left_out": ["silent peer: no ptrace"]})
+    assert "left out: silent peer: no ptrace" in text
+    assert re.search(r"stuck thread +2 +21\.2 s +21\.2 s +28\.0 s", text)
 
 
 def _chunk(*tokens: int, finish_reason: str | None = None) -> bytes:
-    choice = {"index": 0, "text": "x" * len(tokens), "token_ids": list(tokens)}
+    choice = {"index": 0, "text": "\u0085" * len(tokens), "token_ids": list(tokens)}
     return _event({"choices": [choice | {"finish_reason": finish_reason}]})
 
 
 def _event(content: dict[str, object]) -> bytes:
-    return f"data: {json.dumps(content)}\n\n".encode()
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
 async def _completions(request: Request) -> Response:
@@ -294,7 +315,7 @@ def _listened(wish: str) -> Streamed:
 def test_a_whole_stream_is_heard_to_its_end() -> None:
     heard = _listened("whole")
     assert heard.is_complete
-    assert (heard.tokens, heard.text, heard.num_tokens) == ((5, 6, 7), "xxx", 3)
+    assert (heard.tokens, heard.text, heard.num_tokens) == ((5, 6, 7), "\u0085" * 3, 3)
     assert heard.asked_s < heard.arrivals_s[0] <= heard.arrivals_s[1] <= heard.ended_s
 
 
@@ -321,3 +342,59 @@ def test_a_stream_that_ends_without_a_reason_is_not_complete() -> None:
     assert heard.is_done
     assert heard.error is None
     assert not heard.is_complete
+
+
+class _Breaking:
+    """A service of which every connection breaks after one event, in the middle of the next one."""
+
+    def __init__(self, *, answers_400: bool = False) -> None:
+        self.asked_after: list[str | None] = []
+        self._answers_400 = answers_400
+
+    async def answer(self, request: Request) -> Response:
+        after = request.headers.get("last-event-id")
+        self.asked_after.append(after)
+        if len(self.asked_after) == 2:
+            return JSONResponse({}, status_code=400 if self._answers_400 else 503)
+        first = 0 if after is None else int(after) + 1
+
+        async def events() -> AsyncIterator[bytes]:
+            if first == 2:
+                yield b"id: 2\n" + _chunk(2, finish_reason="length")
+                yield _event({"choices": [], "usage": {"completion_tokens": 3}})
+                yield b"data: [DONE]\n\n"
+                return
+            yield b": resumed\n\n" + f"id: {first}\n".encode() + _chunk(first)
+            yield f"id: {first + 1}\n".encode()
+            raise ConnectionError("this server goes away")
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def heard(self, *, max_attempts: int) -> Streamed:
+        async def ask(url: str) -> Streamed:
+            listener = Listener("chaos-0")
+            async with httpx.AsyncClient(base_url=url) as client:
+                await stream(client, listener, {"prompt": "x"}, max_attempts=max_attempts)
+            return listener.heard()
+
+        with serving(
+            Starlette(routes=[Route("/v1/completions", self.answer, methods=["POST"])])
+        ) as url:
+            return asyncio.run(ask(url))
+
+
+def test_a_stream_whose_connection_breaks_continues_after_its_last_whole_event() -> None:
+    service = _Breaking()
+    heard = service.heard(max_attempts=4)
+    assert heard.is_complete
+    assert (heard.tokens, heard.num_resumed) == ((0, 1, 2), 2)
+    assert service.asked_after == [None, "0", "0", "1"]
+
+
+def test_a_stream_that_breaks_too_often_or_is_refused_says_how() -> None:
+    broken = _Breaking().heard(max_attempts=3)
+    assert (broken.tokens, broken.num_resumed, broken.is_complete) == ((0, 1), 1, False)
+    assert "the connection broke" in (broken.error or "")
+    refused = _Breaking(answers_400=True).heard(max_attempts=4)
+    assert (refused.tokens, refused.num_resumed) == ((0,), 0)
+    assert "answered 400" in (refused.error or "")

@@ -18,11 +18,19 @@ def test_one_seed_is_one_schedule_and_another_seed_another() -> None:
     assert first(3) != first(4)
 
 
-def test_every_turn_of_the_schedule_has_every_kind() -> None:
-    kinds = [planned.kind for planned in islice(schedule(seed=5), 80)]
-    for turn in range(10):
-        counts = Counter(kinds[8 * turn : 8 * turn + 8])
-        assert counts == dict.fromkeys(FAULT_KINDS, 1) | {"verify rank": 2}
+def test_every_turn_of_the_schedule_has_every_quick_kind_and_the_slow_ones_in_turn() -> None:
+    slow = {kind for kind in FAULT_KINDS if FAULT_KINDS[kind].is_slow}
+    quick = set(FAULT_KINDS) - slow
+    length = len(quick) + 2
+    kinds = [planned.kind for planned in islice(schedule(seed=5), 10 * length)]
+    turns = [kinds[length * turn :][:length] for turn in range(10)]
+    for turn in turns:
+        counts = Counter(kind for kind in turn if kind in quick)
+        assert counts == dict.fromkeys(quick, 1) | {"verify rank": 2}
+    (one, *others) = [[kind for kind in turn if kind in slow] for turn in turns]
+    assert all(len(each) == 1 for each in (one, *others))
+    for start in (0, 5):
+        assert {kind for turn in turns[start : start + 5] for kind in turn if kind in slow} == slow
 
 
 def test_only_the_kinds_that_were_asked_for_are_dealt() -> None:

@@ -1,0 +1,132 @@
+"""What the streams of a drafting actor have made so far, kept for clients that resume them.
+
+A stream is kept from its first token, while it is live and for its window afterwards. Memory is
+bounded: the stream that ended first is forgotten first, then the one that began first. A forgotten
+stream is computed again from its prompt, to the same text.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from eesd_dist.types import Emission, Request, RequestId
+
+MAX_TOKENS = 2**18
+"""Alternatives in log-probabilities count as tokens; at most 0.1 GB."""
+MAX_STREAMS = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """One stream from its first token on."""
+
+    submission: int
+    window_s: float
+    emissions: list[Emission] = field(default_factory=list)
+    size: int = 0
+    expires_s: float = float("inf")
+    """Infinite while it is live."""
+
+
+class KeptStreams:
+    """The kept streams of one drafting actor."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        max_streams: int = MAX_STREAMS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._max_streams = max_streams
+        self._clock = clock
+        self._live: dict[RequestId, _Kept] = {}
+        """In the order in which they began."""
+        self._ended: dict[RequestId, _Kept] = {}
+        """In the order in which they ended."""
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._live) + len(self._ended)
+
+    def num_tokens(self, request_id: RequestId) -> int | None:
+        """Returns how many tokens of a stream are kept; None for a stream that is not."""
+        self.expire()
+        kept = self._live.get(request_id) or self._ended.get(request_id)
+        return None if kept is None else sum(len(e.tokens) for e in kept.emissions)
+
+    def begin(self, request: Request) -> tuple[Emission, ...]:
+        """Keeps what this submission will make. If it resumes a kept stream, it goes on after what
+        was kept; returns that."""
+        self.expire()
+        earlier = self._forget(request.request_id)
+        if not request.resume_window_s or _lacks_logprobs(request):
+            return ()
+        again: list[Emission] = []
+        if request.resumption and not request.generated:
+            again = [replace(e, submission=request.submission) for e in earlier]
+        self._live[request.request_id] = _Kept(
+            submission=request.submission, window_s=request.resume_window_s
+        )
+        self._make_room()
+        for emission in again or _known(request):
+            self.add(emission)
+        return tuple(again)
+
+    def add(self, emission: Emission) -> None:
+        kept = self._live.get(emission.request_id)
+        if kept is None or kept.submission != emission.submission:
+            return
+        size = len(emission.tokens) + sum(len(each.top) for each in emission.logprobs)
+        kept.emissions.append(emission)
+        kept.size += size
+        self._size += size
+        self._make_room()
+
+    def end(self, request_id: RequestId) -> None:
+        """Begins the window in which the client may come back."""
+        kept = self._live.pop(request_id, None)
+        if kept is not None:
+            kept.expires_s = self._clock() + kept.window_s
+            self._ended[request_id] = kept
+
+    def expire(self) -> None:
+        """Forgets the streams that were kept for their whole window."""
+        now_s = self._clock()
+        while self._ended:
+            first = next(iter(self._ended))
+            if self._ended[first].expires_s > now_s:
+                return
+            self._forget(first)
+
+    def _forget(self, request_id: RequestId) -> list[Emission]:
+        """Returns what was kept of it."""
+        kept = self._live.pop(request_id, None) or self._ended.pop(request_id, None)
+        if kept is None:
+            return []
+        self._size -= kept.size
+        return kept.emissions
+
+    def _make_room(self) -> None:
+        while self._size > self._max_tokens or len(self) > self._max_streams:
+            self._forget(next(iter(self._ended or self._live)))
+
+
+def _lacks_logprobs(request: Request) -> bool:
+    """Whether log-probabilities of tokens of an earlier attempt are wanted; they are not known."""
+    return bool(request.generated) and request.sampling.top_logprobs is not None
+
+
+def _known(request: Request) -> list[Emission]:
+    """Returns the tokens that the request came with."""
+    if not request.generated:
+        return []
+    return [
+        Emission(
+            request_id=request.request_id,
+            tokens=request.generated,
+            num_accepted=0,
+            submission=request.submission,
+        )
+    ]

@@ -1,0 +1,148 @@
+"""Ids of the events of a stream, with which a client resumes it at any ingress.
+
+An id holds what was drawn for the stream, and how much of each choice the client has been shown:
+enough to compute the same text again and to send the rest. Its MAC binds it to the API key, the
+endpoint, the served model and the body of the request. Nothing else remembers it.
+"""
+
+import binascii
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from eesd_dist.errors import RequestError
+
+HEADER = "Last-Event-ID"
+
+NONCE_BYTES = 16
+_VERSION = 1
+_ORIGIN = struct.Struct(f"<B{NONCE_BYTES}sQQ")
+_POSITION_BYTES = 8
+_MAC_BYTES = 16
+_OVER = 1 << 31
+"""Flag of a choice that is over, in its number of tokens."""
+_TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
+
+
+class Shown(NamedTuple):
+    """What a client has been shown of one choice."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    """Without an echoed prompt."""
+    is_over: bool = False
+    """Whether its finish reason was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What is drawn when a stream begins, and stays the same wherever it is resumed."""
+
+    seed: int
+    """64 bits; a seed in the body overrides it."""
+    nonce: bytes
+    created_unix_s: int
+
+    def packed(self) -> bytes:
+        return _ORIGIN.pack(_VERSION, self.nonce, self.seed % 2**64, self.created_unix_s)
+
+
+class EventIds:
+    """The ids of one stream's events."""
+
+    def __init__(
+        self, origin: Origin, shown: Sequence[Shown], *, key: bytes, digest: bytes
+    ) -> None:
+        self._origin = origin.packed()
+        self._secret = _secret(self._origin, key=key, digest=digest)
+        self._positions = [value for each in shown for value in _position(each)]
+        self._layout = struct.Struct(f"<{len(self._positions)}I")
+
+    def after(self, index: int, shown: Shown) -> bytes:
+        """Returns the id of an event after which this much of the choice has been shown."""
+        self._positions[2 * index : 2 * index + 2] = _position(shown)
+        positions = self._layout.pack(*self._positions)
+        return _encoded(self._origin + positions + _mac(self._secret, positions))
+
+
+class WrongEventId(RequestError):
+    """One message for all reasons: it says nothing about streams of other keys."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{HEADER}: found an id that does not belong to this request, expected the last one "
+            "that was received for the same body (request_id included) at the same endpoint with "
+            "the same API key: send it unchanged, or begin a new stream without it",
+            param=HEADER,
+        )
+
+
+def opened(
+    event_id: str, *, key: bytes, digest: bytes, num_choices: int
+) -> tuple[Origin, tuple[Shown, ...]]:
+    """Returns what an id holds. Raises WrongEventId unless this service has made it with this key
+    for a request with this digest."""
+    raw = _decoded(event_id, num_bytes=_num_bytes(num_choices))
+    origin = raw[: _ORIGIN.size]
+    positions, mac = raw[_ORIGIN.size : -_MAC_BYTES], raw[-_MAC_BYTES:]
+    expected = _mac(_secret(origin, key=key, digest=digest), positions)
+    version, nonce, seed, created_unix_s = _ORIGIN.unpack(origin)
+    if not hmac.compare_digest(mac, expected) or version != _VERSION:
+        raise WrongEventId
+    values = struct.unpack(f"<{2 * num_choices}I", positions)
+    shown = tuple(
+        Shown(tokens & ~_OVER, chars, bool(tokens & _OVER))
+        for tokens, chars in zip(values[::2], values[1::2], strict=True)
+    )
+    return Origin(seed=seed, nonce=nonce, created_unix_s=created_unix_s), shown
+
+
+def digest_of(fields: BaseModel, *, kind: Literal["chat", "completion"], model: str) -> bytes:
+    """Returns a digest of a body as it was understood: spaces, the order of keys, nulls and
+    defaults that are spelt out do not change it."""
+    content = [kind, model, fields.model_dump(exclude={"prompt"})]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    # Three times faster than JSON for a long list of token ids.
+    digest.update(repr(getattr(fields, "prompt", "")).encode())
+    return digest.digest()
+
+
+def _secret(origin: bytes, *, key: bytes, digest: bytes) -> bytes:
+    """Returns the secret of one stream, so that each of its ids costs one short MAC."""
+    return hmac.digest(key, origin + digest, "sha256")
+
+
+def _mac(secret: bytes, positions: bytes) -> bytes:
+    return hmac.digest(secret, positions, "sha256")[:_MAC_BYTES]
+
+
+def _position(shown: Shown) -> tuple[int, int]:
+    return shown.num_tokens | (_OVER if shown.is_over else 0), shown.num_chars
+
+
+def _num_bytes(num_choices: int) -> int:
+    return _ORIGIN.size + num_choices * _POSITION_BYTES + _MAC_BYTES
+
+
+def _encoded(raw: bytes) -> bytes:
+    return binascii.b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).rstrip(b"=")
+
+
+def _decoded(event_id: str, *, num_bytes: int) -> bytes:
+    """Raises WrongEventId for all but the one spelling that `_encoded` gives."""
+    if len(event_id) != -(-num_bytes * 4 // 3) or not event_id.isascii():
+        raise WrongEventId
+    padded = event_id.replace("-", "+").replace("_", "/") + "=" * (-len(event_id) % 4)
+    try:
+        raw = binascii.a2b_base64(padded)
+    except binascii.Error as error:
+        raise WrongEventId from error
+    if len(raw) != num_bytes or _encoded(raw) != event_id.encode():
+        raise WrongEventId
+    return raw

@@ -1,0 +1,68 @@
+"""What Serve runs around the application dies, and clients lose at most their connection."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import httpx
+from psutil import Process
+
+from eesd_dist.bench.streamed import Listener, Streamed, stream
+from tests.support.running import Running, descendants, until
+
+_BODY = {
+    "prompt": "the log",
+    "seed": 6,
+    "temperature": 0.9,
+    "max_tokens": 300,
+    "stream": True,
+    "return_token_ids": True,
+    "ignore_eos": True,
+}
+_EARLY = 20
+
+
+def _process(name: str) -> Process:
+    (found,) = [p for p in descendants() if " ".join(p.cmdline()).startswith(f"ray::{name}")]
+    return found
+
+
+def _streamed(service: Running, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
+    """Reads a stream as a client that goes on when its connection breaks."""
+
+    async def read() -> Streamed:
+        listener = Listener("stream")
+        async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
+            reading = asyncio.ensure_future(stream(client, listener, _BODY, max_attempts=200))
+            while len(listener.heard().tokens) < _EARLY and not reading.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            meanwhile()
+            await reading
+        return listener.heard()
+
+    heard = asyncio.run(read())
+    assert heard.is_complete, heard.error
+    return heard
+
+
+def test_streams_and_requests_do_without_serves_controller(service: Running) -> None:
+    undisturbed = _streamed(service)
+    before = _process("ServeController")
+    heard = _streamed(service, meanwhile=before.kill)
+    assert (heard.tokens, heard.num_resumed) == (undisturbed.tokens, 0)
+    assert _streamed(service).tokens == undisturbed.tokens
+    after = until(lambda: _process("ServeController"), timeout_s=60)
+    assert after.pid != before.pid
+    until(lambda: service.state().is_ready, timeout_s=60)
+
+
+def test_a_killed_proxy_is_replaced_and_its_stream_continues(service: Running) -> None:
+    undisturbed = _streamed(service)
+    before = service.state()
+    began_s = time.monotonic()
+    heard = _streamed(service, meanwhile=_process("ProxyActor").kill)
+    assert heard.tokens == undisturbed.tokens
+    assert heard.num_resumed == 1
+    assert service.state().epoch == before.epoch
+    assert time.monotonic() - began_s < 60
+    print(f"longest pause {heard.longest_pause_s:.1f} s")  # noqa: T201

@@ -1,0 +1,57 @@
+"""Random requests against the running service: Ray's proxy, ingress, pipeline and all ranks."""
+
+import asyncio
+import sys
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.fuzzing import Fuzzing, fuzz
+from tests.support.running import Running, until
+
+
+def _is_empty(service: Running) -> bool:
+    """Whether no request is left in the engine, no stream in an outbox, and no page in use."""
+    stats = service.pipelines.stats.remote().result(timeout_s=30)
+    return not (
+        stats.num_running
+        or stats.num_waiting
+        or service.state().num_live
+        or stats.free_pages != stats.num_pages
+    )
+
+
+def _fuzzed(service: Running, number: int, *, seed: int, num_pings: int, at_once: int) -> Fuzzing:
+    port = urlsplit(service.url).port
+    assert port is not None
+    before = service.state()
+    # Longer than the 20 s after which an incomplete request is answered.
+    found = asyncio.run(
+        fuzz(port, number, seed=seed, num_pings=num_pings, at_once=at_once, timeout_s=90.0)
+    )
+    sys.stdout.write(f"{found}\n")
+    until(lambda: _is_empty(service))
+    assert service.state().num_interruptions == before.num_interruptions
+    return found
+
+
+def test_three_hundred_requests_leave_no_stream_and_no_page(service: Running) -> None:
+    found = _fuzzed(service, 300, seed=21, num_pings=200, at_once=32)
+    assert found.statuses[200] > 60
+    assert found.statuses[400] > 30
+    assert found.num_same >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [22, 23])
+def test_two_thousand_five_hundred_requests_and_another_client_is_served_all_the_time(
+    service: Running, seed: int
+) -> None:
+    # Measures the service, so it needs two quiet cores.
+    found = _fuzzed(service, 2500, seed=seed, num_pings=1000, at_once=32)
+    assert found.statuses[200] > 500
+    assert found.statuses[400] > 250
+    assert found.statuses[408] > 25
+    assert found.pings_s[int(0.99 * len(found.pings_s))] <= 0.2
+    assert found.pings_s[-1] <= 1.0

@@ -1,0 +1,341 @@
+"""A stream that is cut anywhere and resumed is the stream that was not cut, field by field."""
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from eesd_dist.errors import ResumedElsewhere
+from serve_app.openai.api import build_api
+from serve_app.openai.event_ids import EventIds, Origin, Shown, WrongEventId, opened
+from tests.support.event_stream import SentEvent, folded, parsed
+from tests.support.live_server import serving
+from tests.support.toy_codec import ByteCodec
+from tests.support.toy_engine import ToyEngine
+from tests.unit.serve_app.openai.conftest import LIMITS, Api
+
+Body = dict[str, Any]
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+USAGE = {"stream_options": {"include_usage": True}}
+WORDS = "the quick — brown 🦊 jumps über the lazy dog"
+
+CASES: list[tuple[str, str, str | None, Body]] = [
+    ("a drawn seed", COMPLETION, None, {"prompt": "once", "max_tokens": 20}),
+    ("usage and ids", COMPLETION, None, {"prompt": "x", "return_token_ids": True, **USAGE}),
+    ("logprobs", COMPLETION, WORDS, {"prompt": "x", "logprobs": 2, "return_token_ids": True}),
+    ("echo", COMPLETION, WORDS, {"prompt": ["once", "upon"], "echo": True, "max_tokens": 12}),
+    (
+        "two prompts, three choices",
+        COMPLETION,
+        None,
+        {"prompt": ["a", "b"], "n": 3, "max_tokens": 7, "return_token_ids": True, **USAGE},
+    ),
+    ("a stop string", COMPLETION, WORDS, {"prompt": "x", "stop": "lazy d", "max_tokens": 60}),
+    (
+        "text held back to the end",
+        COMPLETION,
+        WORDS,
+        {
+            "prompt": "x",
+            "stop": ["lazy dogs", "brown 🦊 jumps ü-"],
+            "max_tokens": 60,
+            "logprobs": 0,
+        },
+    ),
+    (
+        "a stop string in the output",
+        CHAT,
+        WORDS,
+        {"messages": USER, "stop": "über", "include_stop_str_in_output": True, **USAGE},
+    ),
+    (
+        "a chat with logprobs",
+        CHAT,
+        WORDS,
+        {"messages": USER, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, **USAGE},
+    ),
+    (
+        "three choices of a chat",
+        CHAT,
+        None,
+        {"messages": USER, "n": 3, "max_tokens": 9, "request_id": "mine", **USAGE},
+    ),
+]
+
+
+def _events(
+    api: Api, path: str, body: Body, *, after: str | None = None, status: int = 200
+) -> list[SentEvent]:
+    headers = {} if after is None else {"Last-Event-ID": after}
+    answer = api.http.post(path, json={**body, "stream": True}, headers=headers)
+    assert answer.status_code == status, answer.text
+    return parsed(answer.text) if status == 200 else []
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "body"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+@pytest.mark.parametrize(("group", "later_group"), [(1, 4), (3, 2), (7, 1)])
+def test_parts_of_a_stream_cut_at_any_event_are_the_whole(
+    api: Api, path: str, says: str | None, body: Body, group: int, later_group: int
+) -> None:
+    if says is not None:
+        api.says(says)
+    api.engine.group = group
+    whole = _events(api, path, body)
+    api.engine.group = later_group
+    cuts = [i for i, event in enumerate(whole) if event.id]
+    assert cuts
+    for cut in cuts:
+        rest = _events(api, path, body, after=whole[cut].id)
+        assert folded(whole[: cut + 1] + rest) == folded(whole), cut
+
+
+def test_a_resumed_stream_can_be_resumed_at_each_of_its_events(api: Api) -> None:
+    body = {"prompt": "x", "n": 2, "max_tokens": 12, "return_token_ids": True, **USAGE}
+    whole = _events(api, COMPLETION, body)
+    read, last = list(whole[:2]), whole[1].id
+    for group in (5, 2, 4, 1, 3) * 5:
+        api.engine.group = group
+        part = _events(api, COMPLETION, body, after=last)
+        if not part[0].id:
+            assert folded(read + part) == folded(whole)
+            return
+        read.append(part[0])
+        last = part[0].id
+    pytest.fail("it never ended")
+
+
+def test_a_stream_that_was_shown_to_its_end_sends_its_usage_and_no_more(api: Api) -> None:
+    body: Body = {"prompt": "x", "max_tokens": 5}
+    last = [event.id for event in _events(api, COMPLETION, body) if event.id][-1]
+    num_requests = len(api.engine.requests)
+    assert [e.data for e in _events(api, COMPLETION, body, after=last)] == ["[DONE]"]
+    assert len(api.engine.requests) == num_requests, "there is nothing to compute"
+
+    with_usage = {**body, **USAGE}
+    last = [event.id for event in _events(api, COMPLETION, with_usage) if event.id][-1]
+    usage, done = _events(api, COMPLETION, with_usage, after=last)
+    assert usage.chunk["usage"]["completion_tokens"] == 5
+    assert (usage.chunk["choices"], done.data) == ([], "[DONE]")
+
+
+def test_the_engine_gets_the_same_request_wherever_a_stream_is_resumed(api: Api) -> None:
+    body = {"prompt": "x", "n": 2, "request_id": "mine", "max_tokens": 9}
+    whole = _events(api, COMPLETION, body)
+    _events(api, COMPLETION, body, after=whole[0].id)
+    first, again = api.engine.requests[:2], api.engine.requests[2:]
+    assert {r.request_id for r in first} == {r.request_id for r in again}
+    assert {r.sampling.seed for r in first} == {r.sampling.seed for r in again}
+    assert {r.resumption for r in first} == {0}
+    assert all(time.time_ns() - r.resumption < 60e9 for r in again)
+
+
+def test_two_streams_of_one_request_id_are_two_streams(api: Api) -> None:
+    body = {"prompt": "x", "request_id": "mine"}
+    one, other = _events(api, COMPLETION, body), _events(api, COMPLETION, body)
+    assert one[0].chunk["id"] == other[0].chunk["id"] == "cmpl-mine"
+    first, second = api.engine.requests
+    assert first.request_id != second.request_id
+
+
+def test_events_without_text_have_no_id(api: Api) -> None:
+    api.says("hello")
+    events = _events(api, CHAT, {"messages": USER, **USAGE})
+    assert [bool(event.id) for event in events[:1] + events[-2:]] == [False, False, False]
+    assert all(event.id for event in events[1:-2])
+    assert len({event.id for event in events[1:-2]}) == len(events) - 3
+
+
+def test_spaces_order_and_spelt_out_defaults_make_no_other_body(api: Api) -> None:
+    whole = _events(api, COMPLETION, {"prompt": "x", "max_tokens": 20, "user": "u"})
+    same = '{ "user": "u",  "temperature": 1, "stream": true, "max_tokens": 20, "prompt": "x"}'
+    headers = {"Last-Event-ID": whole[2].id, "Content-Type": "application/json"}
+    rest = parsed(api.http.post(COMPLETION, content=same, headers=headers).text)
+    assert folded(whole[:3] + rest) == folded(whole)
+
+
+WRONG: dict[str, Callable[[str], str]] = {
+    "empty": lambda _: "",
+    "no base64": lambda good: "*" * len(good),
+    "not ASCII": lambda good: "é" * len(good),
+    "short": lambda good: good[:-4],
+    "long": lambda good: good + "AAAA",
+    "of another version": lambda good: "g" + good[1:],
+    "as long as a header may be": lambda good: "A" * 60_000,
+    "of more choices": lambda _: _forged(num_choices=2),
+    "forged": lambda _: _forged(num_choices=1),
+}
+
+
+def _forged(*, num_choices: int) -> str:
+    origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1)
+    ids = EventIds(origin, [Shown()] * num_choices, key=b"another", digest=bytes(32))
+    return ids.after(0, Shown(3, 3)).decode()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_id_is_refused_before_any_work(api: Api, wrong: str) -> None:
+    body = {"prompt": "x"}
+    good = _events(api, COMPLETION, body)[0].id
+    num_requests = len(api.engine.requests)
+    headers = {"Last-Event-ID": WRONG[wrong](good).encode()}
+    answer = api.http.post(COMPLETION, json={**body, "stream": True}, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == "Last-Event-ID"
+    assert error["message"] == str(WrongEventId())
+    assert len(api.engine.requests) == num_requests
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        (COMPLETION, {"prompt": "y"}),
+        (COMPLETION, {"prompt": "x", "seed": 1}),
+        (COMPLETION, {"prompt": "x", "request_id": "mine"}),
+        (COMPLETION, {"prompt": "x", "max_tokens": 17}),
+        (COMPLETION, {"prompt": "x", "user": "someone"}),
+        (CHAT, {"messages": USER}),
+    ],
+)
+def test_an_id_of_another_body_is_refused(api: Api, path: str, other: Body) -> None:
+    good = _events(api, COMPLETION, {"prompt": "x"})[0].id
+    _events(api, COMPLETION, {"prompt": "x"}, after=good)
+    _events(api, path, other, after=good, status=400)
+
+
+def test_an_id_without_a_stream_is_refused(api: Api) -> None:
+    good = _events(api, COMPLETION, {"prompt": "x"})[0].id
+    headers = {"Last-Event-ID": good}
+    answer = api.http.post(COMPLETION, json={"prompt": "x"}, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "Last-Event-ID"
+    assert "stream: true" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_an_id_with_one_other_character_is_refused(num_choices: int) -> None:
+    origin = Origin(seed=2**64 - 1, nonce=b"n" * 16, created_unix_s=1_900_000_000)
+    ids = EventIds(origin, [Shown()] * num_choices, key=b"k", digest=b"d" * 32)
+    shown = Shown(2**31 - 1, 2**32 - 1, True)
+    good = ids.after(num_choices - 1, shown).decode()
+    read = opened(good, key=b"k", digest=b"d" * 32, num_choices=num_choices)
+    assert read == (origin, (*[Shown()] * (num_choices - 1), shown))
+    for i, character in enumerate(good):
+        for other in {"A", "B", "z", "-", "_"} - {character}:
+            changed = good[:i] + other + good[i + 1 :]
+            with pytest.raises(WrongEventId):
+                opened(changed, key=b"k", digest=b"d" * 32, num_choices=num_choices)
+
+
+@contextmanager
+def _service(key: str | None, *, model: str = "toy") -> Iterator[tuple[str, ToyEngine]]:
+    async def nothing() -> None:
+        return None
+
+    async def no_metrics() -> bytes:
+        return b""
+
+    engine = ToyEngine(vocab_size=128)
+    app = build_api(
+        engine,
+        tokenizer=ByteCodec(),
+        model_name=model,
+        max_model_len=100,
+        limits=LIMITS,
+        health=nothing,
+        metrics=no_metrics,
+        api_key=key,
+    )
+    with serving(app) as url:
+        yield url, engine
+
+
+def _asked(url: str, *, key: str, after: str = "") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}", **({"Last-Event-ID": after} if after else {})}
+    body = {"prompt": "x", "stream": True, "request_id": "mine", "max_tokens": 16}
+    return httpx.post(f"{url}{COMPLETION}", json=body, headers=headers, timeout=20)
+
+
+def test_a_stream_goes_on_at_another_ingress_with_its_key_and_with_no_other() -> None:
+    with _service("one") as (a, _), _service("one") as (b, _), _service("two") as (c, engine):
+        whole = parsed(_asked(a, key="one").text)
+        rest = parsed(_asked(b, key="one", after=whole[1].id).text)
+        assert folded(whole[:2] + rest) == folded(whole)
+        refused = _asked(c, key="two", after=whole[1].id)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == str(WrongEventId())
+        assert not engine.requests
+
+
+def test_an_id_of_another_model_is_refused() -> None:
+    with _service(None) as (a, _), _service(None, model="other") as (b, engine):
+        last = parsed(_asked(a, key="any").text)[1].id
+        assert _asked(b, key="any", after=last).status_code == 400
+        assert not engine.requests
+
+
+def test_a_reader_whose_stream_was_resumed_elsewhere_gets_one_error(api: Api) -> None:
+    api.engine.breaks_after, api.engine.breakage = 3, ResumedElsewhere()
+    events = _events(api, COMPLETION, {"prompt": "x"})
+    assert [event.chunk["error"]["code"] for event in events[1:-1]] == ["resumed_elsewhere"]
+    api.engine.refusal = ResumedElsewhere()
+    answer = api.post(COMPLETION, {"prompt": "x", "stream": True})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "resumed_elsewhere")
+
+
+def test_the_example_of_the_quickstart_prints_the_whole_text(
+    api: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[4] / "docs" / "quickstart.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (example,) = [block for block in blocks if "Last-Event-ID" in block]
+    api.says("the lazy dog sleeps")
+    api.engine.group = 1
+    with _cutting(api.url, after_events=3) as url:
+        exec(compile(example.replace("http://127.0.0.1:8000", url), "quickstart", "exec"), {})
+    assert capsys.readouterr().out == "the lazy dog sleeps"
+    assert len(api.engine.requests) > 2
+
+
+@contextmanager
+def _cutting(url: str, *, after_events: int) -> Iterator[str]:
+    """A proxy that breaks each connection after some events."""
+
+    async def forward(request: Request) -> StreamingResponse:
+        body = await request.body()
+        headers = {k: v for k, v in request.headers.items() if k == "last-event-id"}
+
+        async def part() -> AsyncIterator[bytes]:
+            num_events = 0
+            async with (
+                httpx.AsyncClient(base_url=url) as client,
+                client.stream(
+                    "POST",
+                    COMPLETION,
+                    content=body,
+                    headers={**headers, "Content-Type": "application/json"},
+                ) as answer,
+            ):
+                async for line in answer.aiter_lines():
+                    yield f"{line}\n".encode()
+                    num_events += line.startswith("data: {")
+                    if num_events > after_events:
+                        raise ConnectionError("this proxy goes away")
+
+        return StreamingResponse(part(), media_type="text/event-stream")
+
+    with serving(Starlette(routes=[Route(COMPLETION, forward, methods=["POST"])])) as here:
+        yield here
