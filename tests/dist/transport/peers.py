@@ -3,10 +3,10 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -101,12 +101,10 @@ def join_threads(
 
 
 def in_threads(*jobs: Any) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
+    """Returns when all jobs have ended. Raises the error of the first that failed."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for job in [threads.submit(job) for job in jobs]:
+            job.result()
 
 
 def fingerprint(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> list[int]:
