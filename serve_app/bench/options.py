@@ -17,8 +17,9 @@ class ChaosOptions:
     """Compares streams while processes die and links are cut.
 
     A real service is started and asked the same seeded requests twice over HTTP: undisturbed, and
-    while a seeded schedule kills verify ranks, drafting actors, the router and pipeline replicas,
-    makes workers stand still and cuts connections, some of it before recovery from the last fault.
+    while a seeded schedule kills workers, replicas of pipelines and of the ingress, HTTP proxies and
+    the router, makes workers stand still and cuts connections, some of it before recovery from the
+    last fault.
 
     recovery_p50_s and recovery_p95_s are over kills: seconds from the kill to the next token of the
     slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in
@@ -38,9 +39,7 @@ class ChaosOptions:
     concurrency: Annotated[int, "streams at the same time"] = 8
     prompts: Prompts = SHIPPED_PROMPTS
     kills: Annotated[int | None, "maximum number of faults"] = None
-    kinds: Annotated[
-        tuple[str, ...], "kinds of faults (all that this machine allows but ingress, proxy)"
-    ] = ()
+    kinds: Annotated[tuple[str, ...], "kinds of faults (all that this machine allows)"] = ()
     gap_s: Annotated[float, "mean time between recovery and the next fault"] = 2.0
     at_once: Annotated[float, "share of faults that do not wait for recovery"] = 0.25
     model: Model = BUNDLED_MODEL
