@@ -35,6 +35,8 @@ class Streamed:
     """Whether `[DONE]` was received."""
     num_resumed: int = 0
     """How often its connection broke and it continued on another one."""
+    num_turned_away: int = 0
+    """How often a front that was being replaced has answered with an error."""
     error: str | None
     """Error of the service or the connection."""
     asked_s: float
@@ -69,6 +71,7 @@ class Listener:
         """Of the event that is being received."""
         self._last_event_id = ""
         self._num_resumed = 0
+        self._num_turned_away = 0
         self._error: str | None = None
         self._arrivals_s: list[float] = []
 
@@ -99,6 +102,9 @@ class Listener:
         else:
             self._text = ""  # an echoed prompt comes again
 
+    def turned_away(self) -> None:
+        self._num_turned_away += 1
+
     def fail(self, error: str) -> None:
         self._error = self._error or error
 
@@ -112,6 +118,7 @@ class Listener:
             finish_reason=self._finish_reason,
             is_done=self._is_done,
             num_resumed=self._num_resumed,
+            num_turned_away=self._num_turned_away,
             error=self._error,
             asked_s=self._asked_s,
             arrivals_s=tuple(self._arrivals_s),
@@ -140,13 +147,14 @@ async def stream(
     *,
     max_attempts: int = 1,
 ) -> None:
-    """Sends the request and reads the stream to its end or error. When the connection breaks, the
-    request is sent again and continues after the last event."""
+    """Sends the request and reads the stream to its end or error. When the connection breaks, or
+    the front that would answer is being replaced, the request is sent again and continues after the
+    last event."""
     trouble = ""
     for attempt in range(max_attempts):
         if attempt:
             await asyncio.sleep(_RESUME_PAUSE_S)
-        trouble = await _trouble(client, listener, body, repeats=attempt > 0)
+        trouble = await _trouble(client, listener, body, repeats=max_attempts > 1)
         if listener.is_over:
             return
     listener.fail(trouble)
@@ -170,6 +178,8 @@ async def _trouble(
             refusal = f"the service answered {response.status_code}: {text[:500]}"
             if not repeats or response.status_code not in _STATUS_TO_REPEAT:
                 listener.fail(refusal)
+            else:
+                listener.turned_away()
             return refusal
     except httpx.HTTPError as error:
         return f"the connection broke: {type(error).__name__}: {error}"

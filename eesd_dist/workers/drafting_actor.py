@@ -124,6 +124,7 @@ class DraftActor(WorkerActor):
         """Returns what another supervisor needs to know to claim this worker."""
         return self._leased().tenancy(
             epoch=0 if self._running is None else self._running.epoch,
+            newest_epoch=self._joining.newest,
             is_degraded=False,
             head=self._leader.head_folder,
         )

@@ -30,7 +30,7 @@ class Joining:
         self._name = name
         self._leave_wait_s = leave_wait_s
         self._loading = asyncio.Lock()
-        self._newest = 0
+        self.newest = 0
         """The latest epoch with a call of `enter`."""
         self._left = 0
         """Epochs up to this one are over."""
@@ -38,7 +38,7 @@ class Joining:
     async def enter(self, epoch: Epoch, load: Callable[[], EpochT]) -> EpochT:
         """Runs `load` in a thread and returns its result. Raises PeerLost when the epoch ended
         before the load did."""
-        self._newest = max(self._newest, epoch.number)
+        self.newest = max(self.newest, epoch.number)
         async with self._loading:
             self._refuse_if_over(epoch)
             part = await asyncio.to_thread(load)
@@ -51,7 +51,7 @@ class Joining:
 
     async def leave(self) -> bool:
         """Ends all epochs so far. Returns False when a load of one of them is still running."""
-        self._left = self._newest
+        self._left = self.newest
         try:
             async with asyncio.timeout(self._leave_wait_s), self._loading:
                 return True
@@ -70,14 +70,14 @@ class Joining:
             )
         return WorkerStatus(
             epoch=0,
-            progress=self._newest,
+            progress=self.newest,
             is_busy=self._loading.locked(),
             phase="joining an epoch",
             allowed_s=_BUILD_S,
         )
 
     def _refuse_if_over(self, epoch: Epoch) -> None:
-        if epoch.number < self._newest:
+        if epoch.number < self.newest:
             reason = "a newer epoch began"
         elif epoch.number <= self._left:
             reason = "its epoch was left"

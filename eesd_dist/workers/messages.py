@@ -107,6 +107,8 @@ class Tenancy:
     process_info: ProcessInfo
     epoch: int
     """The epoch that it is in; 0: none."""
+    newest_epoch: int
+    """The newest that it was ever to join; it joins none with a lower number."""
     is_degraded: bool
     """Its epoch has fallbacks; only verify ranks know."""
     head: str = ""

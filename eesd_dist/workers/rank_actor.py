@@ -96,6 +96,7 @@ class RankActor(WorkerActor):
         running = self._running
         return self._leased().tenancy(
             epoch=0 if running is None else running.epoch.number,
+            newest_epoch=self._joining.newest,
             is_degraded=running is not None and running.epoch.is_degraded,
         )
 

@@ -52,12 +52,15 @@ class Tenure:
         self._lease_s = self._left_s = lease_s
         threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
 
-    def tenancy(self, *, epoch: int, is_degraded: bool, head: str = "") -> Tenancy:
+    def tenancy(
+        self, *, epoch: int, newest_epoch: int, is_degraded: bool, head: str = ""
+    ) -> Tenancy:
         return Tenancy(
             identity=self.identity,
             owner=self._owner,
             process_info=process_info(),
             epoch=epoch,
+            newest_epoch=newest_epoch,
             is_degraded=is_degraded,
             head=head,
             start_s=self._start_s,

@@ -17,9 +17,9 @@ class ChaosOptions:
     """Compares streams while processes die and links are cut.
 
     A real service is started and asked the same seeded requests twice over HTTP: undisturbed, and
-    while a seeded schedule kills workers, replicas of pipelines and of the ingress, HTTP proxies and
-    the router, makes workers stand still and cuts connections, some of it before recovery from the
-    last fault.
+    while a seeded schedule kills workers, replicas of pipelines and ingress, HTTP proxies and the
+    router, makes workers stand still and cuts connections, some of it before recovery from the last
+    fault.
 
     recovery_p50_s and recovery_p95_s are over kills: seconds from the kill to the next token of the
     slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in

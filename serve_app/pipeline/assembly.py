@@ -74,7 +74,7 @@ class Assembly:
                     slots, placement=self._config.placement, name=self._name
                 )
             except EngineError as error:  # no worker could be replaced
-                names = tuple(self._orphans.workers)
+                names = (*self._orphans.workers, *self._orphans.silent)
                 logger.warning("not claimed: pipeline=%s error=%s", self._spec.pipeline, error)
                 await asyncio.to_thread(end_workers, self._config, self._spec.pipeline, names)
             else:

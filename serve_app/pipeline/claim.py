@@ -36,6 +36,8 @@ class Orphans:
 
     pipeline: str
     workers: Mapping[str, Tenancy]
+    silent: tuple[str, ...] = ()
+    """Those that did not answer: frozen, or started a moment ago."""
 
 
 def digest_of(config: ServiceConfig) -> str:
@@ -70,8 +72,11 @@ async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
     found = await asyncio.to_thread(workers_named, f"{config.app_name}/", namespace=namespace)
     tenancies = await asyncio.gather(*[tenancy_of(name, namespace=namespace) for name in found])
     by_pipeline: dict[str, dict[str, Tenancy]] = {}
+    silent: dict[str, list[str]] = {}
     for (name, pipeline), tenancy in zip(found.items(), tenancies, strict=True):
-        if tenancy is not None:
+        if tenancy is None:
+            silent.setdefault(pipeline, []).append(name)
+        else:
             by_pipeline.setdefault(pipeline, {})[name] = tenancy
     digest = digest_of(config)
     for pipeline, workers in by_pipeline.items():
@@ -79,9 +84,11 @@ async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
             continue
         if any(t.identity.digest != digest for t in workers.values()):
             logger.warning("workers of another configuration ended: pipeline=%s", pipeline)
-            await asyncio.to_thread(end_workers, config, pipeline, tuple(workers))
+            names = [*workers, *silent.get(pipeline, ())]
+            await asyncio.to_thread(end_workers, config, pipeline, names)
         elif await _is_first(config, workers, lease):
-            return Orphans(pipeline=pipeline, workers=workers)
+            left = tuple(silent.get(pipeline, ()))
+            return Orphans(pipeline=pipeline, workers=workers, silent=left)
     return None
 
 
@@ -99,10 +106,14 @@ async def _is_first(config: ServiceConfig, workers: Mapping[str, Tenancy], lease
 
 
 async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
-    """Takes the workers over, with the epoch they are in. A worker that does not answer is killed.
+    """Takes the workers over, with the epoch they are in. A worker that does not answer is killed:
+    it holds the bundle of its slot.
 
     Raises LeaseLost when another supervisor has claimed one of them.
     """
+    for name in orphans.silent:
+        logger.warning("ended, since it does not answer: worker=%s", name)
+        await asyncio.to_thread(_kill, name, workers.spec.namespace)
     for name, tenancy in orphans.workers.items():
         try:
             await workers.claim(name, tenancy)
@@ -119,11 +130,13 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
         group.set_head(head)
     starts = [t.start_s for t in tenancies if t.start_s is not None]
     workers.start_s = max(starts, default=None)
-    epoch = max(t.epoch for t in tenancies)
-    if epoch:
+    newest = max(t.newest_epoch for t in tenancies)
+    if not any(t.epoch for t in tenancies):
+        group.continue_after(newest)
+    else:
         is_degraded = any(t.is_degraded for t in tenancies)
         kind = EpochKind.DEGRADED if is_degraded else EpochKind.FULL
-        group.adopt(epoch=epoch, kind=kind, trouble=_why_broken(workers, tenancies, epoch=epoch))
+        group.adopt(epoch=newest, kind=kind, trouble=_why_broken(workers, tenancies, epoch=newest))
     return group
 
 

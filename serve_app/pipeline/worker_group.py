@@ -145,11 +145,16 @@ class WorkerGroup:
         self._prepare_for_deaths()
         return replace(report, pipeline=self.workers.spec.pipeline)
 
+    def continue_after(self, epoch: int) -> None:
+        """Numbers the next epoch higher than the last one of the claimed workers, which are in none
+        now."""
+        self._epoch = epoch
+
     def adopt(self, *, epoch: int, kind: EpochKind, trouble: EesdError | None) -> None:
-        """Goes on with the epoch that the claimed workers are in, or were in last. `trouble`: they
-        are not all in it."""
+        """Goes on with the newest epoch of the claimed workers. `trouble`: they are not all in
+        it."""
         self._epoch, self.kind, self.claimed_trouble = epoch, kind, trouble
-        self._has_been_full = kind is not EpochKind.NONE
+        self._has_been_full = True
         if kind is EpochKind.DEGRADED:
             self._set_fallbacks()
             self._unprepared = {slot.name for slot in self._draft_slots}

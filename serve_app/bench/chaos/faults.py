@@ -141,6 +141,8 @@ class FaultKind:
     """How often it comes in one turn of all kinds."""
     pauses_streams: bool = True
     """Whether streams wait until it is mended."""
+    breaks_connections: bool = False
+    """Whether clients resume their streams after it."""
     is_slow: bool = False
     """Whether the service notices it by its deadline alone. One of these comes in each turn."""
     needs_tracing: bool = False
@@ -360,10 +362,14 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
     "spinning loop": FaultKind(inject=_in_pipeline(_spin), is_slow=True),
     "silent peer": FaultKind(inject=_in_pipeline(_silence), is_slow=True, needs_tracing=True),
     "ingress": FaultKind(
-        inject=_kill_in_front("ingress", lambda targets: targets.ingresses()), pauses_streams=False
+        inject=_kill_in_front("ingress", lambda targets: targets.ingresses()),
+        pauses_streams=False,
+        breaks_connections=True,
     ),
     "proxy": FaultKind(
-        inject=_kill_in_front("HTTP proxy", lambda targets: targets.proxies()), pauses_streams=False
+        inject=_kill_in_front("HTTP proxy", lambda targets: targets.proxies()),
+        pauses_streams=False,
+        breaks_connections=True,
     ),
 }
 """In the order that a schedule shuffles."""

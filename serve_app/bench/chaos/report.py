@@ -17,6 +17,8 @@ from serve_app.bench.chaos.faults import fault_named
 
 _SETTLE_S = 1.0
 """Tokens that were sent before a fault may still arrive so long after it."""
+_FRONT_IS_BACK_S = 5.0
+"""A killed proxy's port is back within so long."""
 
 Fate = Literal["same", "lost", "repeated", "changed"]
 _BAD_FATES: tuple[Fate, ...] = ("lost", "repeated", "changed")
@@ -139,9 +141,18 @@ def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
     return max(around)[1] if around else None
 
 
-def _is_alone(recovery: Recovery, others: Sequence[Recovery]) -> bool:
-    """Whether none of its streams waited for the end of another fault at the same time."""
+def _is_alone(
+    recovery: Recovery, others: Sequence[Recovery], faults: Sequence[InjectedFault]
+) -> bool:
+    """Whether none of its streams waited for the end of another fault, or for the front, at the
+    same time."""
     start, end = recovery.fault.injected_s, recovery.fault.injected_s + recovery.last_s
+    if any(
+        fault_named(fault.kind).breaks_connections
+        and start - _FRONT_IS_BACK_S < fault.injected_s < end
+        for fault in faults
+    ):
+        return False
     return not any(
         other.fault.number != recovery.fault.number
         and other.fault.streams & recovery.fault.streams
@@ -182,7 +193,7 @@ def summarise(
     counts = Counter(fates)
     recoveries = [r for fault in faults if (r := recovery_of(fault, disturbed)) is not None]
     last = [recovery.last_s for recovery in recoveries]
-    alone = [recovery.last_s for recovery in recoveries if _is_alone(recovery, recoveries)]
+    alone = [r for r in recoveries if _is_alone(r, recoveries, faults)]
     first = [recovery.first_s for recovery in recoveries]
     hits = Counter(
         name for fault in faults if fault_named(fault.kind).pauses_streams for name in fault.streams
@@ -195,14 +206,15 @@ def summarise(
         "changed": counts["changed"],
         "resumed": sum(stream.num_resumed > 0 for stream in disturbed),
         "resumptions": sum(stream.num_resumed for stream in disturbed),
+        "turned_away": sum(stream.num_turned_away for stream in disturbed),
         "recovery_p50_s": percentile(last, 0.50),
         "recovery_p95_s": percentile(last, 0.95),
         "first_stream_p50_s": percentile(first, 0.50),
         "first_stream_p95_s": percentile(first, 0.95),
         "alone_kills": len(alone),
-        "alone_p50_s": percentile(alone, 0.50),
-        "alone_p95_s": percentile(alone, 0.95),
-        "recovery_by_kind": _by_kind(faults, recoveries, noticed),
+        "alone_p50_s": percentile([r.last_s for r in alone], 0.50),
+        "alone_p95_s": percentile([r.last_s for r in alone], 0.95),
+        "recovery_by_kind": _by_kind(faults, recoveries, alone, noticed),
         "interruptions": hits.total(),
         "interrupted_requests": len(hits),
         "most_interruptions_of_one": max(hits.values(), default=0),
@@ -270,19 +282,24 @@ def pace_of(streams: Sequence[Streamed]) -> dict[str, float]:
 def _by_kind(
     faults: Sequence[InjectedFault],
     recoveries: Sequence[Recovery],
+    alone: Sequence[Recovery],
     noticed: Mapping[int, Noticed],
 ) -> dict[str, object]:
     by_kind: dict[str, object] = {}
     for kind, num in sorted(Counter(fault.kind for fault in faults).items()):
-        ours = [r for r in recoveries if r.fault.kind == kind]
+        ours = [r.last_s for r in recoveries if r.fault.kind == kind]
+        apart = [r.last_s for r in alone if r.fault.kind == kind]
         seen = [noticed[f.number].after_s for f in faults if f.kind == kind and f.number in noticed]
         by_kind[kind] = {
             "kills": num,
             "noticed_p50_s": percentile(seen, 0.50),
             "noticed_max_s": percentile(seen, 1.0),
-            "p50_s": percentile([r.last_s for r in ours], 0.50),
-            "p95_s": percentile([r.last_s for r in ours], 0.95),
-            "max_s": percentile([r.last_s for r in ours], 1.0),
+            "p50_s": percentile(ours, 0.50),
+            "p95_s": percentile(ours, 0.95),
+            "max_s": percentile(ours, 1.0),
+            "alone_kills": len(apart),
+            "alone_p50_s": percentile(apart, 0.50),
+            "alone_p95_s": percentile(apart, 0.95),
         }
     return by_kind
 
@@ -298,7 +315,8 @@ def table(report: Mapping[str, object]) -> str:
     lines = [
         f"{report['requests']} requests, {report['kills']} kills: {report['lost']} lost, "
         f"{report['repeated']} repeated, {report['changed']} changed",
-        f"{report['resumed']} requests resumed by their client, {report['resumptions']} times",
+        f"{report['resumed']} requests resumed by their client, {report['resumptions']} times, "
+        f"{report['turned_away']} answers of a front that was being replaced",
         f"from kill to the last stream's next token: p50 {_s(report['recovery_p50_s'])}, "
         f"p95 {_s(report['recovery_p95_s'])}; longest pause {_s(report['longest_pause_s'])}",
         f"{report['alone_kills']} kills with no other one before their end: "
@@ -312,13 +330,14 @@ def table(report: Mapping[str, object]) -> str:
         *(f"failed: {complaint}" for complaint in complaints(report)),
         "",
         f"{'kind':27} {'times':>5} {'noticed':>8} {'at most':>8} {'p50':>8} {'p95':>8} "
-        f"{'longest':>8}",
+        f"{'longest':>8} {'alone':>6} {'p50':>8} {'p95':>8}",
     ]
     for kind, row in by_kind.items():
         lines.append(
             f"{kind:27} {row['kills']:5} {_s(row['noticed_p50_s']):>8} "
             f"{_s(row['noticed_max_s']):>8} {_s(row['p50_s']):>8} {_s(row['p95_s']):>8} "
-            f"{_s(row['max_s']):>8}"
+            f"{_s(row['max_s']):>8} {row['alone_kills']:6} {_s(row['alone_p50_s']):>8} "
+            f"{_s(row['alone_p95_s']):>8}"
         )
     return "\n".join(lines)
 

@@ -283,6 +283,27 @@ def test_workers_of_no_epoch_are_kept_and_their_first_epoch_is_started_once(worl
     _run(story)
 
 
+def test_workers_that_have_left_their_epoch_join_the_next_at_the_first_attempt(
+    world: World,
+) -> None:
+    """Their supervisor has died between two epochs: they refuse numbers that they have seen."""
+
+    async def story() -> None:
+        first = await world.started("one")
+        for _ in range(4):
+            await first.end_epoch(PeerLost(peer="p", operation="test", reason="test"))
+            await first.start_epoch(timeout_s=10.0)
+        await first.end_epoch(PeerLost(peer="p", operation="test", reason="test"))
+        await world.dies(first)
+        group = await world.claimed("two")
+        assert (group.kind, group.claimed_trouble, group.epoch) == (EpochKind.NONE, None, 5)
+        await group.start_epoch(timeout_s=10.0)
+        assert group.epoch == 6
+        await group.stop()
+
+    _run(story)
+
+
 def test_a_degraded_epoch_is_claimed_as_one_and_fails_back(world: World) -> None:
     async def story() -> None:
         first = await world.started("one")
@@ -329,8 +350,9 @@ def test_the_streams_of_a_degraded_epoch_that_lacks_a_worker_are_ended(world: Wo
     _run(story)
 
 
+@pytest.mark.parametrize("since", ["before the search", "after the search"])
 def test_a_worker_that_does_not_answer_is_killed_and_replaced(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, since: str
 ) -> None:
     monkeypatch.setattr(claim_module, "_ANSWER_S", 0.2)
 
@@ -338,6 +360,8 @@ def test_a_worker_that_does_not_answer_is_killed_and_replaced(
         first = await world.started("one")
         frozen = handle_of(first, "verify rank 1")
         await world.dies(first)
+        if since == "before the search":
+            frozen.thawed.clear()
         orphans = await world.orphans("two")
         assert orphans is not None
         frozen.thawed.clear()

@@ -213,6 +213,9 @@ def test_kills_with_overlapping_silences_are_left_out_of_the_figures_of_those_al
     report = summarise([stream], [stream], [*pair, single, router])
     assert (report["alone_kills"], report["alone_p95_s"]) == (1, 2.5)
     assert report["recovery_p95_s"] == 7.0
+    assert report["recovery_by_kind"]["verify rank"]["alone_p95_s"] == 2.5  # type: ignore[index]
+    proxy = _fault("proxy", at=19.0, number=4)  # its port is not back yet
+    assert summarise([stream], [stream], [*pair, single, proxy])["alone_kills"] == 0
 
 
 def test_a_percentile_is_the_smallest_value_that_enough_others_do_not_exceed() -> None:
@@ -347,12 +350,16 @@ def test_a_stream_that_ends_without_a_reason_is_not_complete() -> None:
 class _Breaking:
     """A service of which every connection breaks after one event, in the middle of the next one."""
 
-    def __init__(self, *, answers_400: bool = False) -> None:
+    def __init__(self, *, answers_400: bool = False, is_away_at_first: bool = False) -> None:
         self.asked_after: list[str | None] = []
         self._answers_400 = answers_400
+        self._is_away = is_away_at_first
 
     async def answer(self, request: Request) -> Response:
         after = request.headers.get("last-event-id")
+        if self._is_away:
+            self._is_away = False
+            return Response("Internal Server Error", status_code=500)
         self.asked_after.append(after)
         if len(self.asked_after) == 2:
             return JSONResponse({}, status_code=400 if self._answers_400 else 503)
@@ -389,6 +396,15 @@ def test_a_stream_whose_connection_breaks_continues_after_its_last_whole_event()
     assert heard.is_complete
     assert (heard.tokens, heard.num_resumed) == ((0, 1, 2), 2)
     assert service.asked_after == [None, "0", "0", "1"]
+
+
+def test_a_patient_client_repeats_what_a_front_that_goes_away_answers() -> None:
+    """Serve's proxy says so of a request that a killed ingress had not answered yet."""
+    patient = _Breaking(is_away_at_first=True).heard(max_attempts=5)
+    assert patient.is_complete
+    assert (patient.num_turned_away, patient.num_resumed) == (2, 2)
+    impatient = _Breaking(is_away_at_first=True).heard(max_attempts=1)
+    assert "answered 500" in (impatient.error or "")
 
 
 def test_a_stream_that_breaks_too_often_or_is_refused_says_how() -> None:
