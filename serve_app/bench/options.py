@@ -25,7 +25,9 @@ class ChaosOptions:
     slowest stream of that pipeline; first_stream_* are those of its quickest. Router kills are in
     no recovery time: no stream waits for a router. noticed_* are seconds until the pipeline named
     the trouble. alone_* leave out kills after which a stream also waited for the recovery from
-    another kill. A kill after which no stream of its pipeline continued counts as infinite.
+    another kill, or for a killed ingress or proxy; turned_away counts the errors that clients were
+    answered while those were replaced. A kill after which no stream of its pipeline continued
+    counts as infinite.
 
     Exit status 1 when a stream was lost, repeated or changed, when nothing was killed, when a kill
     went unnoticed, and when the schedule ended early because the service had not recovered in time.

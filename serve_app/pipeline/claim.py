@@ -111,9 +111,6 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
 
     Raises LeaseLost when another supervisor has claimed one of them.
     """
-    for name in orphans.silent:
-        logger.warning("ended, since it does not answer: worker=%s", name)
-        await asyncio.to_thread(_kill, name, workers.spec.namespace)
     for name, tenancy in orphans.workers.items():
         try:
             await workers.claim(name, tenancy)
@@ -122,6 +119,9 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
         except (EesdError, TimeoutError, ValueError) as error:
             logger.warning("not claimed: worker=%s error=%r", name, error)
             await asyncio.to_thread(_kill, name, workers.spec.namespace)
+    for name in orphans.silent:
+        logger.warning("ended, since it does not answer: worker=%s", name)
+        await asyncio.to_thread(_kill, name, workers.spec.namespace)
     group = WorkerGroup(workers)
     tenancies = orphans.workers.values()
     configured = workers.spec.engine.model.head

@@ -12,8 +12,8 @@ import uvicorn
 from eesd_dist.text import Tokenizer
 from serve_app.config import BUNDLED_MODEL, LimitsConfig
 from serve_app.ingress.proxy_front import BoundedHead
-from serve_app.openai.api import build_api
 from serve_app.openai.limits import limits_of
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
 _START_S = 60.0
@@ -54,27 +54,18 @@ def _serve(
     tokenizer = Tokenizer.load(BUNDLED_MODEL, max_tokens=max_model_len)
     engine = ToyEngine(vocab_size=tokenizer.vocab_size, delay_s=0.001)
 
-    async def health() -> str | None:
-        return None
-
-    async def metrics() -> bytes:
-        return b""
-
     async def toy() -> dict[str, int]:
         return {"num_live": engine.num_live}
 
-    app = build_api(
+    app = toy_api(
         engine,
         tokenizer=tokenizer,
-        model_name="toy",
         max_model_len=max_model_len,
         limits=limits_of(
             LimitsConfig(read_timeout_s=read_timeout_s),
             max_model_len=max_model_len,
             max_running=32,
         ),
-        health=health,
-        metrics=metrics,
     )
     app.add_api_route("/debug/toy", toy, methods=["GET"])
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=BoundedHead)

@@ -17,10 +17,9 @@ import httpx
 import pytest
 
 from serve_app.config import LimitsConfig
-from serve_app.openai.api import build_api
 from serve_app.openai.limits import limits_of
 from tests.support.live_server import serving
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
 CONFIG = Path(__file__).parents[2] / "infra" / "gateway" / "nginx.conf"
@@ -44,22 +43,8 @@ class Gateway:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Gateway]:
-    async def health() -> str | None:
-        return None
-
-    async def metrics() -> bytes:
-        return b""
-
     engine = ToyEngine(delay_s=0.05)
-    app = build_api(
-        engine,
-        tokenizer=ByteCodec(),
-        model_name="toy",
-        max_model_len=2048,
-        limits=LIMITS,
-        health=health,
-        metrics=metrics,
-    )
+    app = toy_api(engine, max_model_len=2048, limits=LIMITS)
     words = (
         "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout server.key -out server.crt"
     )

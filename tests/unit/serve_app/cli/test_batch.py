@@ -18,11 +18,10 @@ from serve_app.batch.runner import BatchOptions, BatchReport
 from serve_app.batch.start import _identity, run_there
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
-from serve_app.config import LimitsConfig, service_config
-from serve_app.openai.api import build_api
-from serve_app.openai.limits import limits_of
+from serve_app.config import service_config
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
 
@@ -78,28 +77,11 @@ class Job:
         return cli.main(["batch", *files, *there, *words])
 
 
-async def _well() -> None:
-    return None
-
-
-async def _no_metrics() -> bytes:
-    return b""
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     model = write_byte_level(tmp_path / "model")
     engine = ToyEngine(vocab_size=320)
-    api = build_api(
-        engine,
-        tokenizer=Tokenizer.load(model),
-        model_name="toy",
-        max_model_len=200,
-        limits=limits_of(LimitsConfig(), max_model_len=200, max_running=32),
-        health=_well,
-        metrics=_no_metrics,
-    )
-    proxy = _Proxy(api)
+    proxy = _Proxy(toy_api(engine, tokenizer=Tokenizer.load(model), max_model_len=200))
     with serving(proxy) as url:
         yield Job(folder=tmp_path, model=model, engine=engine, proxy=proxy, url=url)
 

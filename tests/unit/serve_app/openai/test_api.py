@@ -11,11 +11,10 @@ import pytest
 from eesd_dist.errors import EngineError, PoisonRequest, QueueFull
 from eesd_dist.types import FinishReason
 from serve_app.openai import sse
-from serve_app.openai.api import build_api
 from serve_app.openai.preparation import choice_seed
 from tests.support.event_stream import parsed
 from tests.support.live_server import serving
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 from tests.unit.serve_app.openai.conftest import LIMITS, MAX_MODEL_LEN, MODEL, Api
 
@@ -592,22 +591,7 @@ def test_health_follows_the_engine_and_liveness_does_not(api: Api) -> None:
 
 
 def test_a_key_is_asked_for_where_one_is_set() -> None:
-    async def fine() -> None:
-        return None
-
-    async def page() -> bytes:
-        return b""
-
-    app = build_api(
-        ToyEngine(),
-        tokenizer=ByteCodec(),
-        model_name=MODEL,
-        max_model_len=100,
-        limits=LIMITS,
-        health=fine,
-        metrics=page,
-        api_key="s3cret",
-    )
+    app = toy_api(ToyEngine(), model_name=MODEL, max_model_len=100, limits=LIMITS, api_key="s3cret")
     with (
         serving(app) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="s3cret", max_retries=0) as good,

@@ -17,13 +17,13 @@ from eesd_dist.errors import CapacityError, QueueFull, RequestError
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig, service_config
 from serve_app.openai import gate
-from serve_app.openai.api import build_api
 from serve_app.openai.errors import HeadTooLarge
 from serve_app.openai.gate import AdmissionGate, check_head, check_json
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 from tests.support.live_server import serving
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 from tests.unit.serve_app.openai.conftest import Api
 
@@ -369,18 +369,5 @@ def test_a_request_that_waits_for_its_first_token_ends_too(tokenizer: Tokenizer)
 
 
 def _api(engine: ToyEngine, tokenizer: Tokenizer, *, ttl_s: float) -> FastAPI:
-    async def health() -> str | None:
-        return None
-
-    async def metrics() -> bytes:
-        return b""
-
-    return build_api(
-        engine,
-        tokenizer=tokenizer,
-        model_name="toy",
-        max_model_len=200,
-        limits=replace(LIMITS, request_ttl_s=ttl_s),
-        health=health,
-        metrics=metrics,
-    )
+    limits = replace(LIMITS, request_ttl_s=ttl_s)
+    return toy_api(engine, tokenizer=tokenizer, max_model_len=200, limits=limits)

@@ -15,11 +15,10 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from eesd_dist.errors import ResumedElsewhere
-from serve_app.openai.api import build_api
 from serve_app.openai.event_ids import EventIds, Origin, Shown, WrongEventId, opened
 from tests.support.event_stream import SentEvent, folded, parsed
 from tests.support.live_server import serving
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 from tests.unit.serve_app.openai.conftest import LIMITS, Api
 
@@ -242,23 +241,8 @@ def test_an_id_with_one_other_character_is_refused(num_choices: int) -> None:
 
 @contextmanager
 def _service(key: str | None, *, model: str = "toy") -> Iterator[tuple[str, ToyEngine]]:
-    async def nothing() -> None:
-        return None
-
-    async def no_metrics() -> bytes:
-        return b""
-
     engine = ToyEngine(vocab_size=128)
-    app = build_api(
-        engine,
-        tokenizer=ByteCodec(),
-        model_name=model,
-        max_model_len=100,
-        limits=LIMITS,
-        health=nothing,
-        metrics=no_metrics,
-        api_key=key,
-    )
+    app = toy_api(engine, model_name=model, max_model_len=100, limits=LIMITS, api_key=key)
     with serving(app) as url:
         yield url, engine
 

@@ -56,7 +56,7 @@ def test_two_processes_are_disconnected_and_a_third_is_not(host: str) -> None:
             try:
                 assert sever(callers[0].pid, os.getpid()) == 1
             except PermissionError as error:
-                pytest.skip(f"this machine lets nobody take over sockets: {error}")
+                pytest.skip(f"this machine does not let root take over sockets: {error}")
             assert callers[0].communicate(timeout=10)[0].strip() == "severed"
             assert callers[1].poll() is None
             closed = []
@@ -131,7 +131,7 @@ def test_a_deaf_process_reads_nothing_and_its_kernel_takes_everything() -> None:
                 try:
                     assert deafen(process.pid, os.getpid()) == 1
                 except PermissionError as error:
-                    pytest.skip(f"this machine lets nobody take over sockets: {error}")
+                    pytest.skip(f"this machine does not let root take over sockets: {error}")
                 connection.sendall(b"two")
                 assert num_read() == 0
                 time.sleep(0.2)  # the kernel may acknowledge late
