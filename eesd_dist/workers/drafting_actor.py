@@ -137,6 +137,7 @@ class DraftActor(WorkerActor):
         return WorkerStatus(
             epoch=running.epoch,
             progress=running.progress_of(has_work=load.num_running + load.num_waiting > 0),
+            has_computed=running.has_computed,
             is_busy=True,
             num_live=len(self._mail),
         )

@@ -140,6 +140,8 @@ class WorkerStatus:
     """Grows with every token, prompt row or round of its epoch; unchanged work is no progress."""
     is_busy: bool
     """Whether it has work, so that its progress must grow."""
+    has_computed: bool = False
+    """Whether its epoch has given a token or a prompt row so far; only of a drafting actor."""
     phase: str = ""
     """A long phase that it is in, such as loading; empty: none."""
     allowed_s: float = 0.0

@@ -38,6 +38,11 @@ class RoundLoop:
         """Returns whether no round is in flight with a request that was there at `disturb`."""
         return self._num_turns - max(self._loud_turn, self._disturbed_turn) > _NUM_QUIET
 
+    @property
+    def has_computed(self) -> bool:
+        """Whether a token was committed, or a prompt row computed."""
+        return self._num_computed > 0
+
     def progress_of(self, *, has_work: bool) -> int:
         """Returns a number that changes as long as the loop makes progress: with work, a turn that
         computes nothing is none."""

@@ -179,14 +179,15 @@ class Pipeline:
         self._heart.cancel()
 
     async def report(self) -> PipelineReport:
-        """Returns what the router is told: for ingresses while the router is silent."""
+        """Returns what the router is told: for ingresses while the router is silent. Raises
+        EngineError before there is a worker group."""
+        self._supervisor.require_group()
         return self._report()
 
     async def contacts(self) -> Contacts:
         """Returns its actors, for a KV migration. Raises PeerLost while the drafting actor is being
         replaced."""
-        group = await self._supervisor.worker_group()
-        group.leader  # noqa: B018  # raises
+        self._supervisor.require_group().leader  # noqa: B018  # raises
         return Contacts(pipeline=self._name, ranks=self._ranks())
 
     async def drain(self, name: str) -> Drained | None:
@@ -253,7 +254,8 @@ class Pipeline:
 
     async def flush(self) -> None:
         """Sends and writes what every worker still holds, before they are taken down."""
-        for worker in (await self._supervisor.worker_group()).workers:
+        group = self._supervisor.group
+        for worker in () if group is None else group.workers:
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                     await worker.handle.flush.remote()
@@ -262,8 +264,7 @@ class Pipeline:
 
     async def state(self) -> PipelineState:
         supervisor = self._supervisor
-        group = await supervisor.worker_group()
-        leader = self._leader()
+        group, leader = supervisor.require_group(), self._leader()
         return PipelineState(
             pipeline=self._name,
             pid=os.getpid(),
@@ -292,7 +293,7 @@ class Pipeline:
         return stats
 
     async def _of_leader(self, method: str) -> Any:
-        leader = (await self._supervisor.worker_group()).leader
+        leader = self._supervisor.require_group().leader
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 return await leader.ask(method, method)
@@ -332,6 +333,10 @@ class Pipeline:
             await asyncio.sleep(self._config.router.heartbeat_s)
 
     async def _publish_status(self) -> None:
+        """Tells the router. Not before there is a worker group: of a claimed pipeline the router
+        knows the drafting actor, and without one in the report its streams would end."""
+        if self._supervisor.group is None:
+            return
         try:
             await beat(self._router, self._report())
         except PeerLost:
@@ -341,7 +346,7 @@ class Pipeline:
 
     def _report(self) -> PipelineReport:
         supervisor = self._supervisor
-        group, leader = supervisor.present_group, self._leader()
+        group, leader = supervisor.group, self._leader()
         return PipelineReport(
             pipeline_id=PipelineId(self._name),
             leader="" if leader is None else leader.name,
@@ -360,7 +365,7 @@ class Pipeline:
 
     def _leader(self) -> Worker | None:
         """Returns the process that takes requests; None while there is none."""
-        group = self._supervisor.present_group
+        group = self._supervisor.group
         if group is None:
             return None
         try:
@@ -371,7 +376,7 @@ class Pipeline:
     def _ranks(self) -> dict[str, Any]:
         """Returns the handles of all workers; of fallbacks only the leader, since they have no
         peers in other pipelines: their streams are recomputed."""
-        group, leader = self._supervisor.present_group, self._leader()
+        group, leader = self._supervisor.group, self._leader()
         if group is None or leader is None:
             return {}
         if group.is_degraded:

@@ -89,23 +89,19 @@ class Supervisor:
         """Seconds of earlier degraded epochs."""
         self.promotion: Promotion | None = None
         """The promoted exit head; None: that of the configuration."""
-        self._worker_group: asyncio.Future[WorkerGroup] = asyncio.get_running_loop().create_future()
+        self.group: WorkerGroup | None = None
+        """None before its workers are placed or claimed, or if they never will be."""
         self._supervising = asyncio.ensure_future(self._supervise(group))
 
-    async def worker_group(self) -> WorkerGroup:
-        """Waits for the worker group; raises why there will be none."""
-        return await asyncio.shield(self._worker_group)
-
-    @property
-    def present_group(self) -> WorkerGroup | None:
-        """The worker group; None before its workers are placed, or if they never will be."""
-        future = self._worker_group
-        return future.result() if future.done() and future.exception() is None else None
+    def require_group(self) -> WorkerGroup:
+        """Returns the worker group. Raises EngineError with the reason why there is none."""
+        if self.group is None:
+            raise EngineError(f"pipeline {self._pipeline} has no workers: {self.why_unavailable()}")
+        return self.group
 
     @property
     def epoch(self) -> int:
-        group = self.present_group
-        return 0 if group is None else group.epoch
+        return 0 if self.group is None else self.group.epoch
 
     @property
     def is_ready(self) -> bool:
@@ -115,8 +111,7 @@ class Supervisor:
     @property
     def is_degraded(self) -> bool:
         """Whether it is ready with fallbacks for the draft stage."""
-        group = self.present_group
-        return group is not None and group.is_degraded and self.is_ready
+        return self.group is not None and self.group.is_degraded and self.is_ready
 
     @property
     def degraded_s(self) -> float:
@@ -126,15 +121,13 @@ class Supervisor:
     @property
     def start_s(self) -> float | None:
         """Seconds of the longest start of a full epoch, weights included; None before the first."""
-        group = self.present_group
-        return None if group is None else group.workers.start_s
+        return None if self.group is None else self.group.workers.start_s
 
     def why_unavailable(self) -> str:
         """Returns the reason, or an empty string if the pipeline is ready."""
         if self._fatal is not None:
             return f"given up: {self._fatal}"
-        waited_s = time.monotonic() - self._since_s
-        group = self.present_group
+        waited_s, group = time.monotonic() - self._since_s, self.group
         if group is None or (group.kind is EpochKind.NONE and self.num_interruptions == 0):
             return f"loading for {waited_s:.1f} s: {self.trouble}"
         if group.kind is EpochKind.NONE or self._is_broken:
@@ -146,8 +139,7 @@ class Supervisor:
 
     def loading(self) -> str:
         """Returns which workers still load weights, and their progress; empty if none does."""
-        group = self.present_group
-        loads = [] if group is None else [(w.slot.name, w.status.load) for w in group.workers]
+        loads = [(w.slot.name, w.status.load) for w in (self.group.workers if self.group else ())]
         return ", ".join(f"{name} {load.told}" for name, load in loads if load and not load.is_over)
 
     async def check(self) -> None:
@@ -160,7 +152,6 @@ class Supervisor:
     async def load_head(self, folder: str, *, in_place_of: str, pause_s: float) -> HeadReport:
         """Loads another exit head. Raises CheckpointError or ConfigError if it does not fit; then
         the old one stays."""
-        group = await self.worker_group()
         deadline_s = time.monotonic() + pause_s
         while why := self.why_unavailable():
             if time.monotonic() > deadline_s:
@@ -169,25 +160,31 @@ class Supervisor:
                     f"{pause_s:g} s: {why}"
                 )
             await asyncio.sleep(self._timings.beat_s)
+        group = self.require_group()
         if group.is_degraded:
             raise EngineError(f"cannot take {folder} now: degraded: {DEGRADED}; try again")
-        async with asyncio.timeout(self._timings.load_s):
-            report = await group.load_head(folder)
+        try:
+            async with asyncio.timeout(self._timings.load_s):
+                report = await group.load_head(folder)
+        except TimeoutError as error:
+            raise EngineError(
+                f"cannot take {folder}: pipeline {self._pipeline} has not loaded it within "
+                f"{self._timings.load_s:g} s"
+            ) from error
         self.promotion = Promotion(in_place_of=in_place_of, head=folder, taken_unix_s=time.time())
         return report
 
     async def stop(self) -> None:
         """Releases the workers and their placement groups: this pipeline is not wanted any more."""
         self._stopping.set()
-        if not self._worker_group.done():  # still waiting for room
+        if self.group is None:  # still waiting for room
             self._supervising.cancel()
         await asyncio.gather(self._supervising, return_exceptions=True)
 
     async def _supervise(self, make_group: Callable[[], Awaitable[WorkerGroup]]) -> None:
         """Runs until the pipeline is released, given up, or claimed by another supervisor."""
         try:
-            group = await make_group()
-            self._worker_group.set_result(group)
+            group = self.group = await make_group()
             if group.kind is not EpochKind.NONE:  # claimed
                 await self._mark_ready(group)
             if group.claimed_trouble is not None:
@@ -205,11 +202,8 @@ class Supervisor:
             self._fatal = error if isinstance(error, EesdError) else bug
             is_bug = self._fatal is bug
             logger.error("given up: pipeline=%s: %s", self._pipeline, error, exc_info=is_bug)
-            if self._worker_group.done():
-                await self._worker_group.result().stop()
-        if not self._worker_group.done() and self._fatal is not None:
-            self._worker_group.set_exception(self._fatal)
-            self._worker_group.exception()  # callers may come later, or never
+            if self.group is not None:
+                await self.group.stop()
         await self._publish_status()
 
     def _state(self, group: WorkerGroup) -> SupervisedState:
@@ -372,7 +366,7 @@ class Supervisor:
         # A lost peer or an unreadable file is no crash.
         is_crash = not isinstance(self.trouble, (PeerLost, ConfigError))
         had_requests = is_crash or any(status.num_live > 0 for status in heard)
-        has_worked = any(status.progress > 0 for status in heard)
+        has_worked = any(status.has_computed for status in heard)
         self._degraded_s = self.degraded_s
         self._since_s = time.monotonic()
         self.num_interruptions += 1

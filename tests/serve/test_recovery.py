@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -77,6 +77,21 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
 
     undisturbed = stream(kills=False)
     before = service.state()
+    is_claimed, num_attempts, num_streams = Event(), service.num_attempts(), 0
+
+    def streams() -> None:
+        nonlocal num_streams
+        while not is_claimed.is_set():
+            request = Request(
+                request_id=RequestId(f"meanwhile-{num_streams}"),
+                prompt=(TokenId(1), TokenId(2)),
+                sampling=SamplingParams(max_tokens=60),
+            )
+            tokens_of(service.items(request))
+            num_streams += 1
+
+    meanwhile = Thread(target=streams)
+    meanwhile.start()
     assert stream(kills=True) == undisturbed
 
     def claimed() -> PipelineState | None:
@@ -86,8 +101,13 @@ def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -
             return None
         return state if state.pid != before.pid and state.is_ready else None
 
-    after = until(claimed, timeout_s=120.0)
+    try:
+        after = until(claimed, timeout_s=120.0)
+    finally:
+        is_claimed.set()
+        meanwhile.join()
     assert after is not None
+    assert service.num_attempts() - num_attempts == num_streams, "no stream was interrupted"
     assert (after.pipeline, after.epoch) == (before.pipeline, before.epoch)
     assert after.leader == before.leader != "", "or ingresses would take it for another process"
     assert [w.pid for w in after.workers] == [w.pid for w in before.workers]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import threading
@@ -64,6 +65,12 @@ class Running:
         """Sends the request as an ingress does; returns its emissions, and the error that ends it
         as the last item."""
         return Items(_client_of(self), request)
+
+    def num_attempts(self) -> int:
+        """Returns how often `items` has sent a request to a pipeline."""
+        page = _client_of(self)._load_balancer.page()
+        found = re.search(rb"^eesd_router_requests_total\S* (\S+)$", page, re.MULTILINE)
+        return int(float(found[1])) if found else 0
 
 
 class Items:

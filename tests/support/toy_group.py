@@ -375,7 +375,7 @@ class ToyIngress:
         while not self._supervisor.is_ready:  # as an ingress without the router
             await self._supervisor.check()
             await asyncio.sleep(POLL_S)
-        leader = (await self._supervisor.worker_group()).leader
+        leader = self._supervisor.require_group().leader
         async for emission in emissions_of(leader, self._attempts.next(submission)):
             self._attempts.heard((emission,))
             self.num_tokens += len(emission.tokens)
