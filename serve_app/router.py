@@ -38,6 +38,7 @@ from eesd_dist.routing.directory import (
 )
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
+from serve_app.actor_classes import actor_class
 from serve_app.config import RouterConfig, ServiceConfig
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class AskRouter:
 def router_handle(config: ServiceConfig) -> Any:
     """Returns the one router of this name; starts it if there is none."""
     return (
-        ray.remote(Router)
+        actor_class(Router)
         .options(
             name=config.router.name,
             namespace=config.router.namespace,

@@ -36,6 +36,7 @@ from eesd_dist.workers.process import thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import detached_tenure, pipeline_prefix
+from serve_app.actor_classes import actor_class
 from serve_app.pipeline.placement import LEADER, RankSlot
 from serve_app.pipeline.placement_groups import PlacementGroups
 from serve_app.pipeline.spares import Spares
@@ -277,9 +278,9 @@ class Workers:
             ),
         }
         if slot.rank is None:
-            drafter = ray.remote(DraftActor).options(**options)
+            drafter = actor_class(DraftActor).options(**options)
             return drafter.remote(how.engine, **common, ask_router=how.ask_router)
-        rank = ray.remote(RankActor).options(**options)
+        rank = actor_class(RankActor).options(**options)
         return rank.remote(how.engine, **common, stage=slot.stage, rank=slot.rank)
 
 

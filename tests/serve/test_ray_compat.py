@@ -5,6 +5,7 @@ import time
 
 import ray
 from ray import serve
+from ray.actor import _ActorClassMethodMetadata
 from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -17,6 +18,7 @@ from cluster.ray_compat import (
     replica_actors,
     serve_status,
 )
+from serve_app.actor_classes import actor_class
 from tests.support.running import Running
 
 
@@ -53,6 +55,21 @@ def test_an_actor_is_dead_once_it_was_killed_and_one_that_ray_does_not_know_is_t
         time.sleep(0.05)
     assert is_actor_dead("0" * len(actor_id))
     assert num_live_actors() == num_before
+
+
+class _Plain:
+    pass
+
+
+def test_actors_of_one_class_leave_one_class_in_the_processes_with_handles_to_them(
+    ray_port: int,
+) -> None:
+    known = _ActorClassMethodMetadata._cache
+    before = len(known)
+    actors = [actor_class(_Plain).options(num_cpus=0).remote() for _ in range(3)]
+    assert len(known) == before + 1
+    for actor in actors:
+        ray.kill(actor)
 
 
 def test_the_proxies_and_the_replicas_of_a_deployment_are_processes_of_their_own(
