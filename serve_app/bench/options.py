@@ -80,7 +80,8 @@ class EndureOptions:
     contains zero or lies below 1 MiB (memory) or 4 (counts) in an hour.
 
     Exit status 1 when a figure grows, an answer is wrong, pages are in use without a request, or a
-    fault was not recovered from.
+    fault was not recovered from. What grows in processes without code of this project (Serve's
+    controller, raylet, GCS, Ray's agents and log monitor) is reported apart.
     """
 
     minutes: Annotated[float | None, "of load, the warm-up included (20; 2 with --quick)"] = None

@@ -14,7 +14,14 @@ from eesd_dist.provenance import collect_provenance
 from serve_app.bench.chaos.command import config_of
 from serve_app.bench.chaos.faults import fault_named
 from serve_app.bench.chaos.schedule import bodies_of, schedule
-from serve_app.bench.endure.report import Outcome, Reading, complaints, figures_of, table
+from serve_app.bench.endure.report import (
+    Outcome,
+    Reading,
+    complaints,
+    figures_of,
+    growth_in_ray,
+    table,
+)
 from serve_app.bench.options import ChaosOptions, EndureOptions
 from serve_app.config import ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
@@ -69,6 +76,7 @@ def main(options: EndureOptions) -> int:
         {
             "passed": not problems,
             "complaints": problems,
+            "growth_in_ray": growth_in_ray(outcome),
             "figures": [figure.as_json() for figure in outcome.figures],
             "idle_pages_in_use": [reading.pages_in_use for reading in readings.idle],
             "requests": dict(load.answers.counts),

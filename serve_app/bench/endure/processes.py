@@ -32,6 +32,9 @@ ROLES: Mapping[str, str] = {
 verify ranks: their processes have the same class."""
 OTHER = "other"
 """Ray's agents and log monitor, and workers without an actor."""
+RAYS_OWN = frozenset({"controller", "raylet", "gcs", OTHER})
+"""Roles of processes that run no code of this project. Ray's head remembers every actor that has
+died, and its log monitor keeps the files of ended processes open, up to 200."""
 
 
 class Pid(NamedTuple):

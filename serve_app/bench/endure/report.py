@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from serve_app.bench.endure.load import Answers
-from serve_app.bench.endure.processes import OTHER, Holdings, Pid
+from serve_app.bench.endure.processes import OTHER, RAYS_OWN, Holdings, Pid
 from serve_app.bench.endure.slopes import Sample, Slope, slope_of
 
 _MIB = 2**20
@@ -74,6 +74,7 @@ class Series:
     unit: str = ""
     limit_per_h: float = _COUNT_LIMIT_PER_H
     samples: Sequence[Sample]
+    is_rays_own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ class Figure:
     last: float
     slope: Slope | None
     """None where the run was too short to tell."""
+    is_rays_own: bool = False
+    """Of processes without code of this project: reported, and no reason to fail."""
 
     @property
     def has_grown(self) -> bool:
@@ -119,6 +122,7 @@ def figures_of(
             first=series.samples[0].value,
             last=series.samples[-1].value,
             slope=slope_of(series.samples, block_s=block_s),
+            is_rays_own=series.is_rays_own,
         )
         for series in _all_series(readings, idle, settle_s)
         if series.samples
@@ -135,6 +139,7 @@ def _all_series(
                 unit=quantity.unit,
                 limit_per_h=quantity.limit_per_h,
                 samples=_sums(readings, role, quantity.of, settle_s),
+                is_rays_own=role in RAYS_OWN,
             )
     for pid, held in _survivors_among_several(readings).items():
         samples = [(each, each.settled(held.role, settle_s).get(pid)) for each in readings]
@@ -206,9 +211,15 @@ class Outcome:
     """Whether the service was not ready again in time after a fault."""
 
 
+def growth_in_ray(outcome: Outcome) -> list[str]:
+    """Returns what grows in Ray's own processes."""
+    return [_complaint(each) for each in outcome.figures if each.has_grown and each.is_rays_own]
+
+
 def complaints(outcome: Outcome) -> list[str]:
     """Returns why the run proves nothing or failed; empty where everything is within its limit."""
-    found = [f"{each.name} grows: {_told(each)}" for each in outcome.figures if each.has_grown]
+    ours = [each for each in outcome.figures if not each.is_rays_own]
+    found = [_complaint(each) for each in ours if each.has_grown]
     found += [f"{num} answers wrong: {kind}" for kind, num in outcome.answers.wrong.items()]
     if outcome.idle and outcome.idle[-1].pages_in_use:
         found.append(f"{outcome.idle[-1].pages_in_use} pages in use without a request")
@@ -223,6 +234,10 @@ def complaints(outcome: Outcome) -> list[str]:
     return found
 
 
+def _complaint(figure: Figure) -> str:
+    return f"{figure.name} grows: {_told(figure)}"
+
+
 def table(outcome: Outcome, faults: Mapping[str, int]) -> str:
     """Returns the figures as text."""
     asked = ", ".join(f"{num} {kind}" for kind, num in sorted(outcome.answers.counts.items()))
@@ -232,6 +247,7 @@ def table(outcome: Outcome, faults: Mapping[str, int]) -> str:
             f"requests: {asked}; {outcome.answers.num_tokens} tokens",
             f"faults: {broken or 'none'}",
             *(f"failed: {complaint}" for complaint in complaints(outcome)),
+            *(f"in Ray's own processes: {growth}" for growth in growth_in_ray(outcome)),
             "",
             f"{'figure':44} {'first':>9} {'last':>9}   growth in an hour (95 %)",
             *(f"{f.name:44} {f.first:9.1f} {f.last:9.1f}   {_told(f)}" for f in outcome.figures),

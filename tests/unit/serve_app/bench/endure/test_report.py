@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from serve_app.bench.endure.load import Answers
-from serve_app.bench.endure.processes import Holdings, Pid
+from serve_app.bench.endure.processes import OTHER, Holdings, Pid
 from serve_app.bench.endure.report import (
     Figure,
     IdleReading,
@@ -13,6 +13,7 @@ from serve_app.bench.endure.report import (
     Reading,
     complaints,
     figures_of,
+    growth_in_ray,
     table,
 )
 
@@ -86,6 +87,18 @@ def test_handles_that_add_up_are_found() -> None:
     )
     assert grown["handles of ingress"].has_grown
     assert not grown["sockets of ingress"].has_grown
+
+
+def test_what_grows_in_rays_own_processes_is_told_and_fails_nothing() -> None:
+    monitor = Pid(number=30, started_s=_BEGAN_UNIX_S - 20.0)
+    found = figures(
+        lambda at_s: service(at_s) | {monitor: held(OTHER, handles=40 + int(at_s / 60.0))}
+    )
+    told = outcome(figures=list(found.values()))
+    assert complaints(told) == []
+    (growth,) = growth_in_ray(told)
+    assert growth.startswith("handles of other grows: ")
+    assert f"in Ray's own processes: {growth}" in table(told, {})
 
 
 def test_a_new_process_counts_only_when_it_has_settled() -> None:
