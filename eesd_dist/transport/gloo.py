@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.transport.connection_filter import ConnectionFilter
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.connection_filter import LISTENING, ConnectionFilter
+from eesd_dist.transport.authentication.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "the default" to torch
@@ -67,10 +67,6 @@ _KEEPALIVE = (
 SocketAddress = tuple[str, int]
 Connection = tuple[SocketAddress, SocketAddress]
 """From where to where."""
-
-LISTENING = threading.Lock()
-"""Held while a listening socket is opened: a device's socket is found by comparing the sockets
-before and after. One that a library opens at that moment would be taken for the device's."""
 
 
 class TransferBackend(Protocol):

@@ -17,13 +17,13 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
 from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.refused import RefusedConnections
 
 _SHORTEST_S = 0.1
 

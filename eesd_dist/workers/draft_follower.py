@@ -12,7 +12,7 @@ from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.command_stream import DistCommandSource
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, UnconnectedGroup
-from eesd_dist.workers.epoch_groups import EpochGroups, all_or_none
+from eesd_dist.workers.epochs.epoch_groups import EpochGroups, all_or_none
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import LoadedOnce
 from eesd_dist.workers.messages import Epoch

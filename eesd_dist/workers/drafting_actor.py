@@ -28,7 +28,7 @@ from eesd_dist.errors import (
 )
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.types import Request, RequestId, RoundStats
-from eesd_dist.workers.admission import Admission
+from eesd_dist.workers.epochs.round_loop import RoundLoop
 from eesd_dist.workers.messages import (
     Address,
     ControlReport,
@@ -44,11 +44,11 @@ from eesd_dist.workers.messages import (
     Tenancy,
     WorkerStatus,
 )
-from eesd_dist.workers.outboxes import TAKE_WAIT_S, Outboxes
 from eesd_dist.workers.process import prepare_process, tracing_of
 from eesd_dist.workers.roles import EpochLeader, StageFactory, StepLike
-from eesd_dist.workers.round_loop import RoundLoop
 from eesd_dist.workers.router_client import Plans, RouterLink
+from eesd_dist.workers.streams.admission import Admission
+from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S, Outboxes
 from eesd_dist.workers.tenure import Tenure
 from eesd_dist.workers.watch import DraftWatch
 from eesd_dist.workers.worker_actor import WorkerActor

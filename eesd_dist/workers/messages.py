@@ -12,7 +12,7 @@ from typing import Literal
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import Backend
-from eesd_dist.transport.handshake import Address as Address
+from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
 StageName = Literal["draft", "verify"]

@@ -25,10 +25,10 @@ from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation, PageTraffic
+from eesd_dist.transport.authentication.key_store import StoreHost
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.group import ProcessGroup, Tag
-from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
-from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group, connect_store
 from eesd_dist.types import RequestId
 from eesd_dist.workers.messages import Meeting, PageLink, PagePart

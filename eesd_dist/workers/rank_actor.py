@@ -17,7 +17,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.drafting_actor import DraftActor
-from eesd_dist.workers.loop import ABORT_WAIT_S, LoopThread
+from eesd_dist.workers.epochs.loop import ABORT_WAIT_S, LoopThread
 from eesd_dist.workers.messages import (
     Epoch,
     LoopEnd,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from eesd_dist.config import EngineConfig
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation, PageTraffic
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.types import Emission, Outcome, RecorderCounts, Request, RequestId, RoundStats
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import (

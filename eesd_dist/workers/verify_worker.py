@@ -16,7 +16,12 @@ from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.through_host import OntoDevice
-from eesd_dist.workers.epoch_groups import EpochGroups, abort_all, all_or_none, naming_the_lost
+from eesd_dist.workers.epochs.epoch_groups import (
+    EpochGroups,
+    abort_all,
+    all_or_none,
+    naming_the_lost,
+)
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import LoadedOnce
 from eesd_dist.workers.messages import Epoch

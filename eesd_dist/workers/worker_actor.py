@@ -7,7 +7,7 @@ from typing import Protocol
 
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.workers.crash_report import crash_report
-from eesd_dist.workers.joining import Joining
+from eesd_dist.workers.epochs.joining import Joining
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import (
     Lease,

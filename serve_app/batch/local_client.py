@@ -13,7 +13,7 @@ from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
-from eesd_dist.workers.mailboxes import Mailboxes
+from eesd_dist.workers.streams.mailboxes import Mailboxes
 
 
 class LocalClient:

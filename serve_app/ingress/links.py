@@ -15,9 +15,9 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from eesd_dist.errors import PROCESS_DIED, EesdError, PeerLost
 from eesd_dist.types import Request
-from eesd_dist.workers.mailboxes import Mailboxes
 from eesd_dist.workers.messages import Delivery, StreamItem
 from eesd_dist.workers.process import PROCESS_LOST
+from eesd_dist.workers.streams.mailboxes import Mailboxes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import route_span
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Request, RequestId, RoundStats
-from eesd_dist.workers.outboxes import TAKE_WAIT_S
+from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S
 from serve_app.config import ServiceConfig
 from serve_app.ingress.links import Links
 from serve_app.ingress.load_balancing import LoadBalancer

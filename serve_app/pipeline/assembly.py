@@ -14,12 +14,12 @@ from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
 from serve_app.pipeline.held_room import held_rooms, waiting_for_room
-from serve_app.pipeline.placement import RankSlot, gpus_per_rank, rank_slots
-from serve_app.pipeline.placement_groups import (
+from serve_app.pipeline.placement.placement_groups import (
     PlacementGroups,
     placement_groups_for,
     present_placement_groups,
 )
+from serve_app.pipeline.placement.rank_slots import RankSlot, gpus_per_rank, rank_slots
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers, WorkerSpec

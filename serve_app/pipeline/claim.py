@@ -21,7 +21,7 @@ from eesd_dist.workers.messages import Lease, Tenancy
 from eesd_dist.workers.tenure import pipeline_prefix, placement_groups_named, workers_named
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import LEADER
+from serve_app.pipeline.placement.rank_slots import LEADER
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers
 

@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 from eesd_dist.workers.messages import Tenancy
 from eesd_dist.workers.tenure import STAGGER_S, pipeline_prefix, workers_named
 from serve_app.pipeline.claim import tenancy_of
-from serve_app.pipeline.placement import Resources, summed
+from serve_app.pipeline.placement.rank_slots import Resources, summed
 
 _UNRENEWED_S = 3.0
 """Without a heartbeat for so long, a worker has no supervisor: it is dead or frozen."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from eesd_dist.errors import EesdError, LeaseLost
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
 
 logger = logging.getLogger(__name__)

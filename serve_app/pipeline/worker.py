@@ -21,7 +21,7 @@ from eesd_dist.errors import (
 from eesd_dist.workers.messages import Lease, ProcessInfo, WorkerStatus
 from eesd_dist.workers.process import PROCESS_LOST
 from serve_app.pipeline.fallback import FallbackHandle
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.pulse import Pulse
 from serve_app.pipeline.timings import Timings
 

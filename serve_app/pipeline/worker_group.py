@@ -25,7 +25,7 @@ from eesd_dist.errors import (
 )
 from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.workers import Workers
 

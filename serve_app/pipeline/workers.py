@@ -37,8 +37,8 @@ from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import detached_tenure, pipeline_prefix
 from serve_app.actor_classes import actor_class
-from serve_app.pipeline.placement import LEADER, RankSlot
-from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.placement.placement_groups import PlacementGroups
+from serve_app.pipeline.placement.rank_slots import LEADER, RankSlot
 from serve_app.pipeline.spares import Spares
 from serve_app.pipeline.timings import Timings
 from serve_app.pipeline.worker import Worker, converted, death_of

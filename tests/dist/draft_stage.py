@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import PeerLost
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.workers.draft_leader import EngineLeader
 from eesd_dist.workers.messages import Epoch
 from eesd_dist.workers.roles import RankWorker

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import DType
-from eesd_dist.transport.handshake import Address
+from eesd_dist.transport.authentication.handshake import Address
 from tests.dist.transport.peers import join_verify_stage
 from tests.unit.model.paged_stages import Stages
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageReservation, PageTraffic
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.page_wire import MAX_CHUNK_BYTES, Chunk
-from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.types import PageId, RequestId
 from eesd_dist.workers import page_moves
 from eesd_dist.workers.messages import Meeting, PageLink, PagePart

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eesd_dist.config import DType
-from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.authentication.key_store import StoreHost
 from tests.dist.span_ranks import compute_as_rank, tokens
 from tests.dist.transport.peers import peer_process
 from tests.support.tiny_checkpoints import save_tiny_model

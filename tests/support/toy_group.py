@@ -29,9 +29,9 @@ from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import Tenure, pipeline_prefix
 from serve_app.ingress.retry import Attempts
 from serve_app.pipeline import claim as claim_module
-from serve_app.pipeline import placement_groups
-from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.placement import placement_groups
+from serve_app.pipeline.placement.placement_groups import PlacementGroups
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.timings import Timings
 from serve_app.pipeline.worker import Worker

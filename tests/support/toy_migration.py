@@ -21,7 +21,7 @@ from eesd_dist.schedule.page_leases import (
     PageTraffic,
 )
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.types import PageId, RequestId, TokenId
 from eesd_dist.workers.messages import Address, Meeting, PageLink, PagePart
 from eesd_dist.workers.page_moves import PageSharing

@@ -26,7 +26,7 @@ from eesd_dist.errors import (
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.types import (
     Emission,
     FinishReason,

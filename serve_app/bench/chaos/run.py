@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 
 from eesd_dist.bench.streamed import Listener, Streamed, stream
 from eesd_dist.errors import EesdError, EngineError
-from eesd_dist.workers.loop import LOOP_THREAD
+from eesd_dist.workers.epochs.loop import LOOP_THREAD
 from eesd_dist.workers.messages import ProcessInfo
 from serve_app.bench.chaos.actors import Actors, ThreadStops, answers, make_spin
 from serve_app.bench.chaos.faults import Hit, Means, PlannedFault, VictimWorker, fault_named

@@ -8,8 +8,8 @@ import time
 import torch
 from torch import Tensor
 
+from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.group import ProcessGroup, Tag
-from eesd_dist.transport.handshake import Address
 from eesd_dist.transport.page_wire import Chunk, send_pages
 from eesd_dist.transport.rendezvous import build_group, connect_store
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.channel import (
     DistRoundSource,
     DistVerifyChannel,
@@ -25,9 +28,6 @@ from eesd_dist.transport.channel import (
 )
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup, finish_all
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import StoreHost
-from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group, connect_store
 from tests.unit.transport.rounds import header, hidden, reply_with
 

@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from eesd_dist.errors import EngineError, PeerLost, WireError
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel, follow_round
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import StoreHost
 from tests.dist.transport.peers import (
     fingerprint,
     follow,

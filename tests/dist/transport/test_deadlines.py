@@ -15,9 +15,9 @@ import pytest
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport import channel as draft_end
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.channel import DistVerifyChannel
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.rendezvous import build_group, connect_store
 from tests.dist.transport.peers import (
     draft_and_stop,

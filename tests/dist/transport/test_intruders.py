@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.refused import RefusedConnections
 from tests.dist.transport import intruders
 from tests.dist.transport.intruders import Words
 from tests.dist.transport.peers import in_threads, join_threads, peer_process

@@ -14,8 +14,8 @@ from torch import Tensor
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.page_leases import PageTraffic
 from eesd_dist.transport import page_wire
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.page_wire import HEADER_BYTES, MAX_CHUNK_BYTES, chunks_of, receive_pages
 from eesd_dist.transport.wire import PREFIX_BYTES
 from tests.dist.transport import page_peers

@@ -31,7 +31,7 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers import drafting_actor, tenure
 from eesd_dist.workers.drafting_actor import DraftActor
-from eesd_dist.workers.joining import Joining
+from eesd_dist.workers.epochs.joining import Joining
 from eesd_dist.workers.messages import (
     Address,
     Epoch,

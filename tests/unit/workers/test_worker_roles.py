@@ -13,13 +13,14 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_draft_shard, build_verify_stage
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
-from eesd_dist.transport.key_store import StoreClient, StoreHost
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.workers import draft_follower, draft_leader, epoch_groups, verify_worker
+from eesd_dist.workers import draft_follower, draft_leader, verify_worker
 from eesd_dist.workers.draft_follower import ShardFollower
 from eesd_dist.workers.draft_leader import EngineLeader
+from eesd_dist.workers.epochs import epoch_groups
 from eesd_dist.workers.messages import Address, Epoch
 from eesd_dist.workers.verify_worker import StageVerifier
 from tests.support.tiny_service import write_tiny_service

@@ -12,7 +12,7 @@ from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.ranks import RankReport, exchange, run_ranks
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.errors import EesdError
-from eesd_dist.transport.key_store import StoreHost
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.rendezvous import build_group, connect_store
 

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 
 from eesd_dist.errors import EesdError, PeerLost
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.handshake import Address
-from eesd_dist.transport.key_store import StoreHost
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rank_sums import sum_in_rank_order
 from eesd_dist.transport.rendezvous import build_group, connect_store

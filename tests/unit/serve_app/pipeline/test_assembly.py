@@ -11,8 +11,8 @@ from serve_app.pipeline import assembly as assembly_module
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import Orphans
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import RankSlot
-from serve_app.pipeline.placement_groups import PlacementGroups
+from serve_app.pipeline.placement.placement_groups import PlacementGroups
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from tests.support.toy_group import APP, NAMESPACE, ToyCluster, ToyWorkers
 from tests.support.toy_stages import ToyStages
 

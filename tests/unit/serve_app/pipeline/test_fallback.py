@@ -14,7 +14,7 @@ from eesd_dist.errors import EngineError, Migrated, PeerLost
 from eesd_dist.types import Emission
 from serve_app.pipeline.fallback import FallbackHandle, degraded_page
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers

@@ -16,7 +16,7 @@ from eesd_dist.workers.roles import DraftLeader
 from serve_app.config import PlacementConfig, SparesConfig
 from serve_app.pipeline.claim import Orphans, claim
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import rank_slots
+from serve_app.pipeline.placement.rank_slots import rank_slots
 from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_group import (

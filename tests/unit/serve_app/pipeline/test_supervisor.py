@@ -24,8 +24,8 @@ from eesd_dist.routing.directory import Promotion
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.messages import Epoch, Lease
 from eesd_dist.workers.roles import DraftLeader, RankWorker
-from serve_app.pipeline import placement_groups
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement import placement_groups
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_group import (

@@ -15,11 +15,11 @@ import pytest
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineCrashed, EngineError, LeaseLost, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.workers import joining
+from eesd_dist.workers.epochs import joining
 from eesd_dist.workers.messages import ControlReport, Epoch, Lease
 from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
 from serve_app.pipeline.lifecycle import EpochKind
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_group import (
     ToyCluster,

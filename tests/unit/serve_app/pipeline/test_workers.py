@@ -14,7 +14,7 @@ from eesd_dist.workers.messages import WorkerIdentity
 from eesd_dist.workers.tenure import Tenure
 from serve_app.pipeline import worker as worker_module
 from serve_app.pipeline import workers
-from serve_app.pipeline.placement import RankSlot
+from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
 from tests.support.toy_group import ToyCluster, ToyHandle, ToyWorkers, until
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(why_untraceable()), reason=why_untraceable(
 
 _PROCESS = """
 import sys, threading, time
-from eesd_dist.workers.loop import _name_thread
+from eesd_dist.workers.epochs.loop import _name_thread
 count = 0
 def loop():
     global count
@@ -100,7 +100,7 @@ def test_a_thread_of_another_name_or_in_another_state_is_not_stopped() -> None:
     with _running() as process:
         stopper = ThreadStopper()
         assert not stopper.stop(process.pid, "another", interpreting=False)
-        code = "import time\nfrom eesd_dist.workers.loop import _name_thread\n"
+        code = "import time\nfrom eesd_dist.workers.epochs.loop import _name_thread\n"
         code += "_name_thread('waits')\nprint(flush=True)\ntime.sleep(60)"
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as waits:
             assert waits.stdout is not None

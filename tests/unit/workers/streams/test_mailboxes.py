@@ -7,7 +7,7 @@ import pytest
 
 from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers.mailboxes import Mailboxes
+from eesd_dist.workers.streams.mailboxes import Mailboxes
 
 R = RequestId("r")
 REQUEST = Request(request_id=R, prompt=(TokenId(1),), sampling=SamplingParams())

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eesd_dist.types import RequestId
-from eesd_dist.workers.admission import Admission
+from eesd_dist.workers.streams.admission import Admission
 
 A, B, C, D = (RequestId(name) for name in "abcd")
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from eesd_dist.workers.loop import ABORT_WAIT_S, LoopThread
+from eesd_dist.workers.epochs.loop import ABORT_WAIT_S, LoopThread
 from eesd_dist.workers.roles import DraftEpoch, StepLike
 
 _IDLE_WAIT_S = 0.25

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from eesd_dist.errors import EesdError, Migrated, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import Delivery
-from eesd_dist.workers.outboxes import Outboxes
+from eesd_dist.workers.streams.outboxes import Outboxes
 
 NEW = ("", 0)
 MOVED = Migrated(by="p", to=None, reason="test")

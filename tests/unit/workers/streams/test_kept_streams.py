@@ -13,7 +13,7 @@ from eesd_dist.types import (
     TokenId,
     TokenLogprobs,
 )
-from eesd_dist.workers.kept_streams import KeptStreams
+from eesd_dist.workers.streams.kept_streams import KeptStreams
 
 
 class Clock:

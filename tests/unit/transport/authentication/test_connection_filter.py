@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from eesd_dist.errors import EngineError
-from eesd_dist.transport.connection_filter import ConnectionFilter
+from eesd_dist.transport.authentication.connection_filter import ConnectionFilter
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])

@@ -11,6 +11,7 @@ import ctypes
 import ipaddress
 import socket
 import struct
+import threading
 from collections.abc import Iterable
 
 from eesd_dist.errors import EngineError
@@ -26,6 +27,10 @@ _TCP_FLAGS = 13
 _SYN, _ACK = 0x02, 0x10
 _LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
 _ALL_BYTES = 0xFFFFFFFF
+
+LISTENING = threading.Lock()
+"""Held while a listening socket is opened: a device's socket is found by comparing the sockets
+before and after. One that a library opens at that moment would be taken for the device's."""
 
 _Instruction = tuple[int, int, int, int]
 """Code, distance of the jump if true and if false, operand."""

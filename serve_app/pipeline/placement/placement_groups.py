@@ -30,7 +30,7 @@ from cluster.ray_compat import available_resources
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.tenure import placement_groups_named
 from serve_app.config import PlacementConfig, Strategy
-from serve_app.pipeline.placement import (
+from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
     RankSlot,

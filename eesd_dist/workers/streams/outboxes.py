@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from eesd_dist.errors import EesdError, RequestError, ResumedElsewhere
 from eesd_dist.types import Emission, Request, RequestId
-from eesd_dist.workers.kept_streams import KeptStreams
 from eesd_dist.workers.messages import Delivery, StreamItem
+from eesd_dist.workers.streams.kept_streams import KeptStreams
 
 TAKE_WAIT_S = 2.0
 """After so long a call of a client without anything to read returns empty."""

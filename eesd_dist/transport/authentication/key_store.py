@@ -19,9 +19,8 @@ from msgspec import DecodeError
 from msgspec.msgpack import Decoder, Encoder
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.contracts import Record
-from eesd_dist.transport.gloo import LISTENING
-from eesd_dist.transport.handshake import (
+from eesd_dist.transport.authentication.connection_filter import LISTENING
+from eesd_dist.transport.authentication.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
     REFUSED,
@@ -32,7 +31,8 @@ from eesd_dist.transport.handshake import (
     proves,
     rank_proof,
 )
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.refused import RefusedConnections
+from eesd_dist.transport.contracts import Record
 
 _PROOF_WITHIN_S = 2.0
 """A rank that a busy machine delays for longer connects again."""

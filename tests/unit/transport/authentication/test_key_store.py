@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport import key_store
-from eesd_dist.transport.handshake import NONCE_BYTES, PROOF_BYTES, REFUSED, Address
-from eesd_dist.transport.key_store import KeysMissing, StoreClient, StoreHost
+from eesd_dist.transport.authentication import key_store
+from eesd_dist.transport.authentication.handshake import NONCE_BYTES, PROOF_BYTES, REFUSED, Address
+from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient, StoreHost
 
 SOON_S = 5.0
 """Allowed delay on a busy machine."""

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.workers.joining import Joining
+from eesd_dist.workers.epochs.joining import Joining
 from eesd_dist.workers.messages import Address, Epoch, LoadReport
 
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from eesd_dist.transport.refused import RefusedConnections
+from eesd_dist.transport.authentication.refused import RefusedConnections
 
 
 class Listener:

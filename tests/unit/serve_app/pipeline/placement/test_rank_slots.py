@@ -5,7 +5,7 @@ from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 from eesd_dist.errors import ConfigError
 from serve_app.config import PlacementConfig, service_config
-from serve_app.pipeline.placement import (
+from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
     RankSlot,

@@ -13,9 +13,9 @@ import torch
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import ConfigError
+from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
+from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.key_store import StoreClient, StoreHost
-from eesd_dist.transport.refused import RefusedConnections
 from eesd_dist.transport.rendezvous import build_group
 from eesd_dist.workers.messages import Address, Epoch, StageName
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.workers.loop import LoopThread
+from eesd_dist.workers.epochs.loop import LoopThread
 
 _LOST = PeerLost(peer="rank 1", operation="round 3", reason="gone")
 

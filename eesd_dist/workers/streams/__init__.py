@@ -1,0 +1,1 @@
+"""The token streams of a pipeline: admitted, made, kept, and read by ingresses."""

@@ -1,0 +1,1 @@
+"""Where the ranks of a pipeline run: their slots, and the placement groups of these."""
