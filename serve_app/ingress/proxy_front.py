@@ -31,6 +31,9 @@ class BoundedHead(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._num_head_bytes = 0
+        """Since the last complete head or part of a body."""
+        self._has_advanced = False
+        """Whether the last data had the end of a head, or a part of a body."""
         self._deadline: asyncio.TimerHandle | None = None
         self._await_head()
 
@@ -39,18 +42,29 @@ class BoundedHead(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._has_advanced = False
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            return  # data of a body, or of a request that waits its turn
+        if self._has_advanced:
+            return
+        # A part of a head, also of one that waits its turn, or of what follows a chunked body.
         self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(limit=MAX_HEAD_BYTES))
-        elif self._deadline is None:
+        elif self._deadline is None and not self._is_answering:
             self._await_head()
 
+    def on_body(self, body: bytes) -> None:
+        self._has_advanced, self._num_head_bytes = True, 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
+        self._has_advanced = True
         self._stop_waiting()
         super().on_headers_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, in the same shape as all errors."""
@@ -71,7 +85,7 @@ class BoundedHead(HttpToolsProtocol):
     def _refuse(self, error: Exception) -> None:
         if self.transport.is_closing():
             return
-        if self._num_head_bytes:
+        if self._num_head_bytes and not self._is_answering:
             self.transport.write(_answer(error))
         self.transport.close()
 

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10
 _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
+_SMALL_BODY_BYTES = 64 * 2**10
+"""Smaller bodies are read however many large ones are held back."""
 _MAX_JSON_CONTAINERS = 16_384
 """Four for each message of the longest conversation. Parsing a million takes a second."""
 _DISCARD_BYTES = 64 * 2**20
@@ -89,8 +91,9 @@ class AdmissionGate:
         body = _Body(receive)
         try:
             check_head(scope)
-            self._check_key(scope)
-            receive = await self._with_body_read(scope, body)
+            if not _is_open(scope):  # else it has no use for a body
+                self._check_key(scope)
+                receive = await self._with_body_read(scope, body)
         except EesdError as error:
             if not isinstance(error, TooSlow):
                 await body.discard()
@@ -99,8 +102,7 @@ class AdmissionGate:
         await self._app(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._expected is None or path in _OPEN_PATHS:
+        if self._expected is None:
             return
         given = _header(scope, b"authorization") or b""
         if not secrets.compare_digest(given, self._expected):
@@ -141,7 +143,8 @@ class AdmissionGate:
     def _check_sizes(self, body: bytearray) -> None:
         if len(body) > self._max_bytes:
             raise BodyTooLarge(limit=self._max_bytes)
-        if self._num_bytes > _MAX_BODIES_IN_MEMORY * self._max_bytes:
+        too_much = self._num_bytes > _MAX_BODIES_IN_MEMORY * self._max_bytes
+        if too_much and len(body) > _SMALL_BODY_BYTES:
             raise CapacityError("too many bodies are being sent at the same time: try again")
 
     @property
@@ -229,6 +232,10 @@ class _Body:
             async with asyncio.timeout(_DISCARD_S):
                 while not self._is_complete and num_bytes < _DISCARD_BYTES:
                     num_bytes += len((await self()).get("body", b""))
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

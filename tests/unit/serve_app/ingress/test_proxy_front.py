@@ -14,7 +14,7 @@ from serve_app.ingress import proxy_front
 from serve_app.ingress.proxy_front import BoundedHead
 from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
 from tests.support.live_server import serving
-from tests.support.raw_http import Part, Reply, exchange, get, post
+from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, get, post
 
 _SLOW_S = 0.8
 
@@ -99,3 +99,35 @@ def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None
     status = _reply(port, get("/", *upgrade, key)).status
     assert status is not None
     assert 400 <= status < 500
+
+
+def test_what_follows_a_chunked_body_is_bounded(port: int) -> None:
+    trailers = [b"x-%d: " % i + b"a" * 1000 + b"\r\n" for i in range(2 * MAX_HEAD_BYTES // 1000)]
+    reply = _reply(port, chunked_head("/"), chunk(b"ab"), b"0\r\n", *trailers)
+    assert reply.is_closed
+    assert reply.took_s < 2.0
+
+
+def test_a_large_head_behind_a_request_in_progress_is_bounded(port: int) -> None:
+    second = [b"GET /", *[b"a" * 1000] * (2 * MAX_HEAD_BYTES // 1000)]
+    reply = _reply(port, get("/slow"), *second)
+    assert (reply.raw, reply.is_closed) == (b"", True)
+    assert reply.took_s < _SLOW_S
+
+
+def test_a_request_may_wait_behind_another_and_be_sent_in_chunks(port: int) -> None:
+    body = [chunk(bytes([97 + i % 26])) for i in range(100)]
+    requests = (get("/slow"), chunked_head("/"), *body, b"0\r\n\r\n")
+
+    async def answers() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in requests:
+            writer.write(part)
+            await writer.drain()
+        raw = b""
+        while raw.count(b"served") < 2:
+            raw += await asyncio.wait_for(reader.read(1000), 5)
+        writer.close()
+        return raw
+
+    assert asyncio.run(answers()).count(b"HTTP/1.1 200 ") == 2

@@ -174,20 +174,34 @@ def test_the_key_comes_before_the_body() -> None:
     assert sent.bodies == [b"{}"]
 
 
+def test_a_body_is_not_read_where_no_key_is_needed() -> None:
+    reached = []
+
+    async def app(*_: object) -> None:
+        reached.append(True)
+
+    sent = _Sent(b"wait")
+    sent.scope["path"] = "/health"
+    sent.through(AdmissionGate(app, limits=LIMITS, api_key="right"))
+    assert (sent.status, reached) == (None, [True])
+
+
 def test_bodies_that_arrive_together_share_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_MAX_BODIES_IN_MEMORY", 2)
+    monkeypatch.setattr(gate, "_SMALL_BODY_BYTES", 100)
     first = _Sent(b" " * 900, b"wait")
     admission = AdmissionGate(first.app, limits=LIMITS, api_key=None)
 
     async def all_of_them() -> tuple[int | None, ...]:
-        sent = [first, _Sent(b" " * 900, b"wait"), _Sent(b" " * 900, b"wait")]
+        sent = [first, _Sent(b" " * 900, b"wait"), _Sent(b" " * 900, b"wait"), _Sent(b" " * 100)]
         await asyncio.gather(*(admission(s.scope, s.receive, s.send) for s in sent))
         after = _Sent(*[b" " * 500] * 2)
-        after.app = first.app  # type: ignore[method-assign]
+        after.app = sent[3].app = first.app  # type: ignore[method-assign]
         await admission(after.scope, after.receive, after.send)
         return tuple(s.status for s in (*sent, after))
 
-    assert asyncio.run(all_of_them()) == (408, 408, 429, None)
+    assert asyncio.run(all_of_them()) == (408, 408, 429, None, None)
+    assert first.bodies == [b" " * 100, b" " * 1000]
 
 
 def test_a_refusal_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
