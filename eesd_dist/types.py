@@ -106,6 +106,9 @@ class Request:
     submission: int = 0
     """Number of this submission to an engine; later ones are higher. Emissions have it too, since
     those of an earlier submission may still arrive."""
+    is_continued: bool = False
+    """Whether its client has begun to get other texts of the same HTTP request: where there is no
+    room it waits, since refusing it would end them too."""
     resume_window_s: float = 0.0
     """How long its emissions are kept after the end of its stream, for a client that resumes it."""
     resumption: int = 0

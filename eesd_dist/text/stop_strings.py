@@ -23,14 +23,18 @@ class Checked:
 
 
 class StopStrings:
-    """Looks for stop strings in one text."""
+    """Looks for stop strings in one text.
+
+    Knuth, Morris and Pratt's automaton for each stop string: time is linear in the text, whatever
+    the stop strings are.
+    """
 
     def __init__(
         self, stops: Sequence[str], *, include_in_output: bool = False, min_pieces: int = 0
     ) -> None:
         """`min_pieces`: number of first pieces that cannot be part of a match."""
         assert all(stops), "an empty stop string would end every text"
-        self._stops = tuple(stops)
+        self._stops = tuple(_Progress(stop) for stop in stops)
         self._include_in_output = include_in_output
         self._num_exempt = min_pieces
         self._held = ""
@@ -56,25 +60,56 @@ class StopStrings:
         if not self._stops or not piece:
             return piece, None
         text = self._held + piece
-        found = min(self._matches(text), default=None)
+        found = self._match(piece)
         if found is None:
             return self._hold_back(text), None
-        end, start, stop = found
+        end, stop = len(self._held) + found[0], found[1]
         self._held = ""
-        return text[: end if self._include_in_output else start], stop
+        return text[: end if self._include_in_output else end - len(stop)], stop
 
-    def _matches(self, text: str) -> list[tuple[int, int, str]]:
-        starts = ((text.find(stop), stop) for stop in self._stops)
-        return [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+    def _match(self, piece: str) -> tuple[int, str] | None:
+        """Returns where in the piece a stop string ends, and which one; None if none does."""
+        for end, char in enumerate(piece, start=1):
+            complete = [each.stop for each in self._stops if each.advance(char)]
+            if complete:
+                return end, max(complete, key=len)
+        return None
 
     def _hold_back(self, text: str) -> str:
         """Holds back the longest end of the text that begins a stop string; returns the rest."""
-        num_held = max(_overlap(text, stop) for stop in self._stops)
-        cut = len(text) - num_held
+        cut = len(text) - max(each.length for each in self._stops)
         self._held = text[cut:]
         return text[:cut]
 
 
-def _overlap(text: str, stop: str) -> int:
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+class _Progress:
+    """How much of one stop string the text ends with."""
+
+    __slots__ = ("_borders", "length", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        """Characters: the longest beginning of the stop string that the text ends with."""
+        self._borders = _borders(stop)
+
+    def advance(self, char: str) -> bool:
+        """Adds a character; returns whether the text ends with the whole stop string then."""
+        length, stop = self.length, self.stop
+        while length and stop[length] != char:
+            length = self._borders[length - 1]
+        self.length = length + 1 if stop[length] == char else 0
+        return self.length == len(stop)
+
+
+def _borders(stop: str) -> list[int]:
+    """Returns, for each beginning of the string, the length of its longest proper beginning that is
+    also its end."""
+    borders = [0] * len(stop)
+    length = 0
+    for at in range(1, len(stop)):
+        while length and stop[length] != stop[at]:
+            length = borders[length - 1]
+        length += stop[length] == stop[at]
+        borders[at] = length
+    return borders

@@ -130,7 +130,9 @@ class Ingress:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""
         parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            router: dict[str, object] = await find_router(self._config.router).describe.remote()
+            # Ray's head is asked for the name, and may be away.
+            handle = await asyncio.to_thread(find_router, self._config.router)
+            router: dict[str, object] = await handle.describe.remote()
         speculation = self._config.engine.speculation
         return {
             "default": {

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from itertools import count
 from typing import Any
 
-from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost
+from eesd_dist.errors import EesdError, EngineError, Migrated, PeerLost, QueueFull
 from eesd_dist.routing.choice import PipelineChoice
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import route_span
@@ -45,6 +45,9 @@ class ServiceClient:
         self._load_balancer = load_balancer
         self._tracer = tracing.tracer
         self._recovery = config.recovery
+        self._max_waiting = config.engine.scheduler.max_waiting
+        self._num_waiting = 0
+        """Requests for which no pipeline is ready."""
         self._links = Links(silence_s=TAKE_WAIT_S + config.engine.parallel.timeout_s)
         load_balancer.on_answer = self._links.keep
         self._submissions = count(time.time_ns())
@@ -110,12 +113,22 @@ class ServiceClient:
         return self._recovery.pause_for(self._load_balancer.slowest_start_s)
 
     async def _chosen(self, attempts: Attempts) -> PipelineChoice:
-        """Waits for a pipeline that is ready. Raises EngineError when it takes too long."""
+        """Waits for a pipeline that is ready. Raises EngineError when it takes too long, QueueFull
+        for a new request when too many wait already."""
+        choice = self._load_balancer.choose(attempts)
+        if choice is not None:
+            return choice
+        if attempts.is_new and self._num_waiting >= self._max_waiting:
+            raise QueueFull(num_waiting=self._num_waiting, limit=self._max_waiting)
+        self._num_waiting += 1
+        try:
+            return await self._awaited(attempts)
+        finally:
+            self._num_waiting -= 1
+
+    async def _awaited(self, attempts: Attempts) -> PipelineChoice:
         since_s = time.monotonic() - attempts.stuck_s
         while True:
-            choice = self._load_balancer.choose(attempts)
-            if choice is not None:
-                return choice
             waited_s = time.monotonic() - since_s
             left_s = self._patience_s - waited_s
             if left_s <= 0:
@@ -124,6 +137,8 @@ class ServiceClient:
                     + (f": {attempts.last_error}" if attempts.last_error else "")
                 )
             await self._load_balancer.news(timeout_s=left_s)
+            if (choice := self._load_balancer.choose(attempts)) is not None:
+                return choice
 
     async def _attempt(
         self, attempts: Attempts, choice: PipelineChoice

@@ -57,6 +57,12 @@ class Attempts:
         return self._request.prompt + self._request.generated
 
     @property
+    def is_new(self) -> bool:
+        """Whether nothing is lost if it is refused."""
+        request = self._request
+        return not (request.generated or request.is_continued or self._is_resumed)
+
+    @property
     def stuck_s(self) -> float:
         """Seconds since the first failure in a row."""
         return 0.0 if self._stuck_since_s is None else self._clock() - self._stuck_since_s
@@ -85,7 +91,7 @@ class Attempts:
 
     def failed(self, error: EesdError, *, patience_s: float) -> float:
         """Returns how many seconds to wait before the next attempt; raises what ends the stream."""
-        is_new = not self._request.generated and not self._is_resumed
+        is_new = self.is_new
         if isinstance(error, EngineCrashed):
             self._crashed(error)
         elif isinstance(error, Migrated):
@@ -95,7 +101,9 @@ class Attempts:
         elif not isinstance(error, PeerLost) and (not isinstance(error, CapacityError) or is_new):
             raise error
         self._is_resumed, self.last_error = True, error
-        if self._stuck_since_s is None:
+        if isinstance(error, CapacityError):  # the pipeline lives, and has others to serve
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
             self._stuck_since_s = self._clock()
         if self.stuck_s > patience_s:
             raise EngineError(f"no token within {patience_s:.0f} s, given up: {error}") from error

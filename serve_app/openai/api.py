@@ -177,7 +177,7 @@ def _add_tokens(
     async def tokenize(fields: TokenizeFields) -> Response:
         """Returns the token ids of a prompt, or of a conversation through the chat template."""
         preparation.check_model(fields.model)
-        size = len(fields.prompt or "") + size_of_chat(fields.messages or ())
+        size = len(fields.prompt or "") + size_of_chat(fields.messages or (), {})
         tokens = await threads.run(partial(tokens_of, fields), size=size)
         preparation.check_count(tokens, param="prompt" if fields.messages is None else "messages")
         content = {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens)}

@@ -5,7 +5,7 @@ The HTTP API and the batch runner both use it; it depends on neither.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import TypeVar
@@ -118,10 +118,15 @@ class Service:
         try:
             with self._span(prepared) as span:
                 traceparent = traceparent_of(span)
+                running = [each for each in prepared.choices if prepared.has_to_run(each)]
                 sources = [
-                    self._source(choice, prepared, traceparent)
-                    for choice in prepared.choices
-                    if prepared.has_to_run(choice)
+                    self._source(
+                        choice,
+                        prepared,
+                        traceparent,
+                        is_continued=number >= self._max_choices_at_once,
+                    )
+                    for number, choice in enumerate(running)
                 ]
                 together = merged(sources, at_once=self._max_choices_at_once)
                 async with aclosing(self._in_time(prepared, together)) as deltas:
@@ -133,7 +138,9 @@ class Service:
             error.retry_after_s = self._throughput.retry_after_s()
             raise
         finally:
-            self._throughput.ended(len(tallies))
+            # Those without a token say nothing about how fast others end.
+            num_served = sum(tally.num_tokens > 0 for tally in tallies)
+            self._throughput.ended(num_served, num_refused=len(tallies) - num_served)
             self._report(prepared, tallies)
 
     async def _in_time(
@@ -158,9 +165,9 @@ class Service:
         return prepared.arrived_s + self._ttl_s - time.monotonic()
 
     def _source(
-        self, choice: Choice, prepared: Prepared, traceparent: str | None
+        self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
-        traced = replace(choice.request, traceparent=traceparent)
+        traced = replace(choice.request, traceparent=traceparent, is_continued=is_continued)
         return generate(
             self._engine,
             replace(choice, request=traced),
@@ -217,14 +224,26 @@ def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attribute
 
 def _size_of(fields: CompletionFields | ChatFields) -> int:
     if isinstance(fields, ChatFields):
-        return size_of_chat(fields.messages)
+        return size_of_chat(fields.messages, fields.chat_template_kwargs)
     return sum(len(prompt) for prompt in fields.prompts)
 
 
-def size_of_chat(messages: Sequence[Message]) -> int:
-    """Returns the number of characters; a message is counted as 32 more, for its template."""
-    return sum(_CHARS_PER_MESSAGE + _num_chars(message.content) for message in messages)
+def size_of_chat(messages: Sequence[Message], options: Mapping[str, object]) -> int:
+    """Returns about how many characters a template makes of messages and options, which include
+    fields that only some templates read."""
+    return _size_of_json(options) + sum(
+        _CHARS_PER_MESSAGE + _size_of_json(message.model_extra) + _size_of_content(message.content)
+        for message in messages
+    )
 
 
-def _num_chars(content: str | Sequence[ContentPart]) -> int:
-    return len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
+def _size_of_content(content: str | Sequence[ContentPart]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _size_of_json(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _size_of_json(inner) for key, inner in value.items())
+    return sum(map(_size_of_json, value)) if isinstance(value, list) else 1

@@ -21,8 +21,9 @@ class Throughput:
     def started(self, num_choices: int) -> None:
         self.num_live += num_choices
 
-    def ended(self, num_choices: int) -> None:
-        self.num_live -= num_choices
+    def ended(self, num_choices: int, *, num_refused: int = 0) -> None:
+        """Of the choices that are not live any more, `num_refused` have got no token."""
+        self.num_live -= num_choices + num_refused
         self._ended_s.extend([self._clock()] * num_choices)
         self._forget()
 

@@ -1,5 +1,7 @@
 """Oracle: the complete text, cut at the first complete stop string."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +76,11 @@ def test_the_stop_string_stays_only_when_asked_for(include: bool, text: str) -> 
 def test_the_first_pieces_can_be_exempt() -> None:
     stops = StopStrings(["a"], min_pieces=2)
     assert stops.push(["a", "ba", "ca"]).text == "abac"
+
+
+def test_long_stop_strings_that_are_nearly_there_take_linear_time() -> None:
+    stops = StopStrings(["a" * 1023 + "c", *["b" * i + "a" * 1000 + "b" for i in range(15)]])
+    began_s = time.process_time()
+    shown = sum(len(stops.push(["a"]).text) for _ in range(5_000))
+    assert shown + len(stops.finish()) == 5_000
+    assert time.process_time() - began_s < 2.0  # looking for each at each length takes ten

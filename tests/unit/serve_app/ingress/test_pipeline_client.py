@@ -3,6 +3,7 @@ one clear error."""
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,31 @@ def test_without_a_ready_pipeline_a_request_waits_and_then_ends_with_one_clear_e
             await asyncio.sleep(0.5)
             service.pipelines["a"].is_ready = True
             assert await waiting == _text(_request())
+
+    asyncio.run(run())
+
+
+def test_without_a_ready_pipeline_as_many_requests_wait_as_in_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        config = config_of(engine={"scheduler": {"max_waiting": 2}})
+        async with toy_service(config, monkeypatch, names="a") as service:
+            service.pipelines["a"].is_ready = False
+            names = ("first", "second")
+            waiting = [asyncio.ensure_future(service.tokens(_request(name))) for name in names]
+            await asyncio.sleep(0.2)
+            with pytest.raises(QueueFull, match="2"):
+                await service.tokens(_request("third"))
+            begun = replace(
+                _request("begun"), generated=tuple(map(TokenId, _text(_request("begun"))[:3]))
+            )
+            rest = asyncio.ensure_future(service.tokens(begun))
+            await asyncio.sleep(0.2)
+            service.pipelines["a"].is_ready = True
+            assert await asyncio.gather(*waiting) == [_text(_request(name)) for name in names]
+            assert await rest == _text(_request("begun"))[3:]
+            assert await service.tokens(_request("third")) == _text(_request("third"))
 
     asyncio.run(run())
 

@@ -110,6 +110,23 @@ def test_a_full_queue_refuses_a_new_request_and_is_waited_for_by_one_that_was_ad
     without_tokens = _attempts()
     _fail(without_tokens, LOST)
     assert _fail(without_tokens, error) > 0
+    of_begun_answer = replace(REQUEST, is_continued=True)
+    assert _fail(Attempts(of_begun_answer, suspect_after=2, clock=Clock()), error) > 0
+
+
+def test_a_queue_that_stays_full_does_not_use_up_the_patience_with_broken_pipelines() -> None:
+    clock = Clock()
+    attempts = _attempts(clock)
+    attempts.heard(_token(5))
+    for _ in range(3):
+        _fail(attempts, FULL)
+        clock.now_s += PATIENCE_S
+    assert attempts.stuck_s == 0.0
+    _fail(attempts, LOST)
+    assert attempts.stuck_s == 0.0
+    clock.now_s += PATIENCE_S + 1
+    with pytest.raises(EngineError, match="no token within 60 s"):
+        _fail(attempts, LOST)
 
 
 def test_pauses_double_up_to_a_second_and_are_short_again_after_a_token() -> None:

@@ -341,6 +341,9 @@ def test_a_refused_request_waits_as_long_as_the_live_ones_take() -> None:
     now_s = 10.0
     throughput.ended(20)
     assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20)
+    throughput.started(500)
+    throughput.ended(0, num_refused=500)
+    assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20), "refusals are no ends"
     throughput.started(1000)
     assert throughput.retry_after_s() == 60.0
     throughput.ended(1030)
@@ -354,6 +357,19 @@ def test_a_full_queue_says_when_to_come_back(api: Api) -> None:
     api.engine.refusal = QueueFull(num_waiting=256, limit=256)
     answer = api.post("/v1/completions", {"prompt": "x"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+
+def test_refused_requests_do_not_shorten_what_the_next_ones_are_told(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+    api.engine.refusal = QueueFull(num_waiting=256, limit=256)
+    ended = []
+    monkeypatch.setattr(
+        Throughput, "ended", lambda _, num, *, num_refused=0: ended.append((num, num_refused))
+    )
+    assert api.post("/v1/completions", {"prompt": "x", "n": 3}).status_code == 429
+    assert ended == [(0, 3)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,11 +3,14 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from serve_app.openai.preparation import Preparation
-from serve_app.openai.schema import CompletionFields
-from serve_app.openai.service import Service
+from serve_app.openai.schema import ChatFields, CompletionFields
+from serve_app.openai.service import Service, size_of_chat
 from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
 
@@ -52,3 +55,37 @@ def test_a_stream_that_is_closed_early_leaves_nothing_running(tmp_path: Path) ->
     assert engine.num_live == 0
     assert sorted(engine.aborted) == sorted(request.request_id for request in engine.requests)
     assert (tmp_path / "ingress.jsonl").read_text().count('"text_completion toy"') == 1
+
+
+def test_choices_that_wait_for_others_of_their_request_are_not_refused_for_a_full_queue() -> None:
+    engine = ToyEngine(vocab_size=128)
+    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=100)
+    service = Service(engine, codec=ByteCodec(), preparation=preparation, max_choices_at_once=2)
+
+    async def run() -> None:
+        fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 3, "n": 4})
+        await service.whole(await service.prepared(fields))
+
+    asyncio.run(run())
+    assert [request.is_continued for request in engine.requests] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "x" * 5_000}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 5_000}]}]},
+        {"messages": [{"role": "user", "content": "x", "reasoning_content": "x" * 5_000}]},
+        {"messages": [{"role": "tool", "tool_calls": [{"arguments": {"a": ["x" * 5_000]}}]}]},
+        {"messages": [{"role": "user"}], "chat_template_kwargs": {"bos_token": "x" * 5_000}},
+        {"messages": [{"role": "user"}], "chat_template_kwargs": {"a": [1] * 5_000}},
+    ],
+)
+def test_everything_that_a_template_may_render_counts_as_its_size(body: dict[str, Any]) -> None:
+    fields = ChatFields.model_validate(body)
+    assert size_of_chat(fields.messages, fields.chat_template_kwargs) > 5_000
+
+
+def test_a_short_conversation_is_short() -> None:
+    fields = ChatFields.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    assert size_of_chat(fields.messages, fields.chat_template_kwargs) < 100
