@@ -201,6 +201,10 @@ class LimitsConfig(Section):
     """Maximum texts of one request, prompts x n; None: four times `scheduler.max_running`. Half of
     `scheduler.max_running` are generated at the same time."""
 
+    max_answer_extras: PositiveInt = 262_144
+    """Maximum log-probabilities in one answer, each alternative counted, and prompt tokens that
+    `echo` and `return_token_ids` repeat for each of its texts."""
+
     read_timeout_s: PositiveFloat = 20.0
     """Longest a body may take to arrive."""
 

@@ -83,6 +83,7 @@ def build_api(
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
         max_choices=limits.max_choices,
+        max_extras=limits.max_answer_extras,
         event_key=(api_key or "").encode(),
         resume_window_s=resume_window_s,
     )
@@ -132,7 +133,8 @@ async def _answered(
     )
     try:
         if not fields.stream:
-            return _json(await while_listened_to(request.receive, lambda: service.whole(prepared)))
+            body = await while_listened_to(request.receive, lambda: service.body(prepared))
+            return Response(body, media_type="application/json")
         events = service.events(prepared)
         first = await while_listened_to(request.receive, lambda: _first(events))
         return EventStream(first, events)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from eesd_dist.errors import EngineError
@@ -44,12 +44,13 @@ class ChoiceTally:
         self.inter_token_s: list[float] = []
         """For each emission after the first: seconds since the one before, per token."""
         self.rounds: list[Emission] = []
+        """Without log-probabilities, which the answer has."""
         self.finish_reason = FinishReason.ABORT
         """ABORT until the text has ended."""
 
     def add(self, delta: Delta) -> None:
         emission = delta.emission
-        self.rounds.append(emission)
+        self.rounds.append(replace(emission, logprobs=()) if emission.logprobs else emission)
         self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
         if emission.queue_s is not None:
             self.queue_s = emission.queue_s

@@ -22,6 +22,7 @@ class Limits:
     max_choices: int
     max_choices_at_once: int
     """The others of a request wait in the ingress, so that it leaves room for other requests."""
+    max_answer_extras: int
 
 
 def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> Limits:
@@ -34,4 +35,5 @@ def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> 
         request_ttl_s=config.request_ttl_s,
         max_choices=config.max_choices or _CHOICES_PER_SLOT * max_running,
         max_choices_at_once=max(1, max_running // 2),
+        max_answer_extras=config.max_answer_extras,
     )

@@ -82,6 +82,8 @@ class Prepared:
     echoed: tuple[str, ...]
     """Text before the answers of each prompt; empty strings without `echo`."""
     choices: tuple[Choice, ...]
+    num_extras: int
+    """Most log-probabilities and repeated prompt tokens that the answer may have."""
     text: TextOptions
     max_draft_tokens: int | None
     """Ceiling on one draft; None when the request switched speculation off."""
@@ -125,11 +127,13 @@ class Preparation:
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
         max_choices: int | None = None,
+        max_extras: int | None = None,
         event_key: bytes = b"",
         resume_window_s: float = 0.0,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
-        """`max_choices` limits prompts x n; None: no limit. Event ids of another `event_key` are
+        """`max_choices` limits prompts x n, `max_extras` log-probabilities and repeated prompt
+        tokens of one answer; None: no limit. Event ids of another `event_key` are
         refused."""
         self._codec = codec
         self._model_name = model_name
@@ -137,6 +141,7 @@ class Preparation:
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
         self._max_choices = max_choices
+        self._max_extras = max_extras
         self._event_key = event_key
         self._resume_window_s = resume_window_s
         self._draw_seed = draw_seed
@@ -237,6 +242,15 @@ class Preparation:
                 f"{self._max_choices} in one request: send several requests, or raise "
                 "limits.max_choices",
                 param="n" if n > 1 else "prompt",
+            )
+
+    def _check_extras(self, num_extras: int) -> None:
+        if self._max_extras is not None and num_extras > self._max_extras:
+            raise RequestError(
+                f"the answer may have {num_extras} log-probabilities and repeated prompt tokens, "
+                f"expected at most {self._max_extras}: lower max_tokens, n, logprobs or "
+                "top_logprobs, leave out echo and return_token_ids, or raise "
+                "limits.max_answer_extras"
             )
 
     def _start(
@@ -346,6 +360,8 @@ class Preparation:
             for j, prompt in enumerate(prompts)
             for i in range(fields.n)
         ]
+        num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
+        self._check_extras(num_extras)
         return Prepared(
             kind=kind,
             response_id=response_id,
@@ -356,6 +372,7 @@ class Preparation:
             prompts=prompts,
             echoed=tuple(echoed),
             choices=tuple(choices),
+            num_extras=num_extras,
             text=TextOptions(
                 stops=fields.stops,
                 include_stop_in_output=fields.include_stop_str_in_output,
@@ -422,6 +439,15 @@ class Preparation:
         entries = {int(key): float(value) for key, value in bias.items()}
         self.check_ids(list(entries), param="logit_bias")
         return tuple(sorted(entries.items()))
+
+
+def _num_extras(request: Request, fields: GenerationFields) -> int:
+    num_top = request.sampling.top_logprobs
+    num_logprobs = 0 if num_top is None else request.sampling.max_tokens * (1 + num_top)
+    repeats_prompt = fields.return_token_ids or (
+        isinstance(fields, CompletionFields) and fields.echo
+    )
+    return num_logprobs + (len(request.prompt) if repeats_prompt else 0)
 
 
 def choice_seed(seed: int, i: int) -> int:

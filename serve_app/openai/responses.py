@@ -64,6 +64,11 @@ class Answer:
         chunk = self._chunk([]) | {"usage": self._usage(), "metrics": self._metrics()}
         return Event(chunk)
 
+    @property
+    def size(self) -> int:
+        """Tokens, alternatives in log-probabilities and repeated prompt tokens."""
+        return sum(tally.num_tokens for tally in self._tallies) + self._prepared.num_extras
+
     def whole(self) -> Json:
         is_chat = self._prepared.kind == "chat"
         return {
@@ -126,6 +131,7 @@ class _GrowingChoice:
         self._num_chars = 0
         self._tokens: list[TokenId] = []
         self._entries: list[_Entry] = []
+        """Of the tokens that were not sent in a chunk."""
         shown = prepared.shown[index]
         self._was_over = shown.is_over
         self._num_shown = shown.num_tokens
@@ -168,11 +174,13 @@ class _GrowingChoice:
         text = self._unshown_text(delta.added.text)
         if self._was_over or (not text and delta.added.finish_reason is None):
             return None
-        start, self._num_shown = self._num_shown, len(self._tokens)
+        rest = self._rest(self._num_shown)
+        self._num_shown = len(self._tokens)
+        self._entries.clear()
         if self._is_chat:
             content = {"content": text} if text else {}
-            return {"index": self._index, "delta": content, **self._rest(start)}
-        return {"index": self._index, "text": text, **self._rest(start)}
+            return {"index": self._index, "delta": content, **rest}
+        return {"index": self._index, "text": text, **rest}
 
     def _unshown_text(self, text: str) -> str:
         num_skipped = min(self._num_to_skip, len(text))
@@ -188,7 +196,7 @@ class _GrowingChoice:
 
     def _rest(self, start: int) -> Json:
         rest: Json = {
-            "logprobs": self._logprobs(start),
+            "logprobs": self._logprobs(len(self._tokens) - start),
             "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
         }
@@ -197,10 +205,11 @@ class _GrowingChoice:
             rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
         return rest
 
-    def _logprobs(self, start: int) -> Json | None:
+    def _logprobs(self, num_last: int) -> Json | None:
+        """Returns the log-probabilities of so many last tokens."""
         if not self._wants_logprobs:
             return None
-        entries = self._entries[start:]
+        entries = self._entries[len(self._entries) - num_last :]
         return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
 
     def _take_logprobs(self, delta: Delta) -> None:

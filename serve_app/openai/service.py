@@ -28,6 +28,7 @@ from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
 from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
+from serve_app.openai.sse import encoded, encoded_in_parts
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 
@@ -35,6 +36,8 @@ T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
 _CHARS_PER_MESSAGE = 32
+_INLINE_SIZE = 4096
+"""Of an answer, as `Answer.size` counts it: some milliseconds."""
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
@@ -86,12 +89,22 @@ class Service:
         return await self.threads.run(prepare, size=_size_of(fields))
 
     async def whole(self, prepared: Prepared) -> Json:
+        return (await self._complete(prepared)).whole()
+
+    async def body(self, prepared: Prepared) -> bytes:
+        """Returns the whole answer as JSON; a large one is written in a thread."""
+        answer = await self._complete(prepared)
+        if answer.size <= _INLINE_SIZE:
+            return encoded(answer.whole())
+        return await asyncio.to_thread(lambda: encoded_in_parts(answer.whole()))
+
+    async def _complete(self, prepared: Prepared) -> Answer:
         tallies = _new_tallies(prepared)
         answer = Answer(prepared, codec=self._codec, tallies=tallies)
         async with aclosing(self._deltas(prepared, tallies)) as deltas:
             async for delta in deltas:
                 answer.add(delta)
-        return answer.whole()
+        return answer
 
     async def events(self, prepared: Prepared) -> AsyncGenerator[Event, None]:
         """Yields events; the first comes with the first tokens, so that a refusal precedes it."""

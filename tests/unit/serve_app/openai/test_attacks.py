@@ -18,6 +18,9 @@ MILLION = 1_000_000
 def attacks(num_chars: int) -> dict[str, tuple[bytes | Part, ...]]:
     """Requests of one client; `num_chars` is about the longest text that is tokenised."""
     fits = MILLION - 1000
+    message = {"role": "user", "content": "x"}
+    alternatives = {"logprobs": True, "top_logprobs": 20, "ignore_eos": True, "max_tokens": 2000}
+    nearly = [letter + "a" * 1000 + "b" for letter in "abcdefghijklmnop"]
     bodies: dict[str, tuple[str, object]] = {
         "10 MB prompt": (COMPLETIONS, PROMPT_OF_10_MB),
         "longest prompt": (COMPLETIONS, {"prompt": "word " * (num_chars // 5)}),
@@ -38,7 +41,15 @@ def attacks(num_chars: int) -> dict[str, tuple[bytes | Part, ...]]:
             COMPLETIONS,
             {"prompt": "x", "logit_bias": {str(i): "a" for i in range(50000)}},
         ),
-        "many messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_000}),
+        "many messages": (CHAT, {"messages": [message] * 20_000}),
+        "long options": (
+            CHAT,
+            {"messages": [message], "chat_template_kwargs": {"bos_token": "x" * num_chars}},
+        ),
+        "long stops": (COMPLETIONS, {"prompt": "a", "stop": nearly, "max_tokens": 100}),
+        "largest answer": (CHAT, {"messages": [message], "n": 6, **alternatives}),
+        "larger answer": (CHAT, {"messages": [message], "n": 7, **alternatives}),
+        "repeated prompt": (COMPLETIONS, {"prompt": "a " * 1900, "n": 128, "echo": True}),
         "quotation marks": (COMPLETIONS, b"[" * 70 + b'"' + b'\\"' * (fits // 2) + b"\\"),
     }
     found: dict[str, tuple[bytes | Part, ...]] = {
@@ -121,7 +132,7 @@ def test_an_attack_costs_its_client_an_error() -> None:
     async def all_answers(port: int) -> dict[str, int | None]:
         found = {}
         for name, parts in attacks(20_000).items():
-            reply = await exchange(port, *parts, timeout_s=5.0)
+            reply = await exchange(port, *parts)
             found[name] = reply.status
             if reply.status != HTTPStatus.OK:
                 assert reply.error["message"]
@@ -139,5 +150,8 @@ def test_an_attack_costs_its_client_an_error() -> None:
         "slow body": 408,
         "longest to tokenize": 200,
         "128 choices": 200,
+        "long stops": 200,
+        "largest answer": 200,
+        "repeated prompt": 200,
     }
     assert statuses == dict.fromkeys(attacks(1), 400) | others

@@ -34,6 +34,7 @@ LIMITS = Limits(
     request_ttl_s=100.0,
     max_choices=8,
     max_choices_at_once=2,
+    max_answer_extras=1000,
 )
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}"\\a,é'),

@@ -2,8 +2,20 @@
 
 import json
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from serve_app.openai.responses import Event
-from serve_app.openai.sse import written
+from serve_app.openai.sse import encoded, encoded_in_parts, written
+
+_Json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=70) | st.dictionaries(st.text(), inner),
+)
 
 
 def test_an_event_is_one_line_of_data_whatever_its_text() -> None:
@@ -12,3 +24,16 @@ def test_an_event_is_one_line_of_data_whatever_its_text() -> None:
     assert lines[0] == "id: 7"
     assert lines[2:] == [""]
     assert json.loads(lines[1].removeprefix("data: ")) == {"text": text}
+
+
+@given(st.dictionaries(st.text(), _Json))
+def test_json_in_parts_is_the_same(content: dict[str, object]) -> None:
+    assert encoded_in_parts(content) == encoded(content)
+
+
+def test_a_large_answer_in_parts_is_the_same() -> None:
+    entry = {"token": "a\u2028b", "logprob": -0.25, "bytes": [97]}
+    entries = [entry | {"top_logprobs": [entry] * 20} for _ in range(200)]
+    choice = {"index": 0, "logprobs": {"content": entries, "refusal": None}, "token_ids": [1] * 200}
+    answer = {"id": "x", "choices": [choice] * 130, "usage": {}}
+    assert encoded_in_parts(answer) == encoded(answer)
