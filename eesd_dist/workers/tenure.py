@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import ray
@@ -26,8 +26,9 @@ from eesd_dist.workers.process import process_info
 
 logger = logging.getLogger(__name__)
 
-STAGGER_S = 1.0
-"""Workers of one pipeline end one after the other: the last one removes the placement groups."""
+LAST_WAIT_S = 10.0
+"""The worker that removes the placement groups waits at most so long for the others to exit."""
+_POLL_S = 0.25
 
 
 class Tenure:
@@ -138,19 +139,19 @@ def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
 
 
 def detached_tenure(
-    identity: WorkerIdentity, *, owner: str, namespace: str, number: int, lease_s: float
+    identity: WorkerIdentity, *, owner: str, namespace: str, lease_s: float
 ) -> Tenure:
     """Returns the lease of a detached actor, and lets its process report crashes.
 
     When the lease expires, the process exits, and the last one of its pipeline removes the
-    placement groups. `number` orders the workers.
+    placement groups.
     """
+    prefix = pipeline_prefix(identity.app, identity.pipeline)
+    name = ray.get_runtime_context().get_actor_name() or ""
 
     def expired() -> None:
-        time.sleep(number * STAGGER_S)
-        prefix = pipeline_prefix(identity.app, identity.pipeline)
         try:
-            if len(workers_named(prefix, namespace=namespace)) <= 1:
+            if _is_last(name, lambda: workers_named(prefix, namespace=namespace)):
                 for group in placement_groups_named(prefix).values():
                     remove_placement_group(group)
         except Exception:  # Ray's errors while its head is away; the process ends in any case
@@ -159,3 +160,14 @@ def detached_tenure(
 
     report_crashes()
     return Tenure(identity, owner=owner, lease_s=lease_s, expired=expired)
+
+
+def _is_last(name: str, present: Callable[[], Collection[str]]) -> bool:
+    """Returns whether no other worker is left. The one with the first name waits for the others:
+    two that left at the same time would each take the other for the last."""
+    deadline_s = time.monotonic() + LAST_WAIT_S
+    while others := set(present()) - {name}:
+        if min(others) < name or time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.roles import StageFactory
+from eesd_dist.workers.tenure import workers_named
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
 from serve_app.pipeline.held_room import held_rooms, waiting_for_room
@@ -18,12 +19,18 @@ from serve_app.pipeline.placement.placement_groups import (
     PlacementGroups,
     placement_groups_for,
     present_placement_groups,
+    remove_abandoned_groups,
 )
-from serve_app.pipeline.placement.rank_slots import RankSlot, gpus_per_rank, rank_slots
+from serve_app.pipeline.placement.rank_slots import (
+    LEADER,
+    RankSlot,
+    gpus_per_rank,
+    rank_slots,
+)
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers, WorkerSpec
-from serve_app.router import AskRouter
+from serve_app.router import AskRouter, pipelines_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,7 @@ class Assembly:
         """`owner` is this supervisor's actor id; `orphans` are claimed, unless another supervisor
         is faster. `head` is the promoted exit head; None: that of the configuration."""
         self._config = config
+        self._router = router
         self._orphans = orphans
         self._head = head
         self._name = f"{config.app_name}/{pipeline}"
@@ -71,7 +79,10 @@ class Assembly:
             slots = self._slots(_gpus_per_rank(self._config.engine))
             try:
                 groups = present_placement_groups(
-                    slots, placement=self._config.placement, name=self._name
+                    slots,
+                    placement=self._config.placement,
+                    name=self._name,
+                    owner=self._spec.owner,
                 )
             except EngineError as error:  # no worker could be replaced
                 names = (*self._orphans.workers, *self._orphans.silent)
@@ -79,8 +90,12 @@ class Assembly:
                 await asyncio.to_thread(end_workers, self._config, self._spec.pipeline, names)
             else:
                 group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
+                slots_of = {t.identity.slot for t in self._orphans.workers.values()}
+                if self._head is not None and LEADER not in slots_of:  # it cannot say which it has
+                    group.set_head(self._head)
                 logger.info("claimed: pipeline=%s epoch=%d", self._spec.pipeline, group.epoch)
                 return group
+        await self._sweep()
         telling = asyncio.ensure_future(self._tell_waiting())
         try:
             slots, groups = await self._placed()
@@ -93,6 +108,18 @@ class Assembly:
         if self._head is not None:
             group.set_head(self._head)
         return group
+
+    async def _sweep(self) -> None:
+        """Frees room that a supervisor left behind which had no worker yet."""
+        app, namespace = self._spec.app, self._spec.namespace
+        try:
+            _, listed = await pipelines_of(self._router, app=app, known="", wait_s=0.0)
+            workers = await asyncio.to_thread(workers_named, f"{app}/", namespace=namespace)
+            supervised = {each.report.pipeline_id for each in listed}
+            present = supervised.union(workers.values(), {self._spec.pipeline})
+            await asyncio.to_thread(remove_abandoned_groups, app, present=present)
+        except (EngineError, RayError, ValueError) as error:
+            logger.info("not swept: pipeline=%s error=%s", self._spec.pipeline, error)
 
     async def _tell_waiting(self) -> None:
         while True:
@@ -108,7 +135,9 @@ class Assembly:
         gpus = _gpus_per_rank(engine)
         while True:
             slots = self._slots(gpus)
-            groups = await placement_groups_for(slots, placement=placement, name=self._name)
+            groups = await placement_groups_for(
+                slots, placement=placement, name=self._name, owner=self._spec.owner
+            )
             counted, gpus = gpus, _gpus_per_rank(engine)
             if counted == gpus:
                 return slots, groups

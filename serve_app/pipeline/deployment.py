@@ -170,6 +170,7 @@ class Pipeline:
                 timeout_s=config.engine.parallel.timeout_s,
             ),
         )
+        self._finding: asyncio.Task[None] | None = None
         self._heart = asyncio.ensure_future(self._beat())
 
     async def __del__(self) -> None:
@@ -340,9 +341,15 @@ class Pipeline:
         try:
             await beat(self._router, self._report())
         except PeerLost:
-            self._router = await found_again(self._router, self._config)
+            if self._finding is None or self._finding.done():
+                self._finding = asyncio.ensure_future(self._find_router())
         except EngineError as error:  # the pipeline works without the router
             logger.debug("heartbeat failed: error=%s", error)
+
+    async def _find_router(self) -> None:
+        """Ray's head answers, or the router is started, in its own time: recovery waits for
+        neither."""
+        self._router = await found_again(self._router, self._config)
 
     def _report(self) -> PipelineReport:
         supervisor = self._supervisor

@@ -13,7 +13,7 @@ from typing import Any
 from ray.util.placement_group import placement_group_table
 
 from eesd_dist.workers.messages import Tenancy
-from eesd_dist.workers.tenure import STAGGER_S, pipeline_prefix, workers_named
+from eesd_dist.workers.tenure import LAST_WAIT_S, pipeline_prefix, workers_named
 from serve_app.pipeline.claim import tenancy_of
 from serve_app.pipeline.placement.rank_slots import Resources, summed
 
@@ -87,7 +87,7 @@ def _held_by(
                 pipeline=pipeline,
                 num_workers=len(leases),
                 resources=summed(bundles),
-                left_s=max(leases) + len(leases) * STAGGER_S,
+                left_s=max(leases) + LAST_WAIT_S,
             )
         )
     return tuple(rooms)

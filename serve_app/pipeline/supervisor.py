@@ -185,6 +185,7 @@ class Supervisor:
         """Runs until the pipeline is released, given up, or claimed by another supervisor."""
         try:
             group = self.group = await make_group()
+            self._since_s = time.monotonic()  # the wait for room has a limit of its own
             if group.kind is not EpochKind.NONE:  # claimed
                 await self._mark_ready(group)
             if group.claimed_trouble is not None:

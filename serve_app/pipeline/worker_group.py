@@ -189,7 +189,8 @@ class WorkerGroup:
         """Fills the draft stage's empty slots during a degraded epoch, and loads weights. When
         cancelled, it continues from there the next time.
 
-        Raises PeerLost when it takes too long; workers that have not loaded are killed.
+        Raises PeerLost when it takes too long; workers that have not loaded, or were lost, are
+        killed.
         """
         operation = "return of the draft stage"
         filling = _all(self._fill(slot, operation) for slot in self._draft_slots)
@@ -199,7 +200,7 @@ class WorkerGroup:
             raise
         except EesdError:  # they would fail again
             for worker in self._drafting():
-                if worker.slot.name in self._unprepared:
+                if worker.slot.name in self._unprepared or worker.failure.done():
                     self._kill(worker)
             raise
 
@@ -275,7 +276,7 @@ class WorkerGroup:
     async def stop(self) -> None:
         self._end_preparations()
         await self.workers.release_all()
-        self.workers.placement_groups.remove()
+        await asyncio.to_thread(self.workers.placement_groups.remove)
 
     def _set_fallbacks(self) -> None:
         hosts = {slot.name for slot in self._verify_slots[: len(self._draft_slots)]}

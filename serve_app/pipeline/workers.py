@@ -118,6 +118,8 @@ class Workers:
     async def fill(self, slot: RankSlot, operation: str) -> None:
         """Waits for a worker in an empty slot; raises what its start raised. When this is
         cancelled, the worker still comes, and the next call waits for it."""
+        if (lost := self._in_slot.pop(slot.name, None)) is not None:
+            lost.end()  # it may live behind a cut link, and would keep the bundle
         if slot.name not in self._coming and await self.fill_from_spares(slot):
             return
         coming = self._coming.get(slot.name) or self.start_spawn(slot, operation)
@@ -138,6 +140,9 @@ class Workers:
             logger.warning("not usable: %s error=%r", spare.label, error)
             spare.end()
             return False
+        except BaseException:  # cancelled
+            spare.end()
+            raise
         logger.info("taken: %s for %s", spare.label, slot.name)
         self._use_bundle(slot, self._bundles[spare.slot.name].name)
         spare.slot = slot
@@ -273,7 +278,6 @@ class Workers:
                 identity,
                 owner=how.owner,
                 namespace=how.namespace,
-                number=list(self._bundles).index(slot.name),
                 lease_s=how.timings.lease_s,
             ),
         }

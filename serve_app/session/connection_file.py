@@ -33,8 +33,16 @@ class ConnectionFile:
 
 @contextmanager
 def connection_file_for(port: int, *, address: str) -> Iterator[Path]:
-    """Within the block the user's other commands can find the service on this port."""
+    """Within the block the user's other commands can find the service on this port. Raises
+    ConfigError when there is another one, which may not listen yet."""
     file = _file(port)
+    with suppress(FileNotFoundError):
+        earlier = _read_private(file)
+        if not is_silent(earlier.address):
+            raise ConfigError(
+                f"a service of yours with port {port} runs or is starting (its Ray is at "
+                f"{earlier.address}): choose another --port"
+            )
     _write_private(
         file, json.dumps(asdict(ConnectionFile(address=address, token=os.environ[TOKEN])))
     )

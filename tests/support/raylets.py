@@ -84,7 +84,7 @@ class Placer:
     def place(self, **placement: object) -> tuple[PlacementGroups, tuple[RankSlot, ...]]:
         config = PlacementConfig.model_validate({"timeout_s": 20, **placement})
         slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
-        return asyncio.run(placement_groups_for(slots, placement=config, name="p")), slots
+        return asyncio.run(placement_groups_for(slots, placement=config, name="p", owner="")), slots
 
     def where(self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]) -> list[str]:
         """Returns the node of each slot, from the table of Ray."""

@@ -187,7 +187,7 @@ class ToyWorkers(Workers):
             timings=toy_timings(**timings),
         )
         slots = (*slots_of(num_draft_ranks), *spares)
-        super().__init__(PlacementGroups([], name="p"), slots, spec=spec)
+        super().__init__(PlacementGroups([], name="p", owner=owner), slots, spec=spec)
 
     def _create_actor(self, slot: RankSlot) -> ToyHandle:
         how = self.spec

@@ -11,8 +11,9 @@ is placed again without that restriction.
 
 import asyncio
 import logging
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -26,7 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.ray_compat import available_resources
+from cluster.ray_compat import available_resources, is_actor_dead
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.tenure import placement_groups_named
 from serve_app.config import PlacementConfig, Strategy
@@ -61,10 +62,14 @@ class _Placed:
 class PlacementGroups:
     """The placement groups of one pipeline, and the bundle of each of its rank slots."""
 
-    def __init__(self, groups: Sequence[_Placed], *, name: str) -> None:
+    def __init__(self, groups: Sequence[_Placed], *, name: str, owner: str) -> None:
         self._groups = list(groups)
         self._name = name
+        self._owner = owner
         self._missing: tuple[str, ...] = ()
+        self._lock = threading.Lock()
+        """A check may still run in its thread after `keep` was cancelled."""
+        self._is_removed = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -80,9 +85,11 @@ class PlacementGroups:
         raise ConfigError(f"{slot.name} has no bundle in the placement of {self._name}")
 
     def remove(self) -> None:
-        """Removes the groups; actors in them end."""
-        for placed in self._groups:
-            remove_placement_group(placed.group)
+        """Removes the groups; actors in them end. May wait for Ray."""
+        with self._lock:
+            self._is_removed = True
+            for placed in self._groups:
+                remove_placement_group(placed.group)
 
     async def keep(self) -> None:
         """Repairs groups while bundles are being moved, and logs what is missing.
@@ -104,20 +111,24 @@ class PlacementGroups:
             await asyncio.sleep(_POLL_STATUS_S)
 
     def _poll(self) -> None:
-        missing = []
+        with self._lock:
+            if not self._is_removed:
+                self._missing = tuple(self._repaired())
+
+    def _repaired(self) -> Iterator[str]:
+        """Asks again for groups that Ray cannot restore; yields what is missing."""
         for at, placed in enumerate(self._groups):
             state = _table(placed.group)["state"]
             if state == "CREATED":
                 continue
             if state == "REMOVED":  # by workers that had no supervisor while this one was frozen
-                self._groups[at] = placed = _asked(placed.bundles, name=self._name)
+                self._groups[at] = placed = self._asked(placed.bundles)
             nodes = nodes_now()
             alive = {node.node_id for node in nodes}
             kept_to = placed.bundles.kept_to
             if kept_to is not None and not kept_to <= alive:
                 self._groups[at] = placed = self._place_again(placed)
-            missing.append(why_unplaced(placed.bundles, nodes))
-        self._missing = tuple(missing)
+            yield why_unplaced(placed.bundles, nodes)
 
     def _place_again(self, placed: _Placed) -> _Placed:
         logger.warning(
@@ -126,35 +137,53 @@ class PlacementGroups:
             self._name,
         )
         remove_placement_group(placed.group)
-        return _asked(replace(placed.bundles, kept_to=None), name=self._name)
+        return self._asked(replace(placed.bundles, kept_to=None))
+
+    def _asked(self, bundles: Bundles) -> _Placed:
+        return _asked(bundles, name=self._name, owner=self._owner)
 
 
 def present_placement_groups(
-    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
+    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str, owner: str
 ) -> PlacementGroups:
     """Returns the groups that an earlier supervisor of the pipeline has placed. Raises EngineError
     when one of them is gone."""
-    placed = []
+    placed: list[_Placed] = []
     for bundles in groups_of(slots, placement):
         present = placement_groups_named(_prefix(name, bundles))
         if not present:
             raise EngineError(f"the placement group {_prefix(name, bundles)} is gone")
-        placed.append(_Placed(bundles=bundles, group=next(iter(present.values()))))
-    return PlacementGroups(placed, name=name)
+        group = next(iter(present.values()))
+        if placed and relation_of(placement) in ("PACK", "STRICT_PACK"):
+            # It may have been kept to the nodes of the first group.
+            nodes = _nodes_of(placed[0].group) | _nodes_of(group)
+            bundles = replace(bundles, kept_to=frozenset(nodes - {""}))
+        placed.append(_Placed(bundles=bundles, group=group))
+    return PlacementGroups(placed, name=name, owner=owner)
+
+
+def remove_abandoned_groups(app: str, *, present: Collection[str]) -> None:
+    """Removes groups of which the supervisor died while it waited for room: no worker, whose lease
+    would end, holds them. `present`: pipelines with a worker or a supervisor."""
+    for name, group in placement_groups_named(f"{app}/").items():
+        pipeline, *_, last = name.removeprefix(f"{app}/").split("/")
+        if pipeline not in present and is_actor_dead(last.split("-")[0]):
+            logger.warning("abandoned placement group removed: name=%s", name)
+            remove_placement_group(group)
 
 
 async def placement_groups_for(
-    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str
+    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str, owner: str
 ) -> PlacementGroups:
     """Places every slot, in groups that outlive the caller.
 
-    `name` is how their names in Ray begin. Raises ConfigError that says which bundle lacks what,
-    and where."""
+    `name` is how their names in Ray begin, `owner` the actor id of the supervisor. Raises
+    ConfigError that says which bundle lacks what, and where."""
     groups = groups_of(slots, placement)
-    placing = _Placing(placement, name=name)
+    placing = _Placing(placement, name=name, owner=owner)
     try:
         async with asyncio.timeout(placement.timeout_s):
-            return PlacementGroups(await placing.all_of(groups), name=name)
+            return PlacementGroups(await placing.all_of(groups), name=name, owner=owner)
     except TimeoutError as error:
         nodes = await asyncio.to_thread(nodes_now)
         raise ConfigError(
@@ -168,9 +197,10 @@ async def placement_groups_for(
 class _Placing:
     """One attempt to place one group or two; all of them are removed if it fails."""
 
-    def __init__(self, placement: PlacementConfig, *, name: str) -> None:
+    def __init__(self, placement: PlacementConfig, *, name: str, owner: str) -> None:
         self._relation: Strategy = relation_of(placement)
         self._name = name
+        self._owner = owner
         self._asked: list[_Placed] = []
         self._is_complete = False
 
@@ -223,7 +253,7 @@ class _Placing:
         return related(second, self._relation, to_nodes=_nodes_of(first.group))
 
     async def _place(self, bundles: Bundles) -> None:
-        self._asked.append(_asked(bundles, name=self._name))
+        self._asked.append(_asked(bundles, name=self._name, owner=self._owner))
         group = self._asked[-1].group
         while not await asyncio.to_thread(group.wait, _POLL_S):
             pass
@@ -232,14 +262,14 @@ class _Placing:
         remove_placement_group(self._asked.pop().group)
 
 
-def _asked(bundles: Bundles, *, name: str) -> _Placed:
+def _asked(bundles: Bundles, *, name: str, owner: str) -> _Placed:
     selectors = bundles.selectors()
     try:
         group = placement_group(
             [slot.resources for slot in bundles.slots],
             strategy=bundles.strategy,
             # A group that replaces another exists together with it for a moment.
-            name=f"{_prefix(name, bundles)}{uuid4().hex[:8]}",
+            name=f"{_prefix(name, bundles)}{owner}-{uuid4().hex[:8]}",
             lifetime="detached",
             bundle_label_selector=selectors if any(selectors) else None,
         )

@@ -95,6 +95,36 @@ def test_a_worker_tells_the_next_supervisor_what_its_last_one_knew(
     assert (found.epoch, found.newest_epoch, found.is_degraded, found.head) == (7, 8, True, "/head")
 
 
+def test_of_workers_that_leave_together_one_sees_that_it_is_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenure, "_POLL_S", 0.01)
+    for _ in range(20):
+        present = {f"p/{i}" for i in range(5)}
+        last = []
+
+        def leave(name: str, present: set[str] = present, last: list[str] = last) -> None:
+            if tenure._is_last(name, lambda: tuple(present)):
+                last.append(name)
+            time.sleep(0.02)  # Ray lists a process for a moment after its end
+            present.discard(name)
+
+        threads = [threading.Thread(target=leave, args=(name,)) for name in sorted(present)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert last == ["p/0"]
+
+
+def test_a_worker_does_not_wait_for_ever_for_one_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenure, "LAST_WAIT_S", 0.1)
+    monkeypatch.setattr(tenure, "_POLL_S", 0.01)
+    assert not tenure._is_last("p/0", lambda: ("p/0", "p/1"))
+
+
 _WORKER = """
 import os, time
 from eesd_dist.workers.messages import WorkerIdentity

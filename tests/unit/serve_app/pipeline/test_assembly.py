@@ -1,11 +1,14 @@
 """Where workers come from: orphans, if their placement groups are there, else new places."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayError
 
+from eesd_dist.routing.directory import Listed, PipelineId, PipelineReport
 from serve_app.config import service_config
 from serve_app.pipeline import assembly as assembly_module
 from serve_app.pipeline.assembly import Assembly
@@ -26,10 +29,19 @@ class Room:
         counted = iter(gpus)
         monkeypatch.setattr(assembly_module, "_gpus_per_rank", lambda engine: next(counted))
         monkeypatch.setattr(assembly_module, "placement_groups_for", self.place)
+        monkeypatch.setattr(assembly_module, "workers_named", lambda *_, **__: {"app/w/0/1": "w"})
+        monkeypatch.setattr(assembly_module, "remove_abandoned_groups", self.sweep)
+        self.swept: list[set[str]] = []
+        """Pipelines that were known to be there, at each sweep."""
+
+    def sweep(self, app: str, *, present: Collection[str]) -> None:
+        assert app == APP
+        self.swept.append(set(present))
 
     async def place(
-        self, slots: Sequence[RankSlot], *, placement: object, name: str
+        self, slots: Sequence[RankSlot], *, placement: object, name: str, owner: str
     ) -> PlacementGroups:
+        assert owner == "two"
         self.asked.append([slot.resources.get("GPU", 0.0) for slot in slots])
         room = self
 
@@ -37,10 +49,38 @@ class Room:
             def remove(self) -> None:
                 room.removed.append(self)
 
-        return Groups([], name=name)
+        return Groups([], name=name, owner=owner)
 
 
-def _assembly(folder: Path, *, orphans: Orphans | None = None, head: str | None = None) -> Assembly:
+class _Router:
+    """Lists a pipeline `r`, or is silent."""
+
+    def __init__(self, *, is_silent: bool) -> None:
+        self._is_silent = is_silent
+
+    @property
+    def pipelines(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._listed)
+
+    async def _listed(self, app: str, known: str, wait_s: float) -> tuple[str, list[Listed]]:
+        del app, known, wait_s
+        if self._is_silent:
+            raise RayError
+        return "1", [
+            Listed(
+                report=PipelineReport(pipeline_id=PipelineId("r"), leader="", address=None),
+                age_s=0.0,
+            )
+        ]
+
+
+def _assembly(
+    folder: Path,
+    *,
+    is_router_silent: bool = False,
+    orphans: Orphans | None = None,
+    head: str | None = None,
+) -> Assembly:
     config = service_config(
         {
             "app_name": APP,
@@ -52,7 +92,13 @@ def _assembly(folder: Path, *, orphans: Orphans | None = None, head: str | None 
         }
     )
     return Assembly(
-        config, ToyStages(), pipeline="p", owner="two", router=None, orphans=orphans, head=head
+        config,
+        ToyStages(),
+        pipeline="p",
+        owner="two",
+        router=_Router(is_silent=is_router_silent),
+        orphans=orphans,
+        head=head,
     )
 
 
@@ -65,6 +111,16 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
     assert [slot.resources["GPU"] for slot in group.workers.slots] == [1.0] * 3
     assert len(room.removed) == 1
     assert room.removed[0] is not group.workers.placement_groups
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_what_dead_supervisors_left_is_removed_first_if_the_router_knows_the_others(
+    is_silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, 0.0, 0.0)
+    asyncio.run(_assembly(tmp_path, is_router_silent=is_silent)())
+    assert room.swept == ([] if is_silent else [{"p", "r", "w"}])
+    assert len(room.asked) == 1
 
 
 @pytest.mark.parametrize("head", [None, "/heads/two"])
@@ -106,10 +162,29 @@ def test_orphans_are_claimed_into_the_placement_groups_that_they_have(
         ((name, handle),) = cluster.actors.items()
         cluster.groups.add("app/p/draft and verify/1")
         orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
-        group = await _assembly(tmp_path, orphans=orphans)()
+        group = await _assembly(tmp_path, orphans=orphans, head="/heads/two")()
+        assert not group.has_other_head, "the drafting actor says which head it has"
         assert [worker.handle for worker in group.workers] == [handle]
         assert room.asked == []
         assert (await handle.actor.tenancy()).owner == "two"
+        await group.workers.release_all()
+
+    asyncio.run(run())
+
+
+def test_a_drafting_actor_that_died_with_its_supervisor_is_replaced_with_the_promoted_head(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Room(monkeypatch, 0.0)
+
+    async def run() -> None:
+        workers = ToyWorkers(cluster, tmp_path, owner="one")
+        await workers.fill(workers.slots[1], "start")
+        ((name, handle),) = cluster.actors.items()
+        cluster.groups.add("app/p/draft and verify/1")
+        orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
+        group = await _assembly(tmp_path, orphans=orphans, head="/heads/two")()
+        assert str(group.workers.spec.engine.model.head) == "/heads/two"
         await group.workers.release_all()
 
     asyncio.run(run())

@@ -178,6 +178,27 @@ def test_a_new_worker_that_never_has_its_weights_is_killed_for_another(
     asyncio.run(run())
 
 
+def test_a_draft_rank_that_freezes_while_the_drafting_actor_is_replaced_is_replaced_too(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        group = WorkerGroup(ToyWorkers(cluster, tmp_path, num_draft_ranks=2, **SHORT))
+        await group.start_epoch(timeout_s=10.0)
+        await lose(group, "drafting actor")
+        await group.start_degraded_epoch(timeout_s=10.0)
+        frozen = handle_of(group, "draft rank 1")
+        frozen.thawed.clear()
+        await until(lambda: any(m.failure.done() for m in group.workers))
+        with pytest.raises(PeerLost, match="draft rank 1"):
+            await group.restore_draft(timeout_s=5.0)
+        assert frozen.killed.is_set()
+        await group.restore_draft(timeout_s=5.0)
+        assert group.is_draft_ready
+        await group.stop()
+
+    asyncio.run(run())
+
+
 def test_without_fallbacks_a_dead_drafting_actor_is_waited_for(
     tmp_path: Path, cluster: ToyCluster
 ) -> None:

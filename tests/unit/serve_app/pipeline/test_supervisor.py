@@ -655,11 +655,37 @@ def test_placement_groups_are_checked_again_when_checking_has_failed(
         raise ConnectionError("the head is away")
 
     async def run() -> None:
-        groups = placement_groups.PlacementGroups([], name="p")
+        groups = placement_groups.PlacementGroups([], name="p", owner="one")
         monkeypatch.setattr(groups, "_poll", look)
         keeping = asyncio.ensure_future(groups.keep())
         await until(lambda: num_looks > 1)
         assert not keeping.done()
         keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_the_wait_for_room_does_not_shorten_the_start(tmp_path: Path, cluster: ToyCluster) -> None:
+    async def run() -> None:
+        group = WorkerGroup(ToyWorkers(cluster, tmp_path, fallback=False))
+
+        async def room_comes_late() -> WorkerGroup:
+            await asyncio.sleep(1.0)
+            return group
+
+        async def publish() -> None:
+            pass
+
+        supervisor = Supervisor(
+            room_comes_late,
+            pipeline="p",
+            timings=toy_timings(load_s=0.9, deadline_s=0.5, stall_s=0.4),
+            max_interruptions=4,
+            publish_status=publish,
+        )
+        await supervisor.check()
+        assert supervisor.num_interruptions == 0
+        assert group.epoch == 1
+        await supervisor.stop()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ from serve_app.pipeline import worker as worker_module
 from serve_app.pipeline import workers
 from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
-from tests.support.toy_group import ToyCluster, ToyHandle, ToyWorkers, until
+from tests.support.toy_group import VERIFY_SPARE, ToyCluster, ToyHandle, ToyWorkers, until
 
 
 def test_a_damaged_checkpoint_is_told_with_the_rank_and_the_node_that_saw_it() -> None:
@@ -183,3 +183,43 @@ def test_a_worker_is_claimed_once_with_its_process_and_the_second_supervisor_is_
         await second.release_all()
 
     asyncio.run(run())
+
+
+def test_a_lost_worker_that_may_live_behind_a_cut_link_does_not_keep_its_bundle(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story() -> None:
+        spawns = ToyWorkers(cluster, tmp_path)
+        slot = spawns.slots[0]
+        await spawns.fill(slot, "start")
+        (lost,) = spawns
+        lost.death.cancel()
+        lost.death = asyncio.ensure_future(asyncio.sleep(0, "its process has died, or the link"))
+        await until(lambda: spawns.is_empty(slot))
+        assert not lost.handle.killed.is_set()
+        await spawns.fill(slot, "start")
+        assert lost.handle.killed.is_set()
+        assert not spawns.is_empty(slot)
+        await spawns.release_all()
+
+    asyncio.run(story())
+
+
+def test_a_spare_that_is_being_taken_when_that_is_given_up_is_ended(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story() -> None:
+        spawns = ToyWorkers(cluster, tmp_path, spares=[VERIFY_SPARE])
+        spare = await spawns._spawned(VERIFY_SPARE, "start of a spare")
+        spawns.spares.add(spare)
+        spawns.spares._ready.add(VERIFY_SPARE.name)
+        spare.handle.thawed.clear()
+        filling = asyncio.ensure_future(spawns.fill(spawns.slots[-1], "start"))
+        await until(lambda: not spawns.spares.ready)
+        filling.cancel()
+        await asyncio.wait({filling})
+        assert spare.handle.killed.is_set()
+        await until(spare._beating.cancelled)
+        await spawns.release_all()
+
+    asyncio.run(story())

@@ -61,6 +61,25 @@ def test_two_services_have_a_connection_file_each(private: Path, alive: str) -> 
         assert len(list(private.iterdir())) == 1
 
 
+def test_a_second_service_on_the_port_is_refused_and_the_first_keeps_its_file(
+    private: Path, alive: str
+) -> None:
+    with connection_file_for(8000, address=alive):
+        with (
+            pytest.raises(ConfigError, match=f"port 8000 runs or is starting.*{alive}"),
+            connection_file_for(8000, address="127.0.0.1:1"),
+        ):
+            pytest.fail("both would be at one port")
+        assert prepare_to_connect(None, port=8000) == alive
+
+
+def test_the_file_of_a_service_that_has_gone_is_replaced(
+    private: Path, alive: str, dead: str
+) -> None:
+    with connection_file_for(8000, address=dead), connection_file_for(8000, address=alive):
+        assert prepare_to_connect(None, port=8000) == alive
+
+
 def test_a_folder_that_others_can_read_gets_no_token(private: Path) -> None:
     private.mkdir(mode=0o755)
     private.chmod(0o755)
