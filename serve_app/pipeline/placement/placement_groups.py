@@ -163,8 +163,8 @@ def present_placement_groups(
 
 
 def remove_abandoned_groups(app: str, *, present: Collection[str]) -> None:
-    """Removes groups of which the supervisor died while it waited for room: no worker, whose lease
-    would end, holds them. `present`: pipelines with a worker or a supervisor."""
+    """Removes groups of which the supervisor died while it waited for room: no worker's lease ends
+    them. `present`: pipelines with a worker or a supervisor."""
     for name, group in placement_groups_named(f"{app}/").items():
         pipeline, *_, last = name.removeprefix(f"{app}/").split("/")
         if pipeline not in present and is_actor_dead(last.split("-")[0]):
