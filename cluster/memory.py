@@ -95,15 +95,16 @@ def _rank_memory(
 ) -> RankMemory:
     """`shared`, `whole`: weights outside the layers that are sharded, and that each rank has."""
     wide = shape.bytes_per_weight
-    weights_bytes = ((num_layers * shape.layer_weights + shared) // ranks + whole) * wide
+    layer_weights = shape.layer_weights_of(ranks)
+    weights_bytes = (num_layers * layer_weights + shared // ranks + whole) * wide
     num_tokens = load.num_requests * load.context_tokens
-    piece_bytes = max(shape.layer_weights // ranks, shared // ranks, whole) * wide
+    piece_bytes = max(layer_weights, shared // ranks, whole) * wide
     matrix = max(2 * shape.hidden_size * shape.intermediate_size, shared) // ranks
     return RankMemory(
         stage=stage,
         num_ranks=ranks,
         weights_bytes=weights_bytes,
-        kv_bytes=num_layers * num_tokens * shape.kv_bytes_per_token // ranks,
+        kv_bytes=num_layers * num_tokens * shape.kv_bytes_per_token_of(ranks),
         loading_bytes=weights_bytes + 3 * piece_bytes + 4 * matrix,
     )
 

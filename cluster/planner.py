@@ -20,6 +20,7 @@ from cluster.shapes import Load, Machine, ModelShape, Split, read_shape
 from eesd_dist.command_line import run_command
 from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.degrees import require_degree
 
 _BISECTIONS = 30
 
@@ -175,10 +176,11 @@ class _Forecast:
     def _layer_s(self, rows: int, ranks: int) -> float:
         # The rows of a request share its KV; different requests do not.
         requests = min(rows, self.load.num_requests)
-        kv_bytes = requests * self.load.context_tokens * self.shape.kv_bytes_per_token
-        return self._matrix_s(self.shape.layer_weights, rows=rows, ranks=ranks, more_bytes=kv_bytes)
+        kv_bytes = requests * self.load.context_tokens * self.shape.kv_bytes_per_token_of(ranks)
+        return self._matrix_s(self.shape.layer_weights_of(ranks), rows=rows, more_bytes=kv_bytes)
 
-    def _matrix_s(self, weights: int, *, rows: int, ranks: int, more_bytes: int = 0) -> float:
+    def _matrix_s(self, weights: int, *, rows: int, ranks: int = 1, more_bytes: int = 0) -> float:
+        """`weights` are shared evenly by the ranks, if there are several."""
         read_bytes = weights * self.shape.bytes_per_weight + more_bytes
         read_s = read_bytes / self.machine.memory_bytes_per_s
         multiply_s = 2 * weights * rows / self.machine.flops_per_s
@@ -205,6 +207,14 @@ def _require_fit(shape: ModelShape, *, split: Split, load: Load) -> None:
         raise ConfigError(
             f"exit layer {split.exit_layer} in a model of {shape.num_layers} layers: "
             f"choose 1 to {shape.num_layers - 1}"
+        )
+    for size in (split.draft_tensor_parallel_size, split.verify_tensor_parallel_size):
+        require_degree(
+            size,
+            model="this model",
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            num_channels=shape.intermediate_size,
         )
     if not 0.0 <= load.acceptance <= 1.0:
         raise ConfigError(f"acceptance {load.acceptance} is not a probability: expected 0 to 1")

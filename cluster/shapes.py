@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.degrees import kv_heads_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,25 @@ class ModelShape:
     @property
     def layer_weights(self) -> int:
         """Weights of one decoder layer: q, k, v, o and the three matrices of the gated MLP."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return self.layer_weights_of(1)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one position in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_weight
+        return self.kv_bytes_per_token_of(1)
+
+    def layer_weights_of(self, num_ranks: int) -> int:
+        """Weights of one decoder layer in each of so many ranks, which may share a KV head."""
+        shared = 2 * self.num_heads * self.head_dim + 3 * self.intermediate_size
+        own = 2 * self.head_dim * self._kv_heads_of(num_ranks)
+        return self.hidden_size * (shared // num_ranks + own)
+
+    def kv_bytes_per_token_of(self, num_ranks: int) -> int:
+        """Keys and values of one position in one layer in each of so many ranks."""
+        return 2 * self._kv_heads_of(num_ranks) * self.head_dim * self.bytes_per_weight
+
+    def _kv_heads_of(self, num_ranks: int) -> int:
+        return len(kv_heads_of(0, num_ranks, num_kv_heads=self.num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class DecoderLayer:
     mlp_norm: RmsNorm
     mlp: GatedMlp
     num_kv_heads: int
+    queries_per_kv: int
     head_dim: int
 
     def forward(self, x_TD: Tensor, rotation_T1P: Tensor, attend: Attend) -> Tensor:
@@ -95,6 +96,7 @@ class LayerWeights(nn.Module):
         super().__init__()
         self._spec = spec
         self._num_kv = len(shard.kv_heads)
+        self._queries_per_kv = shard.queries_per_kv
         self.parts = nn.ParameterDict(tensors)
 
     @classmethod
@@ -134,13 +136,14 @@ class LayerWeights(nn.Module):
                 down=added("down", norms.get("mlp_post_norm")),
             ),
             num_kv_heads=self._num_kv,
+            queries_per_kv=self._queries_per_kv,
             head_dim=self._spec.head_dim,
         )
 
     def _head_norm(self, dtype: torch.dtype) -> HeadNorm | None:
         if "q_norm" not in self.parts:
             return None
-        num_queries = self._spec.queries_per_kv * self._num_kv
+        num_queries = self._queries_per_kv * self._num_kv
         weight_HE = torch.cat(
             [
                 self.parts["q_norm"].expand(num_queries, -1),
@@ -171,7 +174,7 @@ class LayerWeights(nn.Module):
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
     def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
-        dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._spec.queries_per_kv
+        dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._queries_per_kv
         found = {}
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
@@ -237,7 +240,7 @@ class _LayerReader:
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
         q = interleave_pairs(self._heads("q", kind, inner), head_dim=self.spec.head_dim)
-        q = _swap_heads(q, len(self.shard.kv_heads), self.spec.queries_per_kv, self.spec.head_dim)
+        q = _swap_heads(q, len(self.shard.kv_heads), self.shard.queries_per_kv, self.spec.head_dim)
         k = interleave_pairs(self._heads("k", kind, inner), head_dim=self.spec.head_dim)
         return _rows_of([q, k, self._heads("v", kind, inner)])
 
@@ -260,7 +263,7 @@ class _LayerReader:
             columns=range(heads.start * dim, heads.stop * dim),
         )
         num_kv = len(self.shard.kv_heads)
-        return _swap_heads(weight_DO.t(), num_kv, spec.queries_per_kv, dim).t().contiguous()
+        return _swap_heads(weight_DO.t(), num_kv, self.shard.queries_per_kv, dim).t().contiguous()
 
     def _gate_up(self, kind: str, inner: tuple[int, ...]) -> Tensor:
         shape = (self.spec.intermediate_size, *inner)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.errors import ConfigError
+from eesd_dist.model.degrees import kv_heads_of, require_degree
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
@@ -26,11 +26,16 @@ class Shard:
     rank: int
     size: int
     kv_heads: range
+    """One that several ranks hold where there are more ranks than key-value heads."""
     heads: range
-    """The query heads that belong to `kv_heads`."""
+    """The query heads that belong to `kv_heads`; of a shared one, this rank's part of them."""
     channels: range
     """Channels of the intermediate size."""
     vocabulary: range
+
+    @property
+    def queries_per_kv(self) -> int:
+        return len(self.heads) // len(self.kv_heads)
 
     @property
     def adds_bias(self) -> bool:
@@ -39,20 +44,18 @@ class Shard:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, rank: int, size: int) -> "Shard":
-        for what, count in (
-            ("attention heads", spec.num_heads),
-            ("key-value heads", spec.num_kv_heads),
-            ("intermediate channels", spec.intermediate_size),
-        ):
-            if count % size:
-                raise ConfigError(
-                    f"{spec.architecture} has {count} {what}, which {size} tensor-parallel ranks "
-                    "cannot share evenly: choose a degree that divides them"
-                )
+        """Raises ConfigError for a degree that does not fit."""
+        require_degree(
+            size,
+            model=spec.architecture,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            num_channels=spec.intermediate_size,
+        )
         return cls(
             rank=rank,
             size=size,
-            kv_heads=part_of(spec.num_kv_heads, rank, size),
+            kv_heads=kv_heads_of(rank, size, num_kv_heads=spec.num_kv_heads),
             heads=part_of(spec.num_heads, rank, size),
             channels=part_of(spec.intermediate_size, rank, size),
             vocabulary=part_of(spec.vocab_size, rank, size),

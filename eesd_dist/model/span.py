@@ -59,12 +59,13 @@ class PagedLayers:
         self._rotation_SP = rotation_table(
             spec.rope, num_positions=spec.max_position_embeddings, device=device
         )
-        num_kv_heads = layers[0].num_kv_heads if layers else spec.num_kv_heads
+        heads = layers[0] if layers else spec
+        num_kv_heads, queries_per_kv = heads.num_kv_heads, heads.queries_per_kv
         self._pages = [
             LayerPages(
                 num_slots=num_pages * page_size,
                 num_kv_heads=num_kv_heads,
-                queries_per_kv=spec.queries_per_kv,
+                queries_per_kv=queries_per_kv,
                 head_dim=spec.head_dim,
                 dtype=dtype,
                 device=device,
@@ -78,7 +79,7 @@ class PagedLayers:
         is_exact = partial(
             grouping_is_exact,
             num_kv_heads=num_kv_heads,
-            queries_per_kv=spec.queries_per_kv,
+            queries_per_kv=queries_per_kv,
             head_dim=spec.head_dim,
             page_size=page_size,
             longest=min(spec.max_position_embeddings, num_pages * page_size),
@@ -95,7 +96,7 @@ class PagedLayers:
                 "set model.numerics to fast, and read the mismatch rate of `eesd bench exact`"
             )
         kind = AttentionKind(
-            queries_per_kv=spec.queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
+            queries_per_kv=queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
         )
         self._windows = tuple(windows)
         self._scores = spec.traits.scores

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from eesd_dist.errors import EesdError
+from eesd_dist.errors import CapacityError, EesdError
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
@@ -138,6 +138,9 @@ async def _answered(
         events = service.events(prepared)
         first = await while_listened_to(request.receive, lambda: _first(events))
         return EventStream(first, events)
+    except CapacityError as error:
+        error.retry_after_s = service.retry_after_s()
+        raise
     except ClientGone:
         logger.info("client left: request=%s", prepared.response_id)
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

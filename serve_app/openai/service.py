@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from opentelemetry.trace import Span
 
-from eesd_dist.errors import CapacityError
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import (
     Attributes,
@@ -88,6 +87,10 @@ class Service:
 
         return await self.threads.run(prepare, size=_size_of(fields))
 
+    def retry_after_s(self) -> float:
+        """Returns how long a client should wait that is refused now."""
+        return self._throughput.retry_after_s()
+
     async def whole(self, prepared: Prepared) -> Json:
         return (await self._complete(prepared)).whole()
 
@@ -147,9 +150,6 @@ class Service:
                         tallies[delta.index].add(delta)
                         yield delta
                 span.set_attributes(_attributes(prepared, tallies))
-        except CapacityError as error:
-            error.retry_after_s = self._throughput.retry_after_s()
-            raise
         finally:
             # Those without a token say nothing about how fast others end.
             num_served = sum(tally.num_tokens > 0 for tally in tallies)

@@ -28,10 +28,12 @@ class Throughput:
         self._forget()
 
     def retry_after_s(self) -> float:
-        """Returns the time in which the live choices end at the present rate, within bounds."""
+        """Returns the time in which the live choices end at the present rate, within bounds; while
+        none has ended, as long as that has been so."""
         self._forget()
         window_s = min(_WINDOW_S, self._clock() - self._began_s)
-        expected_s = self.num_live * window_s / max(1, len(self._ended_s))
+        num_ended = len(self._ended_s)
+        expected_s = self.num_live * window_s / num_ended if num_ended else window_s
         return min(max(expected_s, _MIN_S), _MAX_S)
 
     def _forget(self) -> None:

@@ -18,11 +18,13 @@ def tokens() -> Tensor:
     return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
 
 
-def compute_as_rank(at: Address, rank: int, folder: Path, dtype: DType) -> list[Tensor]:
+def compute_as_rank(
+    at: Address, rank: int, folder: Path, dtype: DType, size: int = 2
+) -> list[Tensor]:
     """Returns the full-vocabulary logits of a prefill and of plain decoding, gathered from all
     ranks."""
     torch.set_num_threads(1)
-    group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S)
+    group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S, size=size)
     stages = Stages.load(folder, group=group, dtype=dtype)
     chunks = [25, 7, 28]
     runs = [

@@ -1,5 +1,6 @@
-"""Two processes that share the heads of a model compute the same as one process."""
+"""Processes that share the heads of a model compute the same as one process."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,5 +35,31 @@ def test_two_processes_compute_the_model_and_keep_the_rows_bits(
     host = StoreHost()
     with peer_process(compute_as_rank, host.at, 1, tmp_path, dtype):
         chunked_TV, decoded_TV = compute_as_rank(host.at, 0, tmp_path, dtype)
+    assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
+    assert torch.equal(decoded_TV, chunked_TV)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "size", "heads"),
+    [
+        ("qwen3, biases", "float32", 4, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("llama, biases", "bfloat16", 3, {"num_attention_heads": 6, "num_key_value_heads": 1}),
+        ("gemma2", "float32", 6, {"num_attention_heads": 12, "num_key_value_heads": 3}),
+    ],
+)
+def test_processes_that_hold_the_same_key_value_heads_compute_the_model_and_keep_the_rows_bits(
+    tmp_path: Path, family: str, dtype: DType, size: int, heads: dict[str, int]
+) -> None:
+    model = save_tiny_model(tmp_path, family, hidden_size=72, head_dim=16, **heads)
+    with torch.no_grad():
+        if dtype == "bfloat16":
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        expected_TV = model(tokens()[None]).logits[0]
+    host = StoreHost()
+    with ExitStack() as peers:
+        for rank in range(1, size):
+            peers.enter_context(peer_process(compute_as_rank, host.at, rank, tmp_path, dtype, size))
+        chunked_TV, decoded_TV = compute_as_rank(host.at, 0, tmp_path, dtype, size)
     assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
     assert torch.equal(decoded_TV, chunked_TV)

@@ -12,16 +12,21 @@ from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig, TreeConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.model.degrees import tensor_parallel_degrees
 from eesd_dist.model.spec import ModelSpec
 
-_DEGREES = (1, 2, 3, 4)
+_DEGREES = (1, 2, 3, 4, 6)
 _PAGE_SIZES = (4, 8, 16, 32)
 
 
 def degrees_of(spec: ModelSpec) -> tuple[int, ...]:
     """Returns the tensor-parallel degrees that this model's heads and channels allow."""
-    counts = (spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
-    return tuple(d for d in _DEGREES if not any(count % d for count in counts))
+    allowed = tensor_parallel_degrees(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        num_channels=spec.intermediate_size,
+    )
+    return tuple(degree for degree in _DEGREES if degree in allowed)
 
 
 def draw_world(
@@ -37,7 +42,8 @@ def draw_world(
     verify = [d for d in degrees if d >= min_verify_ranks]
     if not verify:
         return None
-    # Ranks in threads cost five times as much per token: a quarter of the worlds has several.
+    # Ranks in threads cost five times as much per token: a quarter of the worlds has several, and
+    # rather few.
     alone = min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
@@ -45,7 +51,7 @@ def draw_world(
         device=device,
         dtype=dtype,
         draft_ranks=1 if alone or rng.random() < 0.5 else rng.choice(degrees),
-        verify_ranks=1 if alone else rng.choice(verify),
+        verify_ranks=1 if alone else min(rng.choice(verify), rng.choice(verify)),
         page_size=rng.choice(_PAGE_SIZES),
     )
 

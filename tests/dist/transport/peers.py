@@ -63,16 +63,16 @@ def join_channel(at: Address, rank: int, *, timeout_s: float, epoch: int = 1) ->
     )
 
 
-def join_verify_stage(at: Address, rank: int, *, timeout_s: float) -> ProcessGroup:
+def join_verify_stage(at: Address, rank: int, *, timeout_s: float, size: int = 2) -> ProcessGroup:
     return build_group(
         connect_store(at, timeout_s=10),
         epoch=1,
         name="verify",
         rank=rank,
-        size=2,
+        size=size,
         timeout_s=timeout_s,
         join_timeout_s=20.0,
-        members=RANKS,
+        members=[f"verify rank {each}" for each in range(size)],
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from eesd_dist.transport import rendezvous
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
 from eesd_dist.transport.group import ProcessGroup
@@ -80,12 +81,21 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_a_ranks_hos
     assert refused.num_refused > 20
 
 
-def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one() -> None:
-    before = intruders.listening_ports()
+def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports: list[int] = []
+
+    class KnownDevice(GlooDevice):
+        def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
+            super().__init__(address, refused=refused)
+            ports.extend(port for _, port in self.addresses)
+
+    monkeypatch.setattr(rendezvous, "GlooDevice", KnownDevice)
     refused = RefusedConnections()
     groups = join_threads(2, refused=refused)
     expected = _sums(groups)
-    (first, *_) = intruders.listening_ports() - before
+    first = ports[0]
     heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
     with peer_process(intruders.knock, INSIDE, (INSIDE, first), "pair numbers", 7, told):
         heard.recv()
