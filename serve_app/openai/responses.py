@@ -3,8 +3,8 @@
 Every key that OpenAI sends is there, null included.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, overload
 
 from eesd_dist.text import TextCodec, TextFinish
 from eesd_dist.types import TokenId, TokenLogprobs
@@ -15,8 +15,31 @@ from serve_app.openai.request_metrics import metrics_of
 
 Json = dict[str, object]
 
+_MAX_MADE = 64
+"""Entries of a chunk, or of a short answer, that are made at once."""
 _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
+
+
+class Listed(Sequence[object]):
+    """A list of which each part is made when it is written: a large answer as dictionaries would be
+    a million objects, which Python's garbage collector visits again and again."""
+
+    def __init__(self, entries: "Sequence[_Entry]", shape: "Callable[[_Entry], object]") -> None:
+        self._entries = entries
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, at: int) -> object: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[object]: ...
+    def __getitem__(self, at: int | slice) -> object:
+        if isinstance(at, int):
+            return self._shape(self._entries[at])
+        return [self._shape(entry) for entry in self._entries[at]]
 
 
 class Event(NamedTuple):
@@ -70,6 +93,7 @@ class Answer:
         return sum(tally.num_tokens for tally in self._tallies) + self._prepared.num_extras
 
     def whole(self) -> Json:
+        """Returns the answer; its log-probabilities may be `Listed`."""
         is_chat = self._prepared.kind == "chat"
         return {
             **self._head("chat.completion" if is_chat else "text_completion"),
@@ -240,20 +264,19 @@ class _Logprobs:
         self._num_top = num_top
 
     def of_chat(self, entries: Sequence[_Entry]) -> Json:
-        content = [
-            self._chat_token(entry.token, entry.logprobs.logprob)
-            | {"top_logprobs": [self._chat_token(t, p) for t, p in self._top(entry)]}
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": _listed(entries, self._chat_entry), "refusal": None}
 
     def of_text(self, entries: Sequence[_Entry]) -> Json:
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
-            "top_logprobs": [self._text_top(entry) for entry in entries],
-            "text_offset": [entry.offset for entry in entries],
+            "tokens": _listed(entries, lambda entry: self._text(entry.token)),
+            "token_logprobs": _listed(entries, lambda entry: _finite(entry.logprobs.logprob)),
+            "top_logprobs": _listed(entries, self._text_top),
+            "text_offset": _listed(entries, lambda entry: entry.offset),
         }
+
+    def _chat_entry(self, entry: _Entry) -> Json:
+        top = [self._chat_token(token, logprob) for token, logprob in self._top(entry)]
+        return self._chat_token(entry.token, entry.logprobs.logprob) | {"top_logprobs": top}
 
     def _top(self, entry: _Entry) -> Sequence[tuple[TokenId, float]]:
         return entry.logprobs.top[: self._num_top]
@@ -281,6 +304,11 @@ class _Logprobs:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _listed(entries: Sequence[_Entry], shape: Callable[[_Entry], object]) -> Sequence[object]:
+    listed = Listed(entries, shape)
+    return listed[:] if len(listed) <= _MAX_MADE else listed
 
 
 def _finite(logprob: float) -> float:

@@ -99,7 +99,7 @@ class Service:
         answer = await self._complete(prepared)
         if answer.size <= _INLINE_SIZE:
             return encoded(answer.whole())
-        return await asyncio.to_thread(lambda: encoded_in_parts(answer.whole()))
+        return await self.threads.finish(lambda: encoded_in_parts(answer.whole()))
 
     async def _complete(self, prepared: Prepared) -> Answer:
         tallies = _new_tallies(prepared)

@@ -1,4 +1,4 @@
-"""Tokenising and detokenising outside the event loop, with bounded concurrency.
+"""Tokenising, and writing large answers, outside the event loop, with bounded concurrency.
 
 The tokenizer's library releases the GIL. Short texts stay on the loop: 4,096 characters take 2 ms,
 and do not wait for the long texts of other requests.
@@ -34,6 +34,10 @@ class TextThreads:
             raise CapacityError(f"{_MAX_QUEUED} long texts are waiting to be tokenised: try again")
         self._num_queued += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await self.finish(work)
         finally:
             self._num_queued -= 1
+
+    async def finish(self, work: Callable[[], T]) -> T:
+        """Runs what is never refused: an answer that was generated."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)

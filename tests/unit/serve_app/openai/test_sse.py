@@ -5,8 +5,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.openai.responses import Event
+from eesd_dist.types import TokenId, TokenLogprobs
+from serve_app.openai.responses import Event, Listed, _Entry, _Logprobs
 from serve_app.openai.sse import encoded, encoded_in_parts, written
+from tests.support.toy_codec import ByteCodec
 
 _Json = st.recursive(
     st.none()
@@ -37,3 +39,18 @@ def test_a_large_answer_in_parts_is_the_same() -> None:
     choice = {"index": 0, "logprobs": {"content": entries, "refusal": None}, "token_ids": [1] * 200}
     answer = {"id": "x", "choices": [choice] * 130, "usage": {}}
     assert encoded_in_parts(answer) == encoded(answer)
+
+
+def test_a_list_that_is_made_as_it_is_written_is_the_same_in_both_ways() -> None:
+    logprobs = TokenLogprobs(logprob=-0.5, top=((TokenId(1), -0.5), (TokenId(2), -1.5)))
+    entries = [_Entry(TokenId(at % 7), logprobs, at) for at in range(200)]
+    shape = _Logprobs(ByteCodec(), num_top=2)
+    for listed in (shape.of_chat(entries), shape.of_text(entries)):
+        answer = {"choices": [{"logprobs": listed}]}
+        made = {"choices": [{"logprobs": {key: _plain(each) for key, each in listed.items()}}]}
+        assert any(isinstance(each, Listed) for each in listed.values())
+        assert encoded_in_parts(answer) == encoded(answer) == encoded(made)
+
+
+def _plain(value: object) -> object:
+    return [value[at] for at in range(len(value))] if isinstance(value, Listed) else value
