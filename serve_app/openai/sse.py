@@ -46,9 +46,10 @@ _LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 
 _LEVELS = 4
 """Of an answer: itself, its choices, one choice, its log-probabilities."""
-_NUM_AT_ONCE = 16
-_NUM_NUMBERS_AT_ONCE = 1024
-"""Entries of a list that are encoded in one call, which holds the interpreter's lock."""
+_NUM_LISTED_AT_ONCE = 16
+_NUM_AT_ONCE = 1024
+"""Entries of a list, `Listed` or plain, that are encoded in one call, which holds the interpreter's
+lock."""
 _REST_S = 0.0005
 """After such a call. Without it the event loop would get the lock after 5 ms, at every system call
 that it makes."""
@@ -84,7 +85,7 @@ def _parts(value: object, *, levels: int) -> Iterator[bytes]:
         yield b"}"
     elif isinstance(value, list | Listed) and value:
         opening = b"["
-        step = _NUM_AT_ONCE if isinstance(value, Listed) else _NUM_NUMBERS_AT_ONCE
+        step = _NUM_LISTED_AT_ONCE if isinstance(value, Listed) else _NUM_AT_ONCE
         for at in range(0, len(value), step):
             time.sleep(_REST_S)
             some = value[at : at + step]

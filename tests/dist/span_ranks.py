@@ -18,9 +18,7 @@ def tokens() -> Tensor:
     return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
 
 
-def compute_as_rank(
-    at: Address, rank: int, folder: Path, dtype: DType, size: int = 2
-) -> list[Tensor]:
+def compute_as_rank(at: Address, rank: int, folder: Path, dtype: DType, size: int) -> list[Tensor]:
     """Returns the full-vocabulary logits of a prefill and of plain decoding, gathered from all
     ranks."""
     torch.set_num_threads(1)

@@ -16,41 +16,22 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "size", "heads", "kv_heads"),
     [
-        ("llama, biases", "float32"),
-        ("qwen3", "bfloat16"),
-        ("mistral, sliding window", "bfloat16"),
+        ("llama, biases", "float32", 2, 4, 2),
+        ("qwen3", "bfloat16", 2, 4, 2),
+        ("mistral, sliding window", "bfloat16", 2, 4, 2),
+        # Several ranks hold the same key-value head.
+        ("qwen3, biases", "float32", 4, 4, 2),
+        ("llama, biases", "bfloat16", 3, 6, 1),
+        ("gemma2", "float32", 6, 12, 3),
     ],
 )
-def test_two_processes_compute_the_model_and_keep_the_rows_bits(
-    tmp_path: Path, family: str, dtype: DType
+def test_processes_compute_the_model_and_keep_the_rows_bits(
+    tmp_path: Path, family: str, dtype: DType, size: int, heads: int, kv_heads: int
 ) -> None:
-    model = save_tiny_model(tmp_path, family)
-    with torch.no_grad():
-        if dtype == "bfloat16":
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
-        expected_TV = model(tokens()[None]).logits[0]
-    host = StoreHost()
-    with peer_process(compute_as_rank, host.at, 1, tmp_path, dtype):
-        chunked_TV, decoded_TV = compute_as_rank(host.at, 0, tmp_path, dtype)
-    assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
-    assert torch.equal(decoded_TV, chunked_TV)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "size", "heads"),
-    [
-        ("qwen3, biases", "float32", 4, {"num_attention_heads": 4, "num_key_value_heads": 2}),
-        ("llama, biases", "bfloat16", 3, {"num_attention_heads": 6, "num_key_value_heads": 1}),
-        ("gemma2", "float32", 6, {"num_attention_heads": 12, "num_key_value_heads": 3}),
-    ],
-)
-def test_processes_that_hold_the_same_key_value_heads_compute_the_model_and_keep_the_rows_bits(
-    tmp_path: Path, family: str, dtype: DType, size: int, heads: dict[str, int]
-) -> None:
-    model = save_tiny_model(tmp_path, family, hidden_size=72, head_dim=16, **heads)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    model = save_tiny_model(tmp_path, family, hidden_size=72, **sizes)
     with torch.no_grad():
         if dtype == "bfloat16":
             for parameter in model.parameters():
