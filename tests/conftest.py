@@ -14,6 +14,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Otherwise Ray would report killed processes on stdout, which tests read.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
+# Without a GPU its kernels are interpreted; Triton reads this when it is imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Every test run repeats the self-checks, once.
 _cache = tempfile.TemporaryDirectory(prefix="self-checks-")
 os.environ.setdefault("EESD_CACHE_DIR", _cache.name)

@@ -23,8 +23,8 @@ from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
+from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.rows import RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import evidence_of
 from eesd_dist.sampling.rejection import draft_sample

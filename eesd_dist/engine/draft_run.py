@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from eesd_dist.model.rows import RowSegment
+from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.schedule.scheduler import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.config import Numerics
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.parallel import joined_over_ranks
-from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
 from eesd_dist.sampling.row_rules import RowRule, rules_of

@@ -30,7 +30,7 @@ def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: tor
     if device.type != "cpu":
         return ask()
     key = json.dumps({**_machine(), **question}, sort_keys=True)
-    file = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    file = cache_folder() / "self_checks" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = _read(file, key)
     if found is None:
         found = ask()
@@ -38,12 +38,13 @@ def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: tor
     return found
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Returns the folder of what a start-up may reuse; it need not exist or be writable."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
-        return Path(named) / "self_checks"
+        return Path(named)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "eesd" / "self_checks"
+    return Path(home) / "eesd"
 
 
 def _read(file: Path, key: str) -> bool | None:

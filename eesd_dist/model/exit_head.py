@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.elementwise import soft_capped
 from eesd_dist.model.head_config import HeadConfig, HeadIdentity, HeadKind
 from eesd_dist.model.kernels import (
@@ -33,7 +34,6 @@ from eesd_dist.model.layer import LayerWeights
 from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard, joined_over_ranks, part_of
 from eesd_dist.model.rope import rotation_table
-from eesd_dist.model.rows import RowPlan
 from eesd_dist.model.span import (
     FINAL_NORM,
     LogitsHead,

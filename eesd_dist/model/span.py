@@ -6,7 +6,6 @@ call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,9 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exact
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.whole import attend_whole
 from eesd_dist.model.elementwise import soft_capped_rows
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
@@ -26,7 +27,6 @@ from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rope import rotation_table
-from eesd_dist.model.rows import AttentionKind, RowPlan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import TensorSource, weights_digest
 from eesd_dist.transport.contracts import TensorGroup
@@ -55,60 +55,31 @@ class PagedLayers:
     ) -> None:
         self.compute_dtype = dtype
         self._layers = tuple(layers)
-        self._page_size = page_size
         self._rotation_SP = rotation_table(
             spec.rope, num_positions=spec.max_position_embeddings, device=device
         )
-        heads = layers[0] if layers else spec
-        num_kv_heads, queries_per_kv = heads.num_kv_heads, heads.queries_per_kv
         self._pages = [
             LayerPages(
-                num_slots=num_pages * page_size,
-                num_kv_heads=num_kv_heads,
-                queries_per_kv=queries_per_kv,
+                num_pages=num_pages,
+                page_size=page_size,
+                num_kv_heads=layer.num_kv_heads,
+                queries_per_kv=layer.queries_per_kv,
                 head_dim=spec.head_dim,
                 dtype=dtype,
                 device=device,
+                window=window,
                 scores=spec.traits.scores,
             )
-            for _ in layers
+            for layer, window in zip(layers, windows, strict=True)
         ]
-        if device.type == "cuda":
-            # cuDNN would build a plan for every new number of keys, which is slower than a round.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        is_exact = partial(
-            grouping_is_exact,
-            num_kv_heads=num_kv_heads,
-            queries_per_kv=queries_per_kv,
-            head_dim=spec.head_dim,
-            page_size=page_size,
-            longest=min(spec.max_position_embeddings, num_pages * page_size),
-            dtype=dtype,
-            device=device,
-            num_threads=torch.get_num_threads(),
-            scores=spec.traits.scores,
-        )
-        row_by_row = numerics == "invariant" and not is_exact()
-        if row_by_row and not is_exact(row_by_row=True):
-            raise ConfigError(
-                f"attention of {num_kv_heads} key-value heads of {spec.head_dim} channels does not "
-                "compute rows independently of other rows on this machine, not even one by one: "
-                "set model.numerics to fast, and read the mismatch rate of `eesd bench exact`"
-            )
-        kind = AttentionKind(
-            queries_per_kv=queries_per_kv, window=None, dtype=dtype, row_by_row=row_by_row
-        )
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
-        self._kinds = {window: replace(kind, window=window) for window in set(windows)}
 
     def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
-        groups = {window: rows.groups(kind) for window, kind in self._kinds.items()}
-        for layer, pages, window in zip(self._layers, self._pages, self._windows, strict=True):
-            attend = partial(pages.attend, rows, groups[window])
-            x_TD = layer.forward(x_TD, rotation_T1P, attend)
+        for layer, pages in zip(self._layers, self._pages, strict=True):
+            x_TD = layer.forward(x_TD, rotation_T1P, partial(pages.attend, rows))
         return x_TD.narrow(0, 0, rows.num_rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -126,15 +97,15 @@ class PagedLayers:
     @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of one page, layer by layer."""
-        return tuple(pages.slot_bytes * self._page_size for pages in self._pages)
+        return tuple(pages.page_bytes for pages in self._pages)
 
     def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
         """Returns a copy of these pages of a layer, as bytes on their device."""
-        return self._pages[layer].read(self._slots_of(pages))
+        return self._pages[layer].read(pages)
 
     def write_pages(self, layer: int, pages: Sequence[int], content_B: Tensor) -> None:
         """Writes bytes from `read_pages` to pages that are in no request's table."""
-        self._pages[layer].write(self._slots_of(pages), content_B)
+        self._pages[layer].write(pages, content_B)
 
     def settle_writes(self) -> None:
         """Waits until pages written by this thread are visible to rounds of every thread. On a CPU
@@ -150,11 +121,6 @@ class PagedLayers:
         if self._rotation_SP.is_cuda:
             for pages in self._pages:
                 pages.clear()
-
-    def _slots_of(self, pages: Sequence[int]) -> Tensor:
-        first_P1 = torch.tensor(pages).unsqueeze(1) * self._page_size
-        slots_PS = first_P1 + torch.arange(self._page_size)
-        return slots_PS.view(-1).to(self._rotation_SP.device)
 
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""

@@ -18,7 +18,7 @@ from eesd_dist.engine.draft_ranks import (
     follow_commands,
 )
 from eesd_dist.errors import CheckpointError, PeerLost, WireError
-from eesd_dist.model.rows import RowSegment
+from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.transport.commands import (
     Command,
     MoveSlots,

@@ -14,7 +14,7 @@ from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import PeerLost, RequestError
-from eesd_dist.model.rows import RowPlan
+from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SpeculationParams, TokenId

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import DType, Numerics
-from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup

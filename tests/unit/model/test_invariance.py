@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import DType
-from eesd_dist.model.rows import RowSegment
+from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import Stages

@@ -1,20 +1,19 @@
 """A drafted tree over paged keys: every token attends to the same keys as at the end of a chain."""
 
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from eesd_dist.config import DType
-from eesd_dist.model.attention import LayerPages, grouping_is_exact
-from eesd_dist.model.rows import AttentionKind, RowPlan, RowSegment
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
-from eesd_dist.trees import depths_of, is_chain, path_to
+from eesd_dist.trees import depths_of, path_to
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import CPU, Stages
 from tests.unit.model.test_invariance import SHAPES, Shape
@@ -66,111 +65,43 @@ def past_of(segment: RowSegment, kv_slot: int) -> list[int]:
     return [*range(first), *reversed(path)]
 
 
-def seen_by(plan: RowPlan, kind: AttentionKind) -> dict[int, list[int]]:
-    """Returns the slots that each row attends to in order, from groups, gathers and masks."""
-    seen: dict[int, list[int]] = {}
-    for group in plan.groups(kind):
-        rows = (
-            list(range(group.first_row, group.first_row + group.num_rows))
-            if group.rows is None
-            else group.rows[: group.num_rows].tolist()
-        )
-        slots = (
-            list(range(group.first_slot, group.first_slot + group.num_keys))
-            if group.slots is None
-            else group.slots.tolist()
-        )
-        assert len(slots) == group.num_keys
-        before = 0 if group.rows is not None else group.first_row - group.window_start
-        for at, row in enumerate(rows):
-            assert row not in seen, "a row attends in one group"
-            line = 0
-            if group.mask is not None and group.mask.shape[2] > 1:
-                line = (before + at) * kind.queries_per_kv
-            hidden = (
-                [False] * group.num_keys
-                if group.mask is None
-                else group.mask[0, 0, line].isinf().tolist()
-            )
-            seen[row] = [slot for slot, gone in zip(slots, hidden, strict=True) if not gone]
-    return seen
+def seen_by(plan: RowPlan, row: int) -> list[int]:
+    """Returns the slots of the keys that a row attends to, in order."""
+    arrays, size = plan.arrays, plan.page_size
+    in_order = int(arrays.in_order_R[row])
+    kv_slots = list(range(int(arrays.position_R[row]) + 1))
+    branch = arrays.branch_slots[int(arrays.branch_R[row]) :].tolist()
+    kv_slots[in_order:] = branch[: len(kv_slots) - in_order]
+    table = arrays.tables_BW[int(arrays.table_R[row])]
+    return [int(table[at // size]) * size + at % size for at in kv_slots]
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    made=segments(),
-    numerics=st.sampled_from(["invariant", "fast"]),
-    window=st.sampled_from([None, 1, 3, 7]),
-    per_kv=st.sampled_from([1, 2, 8]),
-    row_by_row=st.booleans(),
-)
-def test_a_row_sees_its_own_past_and_nothing_of_other_branches(
+@given(made=segments())
+def test_a_row_sees_its_own_past_in_order_and_nothing_of_other_branches(
     made: tuple[RowSegment, int, Random],
-    numerics: str,
-    window: int | None,
-    per_kv: int,
-    row_by_row: bool,
 ) -> None:
     segment, page_size, _ = made
-    assume(numerics == "invariant" or not row_by_row)  # only `invariant` needs it
     beside = RowSegment(3, 2, (90, 91, 92))
-    plan = RowPlan.build(
-        [beside, segment],
-        page_size=page_size,
-        device=CPU,
-        numerics=numerics,  # type: ignore[arg-type]
-    )
-    kind = AttentionKind(
-        queries_per_kv=per_kv, window=window, dtype=torch.float32, row_by_row=row_by_row
-    )
-    seen = seen_by(plan, kind)
-    assert sorted(seen) == list(range(plan.num_rows))
+    plan = RowPlan.build([beside, segment], page_size=page_size, device=CPU, numerics="invariant")
+    assert plan.num_rows == beside.num_rows + segment.num_rows
+    assert plan.positions_T[: plan.num_rows].tolist() == [*beside.positions, *segment.positions]
     for row in range(segment.num_rows):
         past = past_of(segment, segment.start + row)
-        if window is not None:
-            past = past[-window:]
         expected = [segment.slot(kv_slot, page_size=page_size) for kv_slot in past]
-        found = seen[beside.num_rows + row]
-        if numerics == "invariant":
-            assert found == expected, "in the order of positions"
-        else:
-            assert sorted(found) == sorted(expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(made=segments(), per_kv=st.sampled_from([1, 2, 8]))
-def test_a_tree_row_reduces_over_as_many_keys_as_its_position_has_alone(
-    made: tuple[RowSegment, int, Random], per_kv: int
-) -> None:
-    segment, page_size, _ = made
-    kind = AttentionKind(queries_per_kv=per_kv, window=None, dtype=torch.float32)
-    plan = RowPlan.build([segment], page_size=page_size, device=CPU, numerics="invariant")
-    positions = plan.positions_T[: plan.num_rows].tolist()
-    for group in plan.groups(kind):
-        rows = (
-            range(group.first_row, group.first_row + group.num_rows)
-            if group.rows is None
-            else group.rows[: group.num_rows].tolist()
-        )
-        assert all(b - a == 1 for a, b in pairwise(positions[row] for row in rows))
-        for row in rows:
-            assert group.num_keys == (positions[row] // page_size + 1) * page_size
-            assert len(past_of(segment, segment.start + row)) == positions[row] + 1
+        assert seen_by(plan, beside.num_rows + row) == expected
 
 
 def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
-    kind = AttentionKind(queries_per_kv=2, window=None, dtype=torch.float32)
-    for numerics in ("invariant", "fast"):
-        named, plain = (
-            RowPlan.build(
-                [RowSegment(5, 6, (0, 1, 2), parents)], page_size=8, device=CPU, numerics=numerics
-            )
-            for parents in ((-1, 0, 1, 2), ())
+    named, plain = (
+        RowPlan.build(
+            [RowSegment(5, 6, (0, 1, 2), parents)], page_size=8, device=CPU, numerics="invariant"
         )
-        assert torch.equal(named.positions_T, plain.positions_T)
-        assert [(g.first_row, g.num_rows, g.num_keys, g.slots) for g in named.groups(kind)] == [
-            (g.first_row, g.num_rows, g.num_keys, g.slots) for g in plain.groups(kind)
-        ]
+        for parents in ((-1, 0, 1, 2), ())
+    )
+    assert torch.equal(named.positions_T, plain.positions_T)
+    for found, expected in zip(named.arrays, plain.arrays, strict=True):
+        assert found.tolist() == expected.tolist()
 
 
 def chain_rows(stages: Stages, tokens: list[int], *, pages: range) -> Tensor:
@@ -276,44 +207,10 @@ def test_two_ranks_verify_a_tree_alike(tmp_path: Path) -> None:
     assert on_ranks(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, sliding window"])
-def test_the_tree_mask_of_fast_numerics_is_the_same_model(tmp_path: Path, family: str) -> None:
-    save_tiny_model(tmp_path, family)
-    exact, fast = (
-        Stages.load(tmp_path, numerics=numerics, num_pages=64) for numerics in ("invariant", "fast")
-    )
-    parents = TREES["a comb"]
-    tokens = torch.arange(30 + len(parents)) % 96
-    for stages in (exact, fast):
-        stages.run(tokens[:28], [RowSegment(0, 28, (3, 1, 2))])
-    segment = RowSegment(28, 2 + len(parents), (3, 1, 2), parents)
-    found_TV, expected_TV = (stages.run(tokens[28:], [segment]) for stages in (fast, exact))
-    assert torch.allclose(found_TV, expected_TV, atol=1e-4)
-    depths = depths_of(parents)
-    assert max(depths) < len(parents), "a tree, or there is nothing to see here"
-    assert not is_chain(parents)
-
-
-@pytest.mark.parametrize(("per_kv", "page_size"), [(1, 32), (2, 4), (4, 16), (8, 64)])
-def test_rows_and_branches_attend_in_groups_where_the_self_check_allows(
-    per_kv: int, page_size: int
-) -> None:
-    """True on every x86 machine tried so far; otherwise rows are computed one by one, slowly."""
-    assert grouping_is_exact(
-        num_kv_heads=2,
-        queries_per_kv=per_kv,
-        head_dim=32,
-        page_size=page_size,
-        longest=2_048,
-        dtype=torch.float32,
-        device=CPU,
-        num_threads=torch.get_num_threads(),
-    )
-
-
-def twelve_slots() -> LayerPages:
+def three_pages() -> LayerPages:
     return LayerPages(
-        num_slots=12,
+        num_pages=3,
+        page_size=4,
         num_kv_heads=2,
         queries_per_kv=2,
         head_dim=4,
@@ -322,16 +219,24 @@ def twelve_slots() -> LayerPages:
     )
 
 
+def slots_of(pages: LayerPages) -> Tensor:
+    """Returns keys, then values, of each slot."""
+    keys_PSKE = pages.keys_PKES.permute(0, 3, 1, 2)
+    values_PSKE = pages.values_PKSE.permute(0, 2, 1, 3)
+    return torch.cat([keys_PSKE, values_PSKE], dim=2).flatten(0, 1)
+
+
 def test_moves_read_every_slot_before_they_write_one() -> None:
-    pages = twelve_slots()
-    before = torch.randn_like(pages._slots_SHE)
-    pages._slots_SHE.copy_(before)
+    pages = three_pages()
+    pages.keys_PKES.copy_(torch.randn_like(pages.keys_PKES))
+    pages.values_PKSE.copy_(torch.randn_like(pages.values_PKSE))
+    before = slots_of(pages)
     moves = [(4, 3), (5, 4), (9, 5), (3, 11)]
     pages.move(*torch.tensor(moves).unbind(1))
     expected = before.clone()
     for source, target in moves:
         expected[target] = before[source]
-    assert torch.equal(pages._slots_SHE, expected)
+    assert torch.equal(slots_of(pages), expected)
 
 
 @pytest.mark.parametrize("name", ["bundled", "window and scattered", "small pages"])
@@ -365,8 +270,9 @@ def test_a_moved_branch_is_the_text_as_if_it_had_been_decoded(tmp_path: Path, na
         assert torch.equal(stages.run(torch.tensor(after), [segment]), expected_TV)
 
 
-def test_cleared_pages_hold_nothing_that_outlives_a_mask() -> None:
-    pages = twelve_slots()
-    pages._slots_SHE.fill_(torch.nan)
+def test_cleared_pages_hold_nothing_that_outlives_a_weight_of_zero() -> None:
+    pages = three_pages()
+    pages.write([0, 1, 2], torch.full((3 * pages.page_bytes // 4,), torch.nan).view(torch.uint8))
+    assert slots_of(pages).isnan().all()
     pages.clear()
-    assert not pages._slots_SHE.any()
+    assert not slots_of(pages).any()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention import LayerPages, grouping_is_exact
-from eesd_dist.model.rows import AttentionKind, RowPlan, RowSegment
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 
 PAGE_SIZE = 32
 _CHUNK = 256
@@ -23,59 +23,38 @@ class AttentionShape:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFinding:
-    mode: str
-    """How rows attend: grouped by page, or one by one if the grouped call fails the self-check."""
-    difference: str | None
-
-
-def examine(
+def first_difference(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, lengths: Sequence[int]
-) -> AttentionFinding:
-    """Checks the engine's mode of attention at every length."""
-    grouped = grouping_is_exact(
-        num_kv_heads=shape.num_kv_heads,
-        queries_per_kv=shape.queries_per_kv,
-        head_dim=shape.head_dim,
-        page_size=PAGE_SIZE,
-        longest=max(lengths),
-        dtype=dtype,
-        device=device,
-        num_threads=torch.get_num_threads(),
-    )
-    kind = AttentionKind(
-        queries_per_kv=shape.queries_per_kv, window=None, dtype=dtype, row_by_row=not grouped
-    )
-    difference = None
-    for length in lengths:
-        difference = difference or _Trial(shape, kind, device, length).first_difference()
-    return AttentionFinding(mode="grouped" if grouped else "row by row", difference=difference)
+) -> str | None:
+    """Returns where a row's bits first depend on the other rows; None if they never do."""
+    trials = (_Trial(shape, dtype, device, length) for length in lengths)
+    return next(filter(None, (trial.first_difference() for trial in trials)), None)
 
 
 class _Trial:
     """One text of `length` tokens, stored twice: in contiguous and in scattered pages."""
 
     def __init__(
-        self, shape: AttentionShape, kind: AttentionKind, device: torch.device, length: int
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, length: int
     ) -> None:
-        self._kind, self._device, self._length = kind, device, length
+        self._device, self._length = device, length
         num_heads = (shape.queries_per_kv + 2) * shape.num_kv_heads
         generator = torch.Generator(device).manual_seed(20261122)
         self._heads_THE = torch.randn(
             (length, num_heads, shape.head_dim), generator=generator, device=device
-        ).to(kind.dtype)
+        ).to(dtype)
         each = -(-length // PAGE_SIZE) + 1
         self._side_by_side = tuple(range(each))
         self._scattered = tuple(each + (at * 7 + 3) % each for at in range(each))
         if each % 7 == 0:
             self._scattered = tuple(each + (at * 5 + 3) % each for at in range(each))
         self._pages = LayerPages(
-            num_slots=2 * each * PAGE_SIZE,
+            num_pages=2 * each,
+            page_size=PAGE_SIZE,
             num_kv_heads=shape.num_kv_heads,
             queries_per_kv=shape.queries_per_kv,
             head_dim=shape.head_dim,
-            dtype=kind.dtype,
+            dtype=dtype,
             device=device,
         )
 
@@ -137,7 +116,7 @@ class _Trial:
         )
         padded_THE = rows_THE.new_zeros(plan.num_padded, *rows_THE.shape[1:])
         padded_THE[: len(rows_THE)] = rows_THE
-        return self._pages.attend(plan, plan.groups(self._kind), padded_THE)[: len(rows_THE)]
+        return self._pages.attend(plan, padded_THE)[: len(rows_THE)]
 
     def _said(self, what: str, at: int) -> str:
         return f"{what} at position {at} of {self._length}"

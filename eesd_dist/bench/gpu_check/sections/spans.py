@@ -17,8 +17,8 @@ from eesd_dist.bench.gpu_check.report_rows import Rows
 from eesd_dist.bench.gpu_check.sections.stages import PAGE_SIZE, TwoSpans
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.config import DType
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.rows import RowPlan, RowSegment
 from eesd_dist.model.spec import ModelSpec
 
 FLOAT32_BOUND = 5e-5

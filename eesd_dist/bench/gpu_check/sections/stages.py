@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eesd_dist.bench.gpu_check.report_rows import Row, Rows
 from eesd_dist.bench.gpu_check.sections import attending, exactness, noise, spans
@@ -15,6 +14,8 @@ from eesd_dist.bench.gpu_check.sections.pytests import marked_files
 from eesd_dist.bench.gpu_check.sections.ranks import run_ranks
 from eesd_dist.bench.gpu_check.sections.timer import time_of
 from eesd_dist.bench.gpu_check.setting import Setting
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
@@ -45,26 +46,27 @@ def test_a_product_that_sees_its_neighbours_is_found() -> None:
 
 
 def test_attention_that_depends_on_the_number_of_rows_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The cached self-checks of the planted attention must not be used by other tests.
-    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path))
     shape = attending.AttentionShape(num_kv_heads=2, queries_per_kv=2, head_dim=32)
-    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300])
-    assert (found.mode, found.difference) == ("grouped", None)
-    true = functional.scaled_dot_product_attention
 
-    def otherwise_at_long_contexts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        mixed = true(q, k, v, mask)
-        return mixed * (1 + 2e-7) if k.shape[2] > 320 and q.shape[2] > 20 else mixed
+    def difference() -> str | None:
+        return attending.first_difference(
+            shape, dtype=torch.float32, device=CPU, lengths=[300, 500]
+        )
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", otherwise_at_long_contexts)
-    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 501])
-    assert (found.mode, found.difference) == ("row by row", None)  # found by the engine
-    monkeypatch.setattr(attending, "grouping_is_exact", lambda **_: True)
-    found = attending.examine(shape, dtype=torch.float32, device=CPU, lengths=[300, 500])
-    assert found.difference is not None
-    assert found.difference.endswith("of 500")
+    assert difference() is None
+    true = LayerPages.attend
+
+    def otherwise_at_long_contexts(pages: LayerPages, rows: RowPlan, heads_THE: Tensor) -> Tensor:
+        mixed_TD = true(pages, rows, heads_THE)
+        is_far_T = rows.positions_T > 320
+        return torch.where(is_far_T[:, None] & (rows.num_rows > 20), mixed_TD * 1.0000002, mixed_TD)
+
+    monkeypatch.setattr(LayerPages, "attend", otherwise_at_long_contexts)
+    found = difference()
+    assert found is not None
+    assert found.endswith("of 500")
 
 
 def test_noise_with_one_other_bit_is_found(

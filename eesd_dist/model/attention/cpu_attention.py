@@ -1,0 +1,82 @@
+"""Attention over one layer's pages on a CPU: calls the compiled kernel, in one or more threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd_dist.model.attention.cpu_kernel import Geometry, attend_kernel
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.families.family import Scores
+
+_WORTH_A_THREAD = 1 << 21
+"""Products of a query and a key's channel per thread: below, a thread costs more than it saves."""
+
+
+# Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
+# P pages, K KV heads, X numbers of a page's part.
+class CpuAttention:
+    """Stores and attends rows. No result depends on the number of threads."""
+
+    def __init__(
+        self,
+        *,
+        pages_PKX: Tensor,
+        num_kv_heads: int,
+        queries_per_kv: int,
+        head_dim: int,
+        page_size: int,
+        window: int | None,
+        scores: Scores,
+    ) -> None:
+        self._pages = pages_PKX.view(-1).numpy()
+        self._num_queries = num_kv_heads * queries_per_kv
+        self._width = self._num_queries * head_dim
+        scale = head_dim**-0.5 if scores.scale is None else scores.scale
+        self._geometry = Geometry(
+            num_kv=num_kv_heads,
+            per_kv=queries_per_kv,
+            channels=head_dim,
+            page_size=page_size,
+            window=window or 0,
+            scale=np.float32(scale),
+            softcap=np.float32(scores.softcap or 0.0),
+        )
+
+    def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
+        """Returns [T, D]; zeros in padding rows."""
+        heads = heads_THE.detach().to(torch.float32).contiguous().view(-1).numpy()
+        mixed_TD = torch.zeros(heads_THE.shape[0], self._width)
+        mixed = mixed_TD.view(-1).numpy()
+        num_rows, arrays = rows.num_rows, rows.arrays
+        num_parts = self._num_parts(rows)
+        kernel = attend_kernel()
+        if num_parts == 1:
+            kernel(self._geometry, arrays, heads, self._pages, mixed, 0, num_rows, 0, num_rows)
+        else:
+            kernel(self._geometry, arrays, heads, self._pages, mixed, 0, num_rows, 0, 0)
+            bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
+            waiting = [
+                _threads(num_parts).submit(
+                    kernel, self._geometry, arrays, heads, self._pages, mixed, 0, 0, first, end
+                )
+                for first, end in pairwise(bounds)
+            ]
+            for part in waiting:
+                part.result()
+        return mixed_TD if heads_THE.dtype == torch.float32 else mixed_TD.to(heads_THE.dtype)
+
+    def _num_parts(self, rows: RowPlan) -> int:
+        num_threads = torch.get_num_threads()
+        if num_threads == 1:
+            return 1
+        num_products = int(rows.arrays.position_R.sum()) * self._width
+        return max(1, min(num_threads, rows.num_rows, num_products // _WORTH_A_THREAD))
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="attention")

@@ -1,0 +1,164 @@
+"""Vectors of 16 float32 numbers, for functions that Numba compiles.
+
+Numba has no vector type, and LLVM vectorizes a loop over memory only where it can prove that
+nothing overlaps. Here a vector is a value: it stays in registers, and every operation is one LLVM
+instruction with a fixed meaning. `fma` rounds once on every machine, so that results have the same
+bits on all of them; a processor with shorter vectors takes several instructions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+from eesd_dist.model.attention.layout import LANES
+
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+_FLOAT_BYTES = 4
+_EXPONENT_BIAS = 127
+_MANTISSA_BITS = 23
+
+Generator = Callable[[Any, Any, Any, Any], Any]
+"""Numba's (context, builder, signature, arguments) -> the LLVM value."""
+
+
+class LanesType(types.Type):
+    """Numba's type of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+@register_model(LanesType)
+class _LanesModel(PrimitiveModel):
+    def __init__(self, manager: Any, frontend_type: LanesType) -> None:
+        super().__init__(manager, frontend_type, _FLOATS)
+
+
+_lanes = LanesType()
+
+
+@intrinsic
+def load(typing: Any, array: Any, at: Any) -> tuple[Any, Generator]:
+    """Returns array[at : at + LANES]."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = builder.load(_address(context, builder, signature.args[0], args))
+        found.align = _FLOAT_BYTES
+        return found
+
+    return _lanes(array, types.intp), generate
+
+
+@intrinsic
+def store(typing: Any, array: Any, at: Any, x: Any) -> tuple[Any, Generator]:
+    """Sets array[at : at + LANES]."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        stored = builder.store(args[2], _address(context, builder, signature.args[0], args))
+        stored.align = _FLOAT_BYTES
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, _lanes), generate
+
+
+@intrinsic
+def splat(typing: Any, x: Any) -> tuple[Any, Generator]:
+    """Returns x in every lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        undefined = ir.Constant(_FLOATS, ir.Undefined)
+        first = builder.insert_element(undefined, args[0], ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+    return _lanes(types.float32), generate
+
+
+@intrinsic
+def add(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def mul(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(*args)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def div(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fdiv(*args)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def fma(typing: Any, x: Any, y: Any, z: Any) -> tuple[Any, Generator]:
+    """Returns x * y + z, rounded once."""
+    return _lanes(_lanes, _lanes, _lanes), _called("llvm.fma", num_args=3)
+
+
+@intrinsic
+def floor(typing: Any, x: Any) -> tuple[Any, Generator]:
+    return _lanes(_lanes), _called("llvm.floor", num_args=1)
+
+
+@intrinsic
+def maximum(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
+    """Returns x where it is larger, else y."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, y = args
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def minimum(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
+    """Returns x where it is smaller, else y."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, y = args
+        return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+    return _lanes(_lanes, _lanes), generate
+
+
+@intrinsic
+def power_of_two(typing: Any, exponent: Any) -> tuple[Any, Generator]:
+    """Returns 2^x for whole numbers from -126 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(
+            builder.fptosi(args[0], _INTS), ir.Constant(_INTS, [_EXPONENT_BIAS] * LANES)
+        )
+        shifted = builder.shl(biased, ir.Constant(_INTS, [_MANTISSA_BITS] * LANES))
+        return builder.bitcast(shifted, _FLOATS)
+
+    return _lanes(_lanes), generate
+
+
+def _address(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, args[0]).data
+    return builder.bitcast(builder.gep(data, [args[1]]), _FLOATS.as_pointer())
+
+
+def _called(name: str, *, num_args: int) -> Generator:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * num_args)
+        function = get_or_insert_function(builder.module, kind, f"{name}.v{LANES}f32")
+        return builder.call(function, args)
+
+    return generate

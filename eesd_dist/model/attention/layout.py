@@ -1,0 +1,48 @@
+"""Layout of keys and values in a page, and of a pass's rows, as the kernels read them.
+
+A page has one part for each KV head: its keys with one row per channel, so that the keys of the
+page are side by side, then its values with one row per slot. Rows are at least one vector wide.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+LANES = 16
+"""Numbers in one vector of the CPU kernel."""
+
+
+def key_width(page_size: int) -> int:
+    """Returns the numbers in a row of keys."""
+    return max(page_size, LANES)
+
+
+def value_width(head_dim: int) -> int:
+    """Returns the numbers in a row of values."""
+    return max(head_dim, LANES)
+
+
+def part_numbers(*, head_dim: int, page_size: int) -> int:
+    """Returns the numbers of one KV head's part of a page."""
+    return head_dim * key_width(page_size) + page_size * value_width(head_dim)
+
+
+# Shapes: R rows, B page tables, W pages of the longest one.
+class RowArrays(NamedTuple):
+    """Which keys each row sees, and where its own are stored."""
+
+    tables_BW: Ints
+    """Page tables; the numbers after a table's end have no meaning."""
+    table_R: Ints
+    position_R: Ints
+    """The row sees one key for each position up to its own."""
+    kv_slot_R: Ints
+    in_order_R: Ints
+    """How many of a row's keys are at the KV slot of their position: all, but for a tree."""
+    branch_R: Ints
+    """Where a row's other keys begin in `branch_slots`."""
+    branch_slots: Ints
+    """KV slots in order of position."""

@@ -1,0 +1,118 @@
+"""Plans a forward pass: its rows, the slots of their keys and values, and the keys that each sees.
+
+The plan is made once per pass, for all layers, as arrays over all rows. A row of a chain sees the
+KV slots up to its own. A row of a drafted tree sees its ancestors only, in the order of their
+positions, so that it is computed with the same sums as at the end of a chain. Depends on positions
+and pages only.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from eesd_dist.config import Numerics
+from eesd_dist.model.attention.layout import Ints, RowArrays
+from eesd_dist.model.kernels import padded_rows
+from eesd_dist.transport.contracts import RowSegment as RowSegment
+from eesd_dist.trees import path_to
+
+
+# Shapes: T rows (padded), R rows, B segments, W pages of the longest table.
+class RowPlan:
+    """The rows of one forward pass, shared by all its layers."""
+
+    def __init__(
+        self,
+        segments: Sequence[RowSegment],
+        *,
+        page_size: int,
+        device: torch.device,
+        numerics: Numerics,
+    ) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.arrays = _arrays_of(segments)
+        self.num_rows = len(self.arrays.position_R)
+        self.num_padded = padded_rows(self.num_rows, numerics=numerics, device=device)
+        position_T = np.zeros(self.num_padded, np.int64)
+        position_T[: self.num_rows] = self.arrays.position_R
+        self.positions_T = torch.from_numpy(position_T).to(device)
+        """Position of every row; 0 for padding."""
+
+    @classmethod
+    def build(
+        cls,
+        segments: Sequence[RowSegment],
+        *,
+        page_size: int,
+        device: torch.device,
+        numerics: Numerics,
+    ) -> "RowPlan":
+        return cls(segments, page_size=page_size, device=device, numerics=numerics)
+
+    @cached_property
+    def on_device(self) -> "DeviceRows":
+        """The arrays on a GPU, uploaded together."""
+        return DeviceRows(self.arrays, self.device, page_size=self.page_size)
+
+
+class DeviceRows:
+    """`RowArrays` as tensors on a GPU, views of one upload."""
+
+    def __init__(self, arrays: RowArrays, device: torch.device, *, page_size: int) -> None:
+        packed = np.concatenate([array.reshape(-1) for array in arrays])
+        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        parts = torch.from_numpy(packed).to(device).tensor_split(ends)
+        self.tables_BW = parts[0].view(arrays.tables_BW.shape)
+        self.table_R, self.position_R, self.kv_slot_R, self.in_order_R, self.branch_R = parts[1:6]
+        self.branch_slots = parts[6]
+        place_R = self.table_R * self.tables_BW.shape[1] + self.kv_slot_R // page_size
+        self.page_R = self.tables_BW.view(-1).index_select(0, place_R).long()
+        """Page of every row's own keys and values."""
+        self.within_R = (self.kv_slot_R % page_size).long()
+        """Slot in that page."""
+
+
+def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
+    tables_BW = np.zeros((len(segments), max(len(s.pages) for s in segments)), np.int32)
+    for at, segment in enumerate(segments):
+        tables_BW[at, : len(segment.pages)] = segment.pages
+    num_rows_B = np.array([segment.num_rows for segment in segments], np.int32)
+    start_B = np.array([segment.start for segment in segments], np.int32)
+    first_row_B = num_rows_B.cumsum(dtype=np.int32) - num_rows_B
+    table_R = np.repeat(np.arange(len(segments), dtype=np.int32), num_rows_B)
+    kv_slot_R = np.arange(len(table_R), dtype=np.int32) + (start_B - first_row_B)[table_R]
+    position_R, in_order_R = kv_slot_R, kv_slot_R + np.int32(1)
+    branch_R = np.zeros_like(kv_slot_R)
+    branch_slots: list[int] = []
+    trees = [at for at, segment in enumerate(segments) if segment.parents and segment.is_tree]
+    if trees:
+        position_R = position_R.copy()
+    for at in trees:
+        segment, row = segments[at], int(first_row_B[at])
+        first = segment.first_drafted
+        for kv_slot in range(max(first, segment.start), segment.start + segment.num_rows):
+            path = path_to(segment.parents, kv_slot - first)
+            place = row + kv_slot - segment.start
+            position_R[place] = first + len(path) - 1
+            if path[-1] == len(path) - 1:  # no other branch comes before: as in a chain
+                in_order_R[place] = first + len(path)
+                continue
+            in_order_R[place] = first
+            branch_R[place] = len(branch_slots)
+            branch_slots += [first + node for node in path]
+    return RowArrays(
+        tables_BW=tables_BW,
+        table_R=table_R,
+        position_R=position_R,
+        kv_slot_R=kv_slot_R,
+        in_order_R=in_order_R,
+        branch_R=branch_R,
+        branch_slots=_ints(branch_slots),
+    )
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int32)

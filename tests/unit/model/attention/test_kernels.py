@@ -1,0 +1,229 @@
+"""The attention kernels against the definition, and every row's bits against the row alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eesd_dist.model.attention import cpu_attention
+from eesd_dist.model.attention.cpu_kernel import attend_kernel
+from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.families.family import Scores
+from eesd_dist.trees import path_to
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_kv: int = 2
+    per_kv: int = 2
+    head_dim: int = 24
+    page_size: int = 32
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return (self.per_kv + 2) * self.num_kv
+
+    def pages(self, num_pages: int = 64) -> LayerPages:
+        return LayerPages(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_kv_heads=self.num_kv,
+            queries_per_kv=self.per_kv,
+            head_dim=self.head_dim,
+            dtype=torch.float32,
+            device=CPU,
+            window=self.window,
+            scores=Scores(softcap=self.softcap),
+        )
+
+
+def plan_of(segments: Sequence[RowSegment], page_size: int) -> RowPlan:
+    return RowPlan.build(segments, page_size=page_size, device=CPU, numerics="invariant")
+
+
+def attend(pages: LayerPages, plan: RowPlan, heads_RHE: Tensor) -> Tensor:
+    padded_THE = heads_RHE.new_zeros(plan.num_padded, *heads_RHE.shape[1:])
+    padded_THE[: plan.num_rows] = heads_RHE
+    return pages.attend(plan, padded_THE)[: plan.num_rows]
+
+
+def by_definition(shape: Shape, past_NHE: Tensor) -> Tensor:
+    """Returns the last row's attention over all rows before it and itself, in float64."""
+    num_queries = shape.num_kv * shape.per_kv
+    first = 0 if shape.window is None else max(0, len(past_NHE) - shape.window)
+    seen_NHE = past_NHE[first:].double()
+    heads = []
+    for head in range(num_queries):
+        kv = num_queries + head % shape.num_kv
+        scores_N = seen_NHE[:, kv] @ seen_NHE[-1, head] * shape.head_dim**-0.5
+        if shape.softcap is not None:
+            scores_N = torch.tanh(scores_N / shape.softcap) * shape.softcap
+        heads.append(scores_N.softmax(0) @ seen_NHE[:, kv + shape.num_kv])
+    return torch.cat(heads).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A request: a prefix that is in the pages, and a segment of known rows and a tree after it."""
+
+    segment: RowSegment
+    heads_NHE: Tensor
+    """By KV slot, from 0 on."""
+
+    @classmethod
+    def drawn(cls, shape: Shape, rng: Random, *, pages: list[int]) -> "Text":
+        start, num_known = rng.choice([0, 1, 5, 40, 70]), rng.choice([1, 2, 9, 40])
+        parents: tuple[int, ...] = ()
+        if rng.random() < 0.5:
+            parents = tuple(rng.randint(-1, node - 1) for node in range(rng.randint(1, 9)))
+        end = start + num_known + len(parents)
+        table = tuple(pages.pop() for _ in range(-(-end // shape.page_size)))
+        generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+        heads_NHE = torch.randn(end, shape.num_heads, shape.head_dim, generator=generator) * 1.5
+        return cls(segment=RowSegment(start, end - start, table, parents), heads_NHE=heads_NHE)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.heads_NHE[self.segment.start :]
+
+    def past_of(self, row: int) -> Tensor:
+        """Returns what the row sees by definition: its ancestors in order, and itself."""
+        segment = self.segment
+        kv_slot, first = segment.start + row, segment.first_drafted
+        if kv_slot < first:
+            return self.heads_NHE[: kv_slot + 1]
+        path = [first + node for node in path_to(segment.parents, kv_slot - first)]
+        return self.heads_NHE[[*range(first), *path]]
+
+    def prefix(self) -> list[RowSegment]:
+        start = self.segment.start
+        return [RowSegment(0, start, self.segment.pages)] if start else []
+
+
+SHAPES = [
+    Shape(),
+    Shape(page_size=16, head_dim=128, per_kv=8, num_kv=1),
+    Shape(page_size=4, head_dim=10, per_kv=3),
+    Shape(page_size=20, head_dim=40, per_kv=1, num_kv=3),
+    Shape(page_size=2, head_dim=6, per_kv=1, window=3),
+    Shape(page_size=16, head_dim=32, per_kv=4, window=17),
+    Shape(page_size=8, head_dim=64, per_kv=2, softcap=15.0),
+    Shape(page_size=64, head_dim=16, per_kv=2, softcap=5.0, window=30),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
+def test_every_row_of_a_batch_is_attention_by_definition_and_has_the_bits_of_the_row_alone(
+    shape: Shape, seed: int
+) -> None:
+    rng = Random(seed)
+    free = list(range(400))
+    rng.shuffle(free)
+    texts = [Text.drawn(shape, rng, pages=free) for _ in range(rng.randint(1, 5))]
+    pages = shape.pages(400)
+    for text in texts:
+        for segment in text.prefix():
+            plan = plan_of([segment], shape.page_size)
+            attend(pages, plan, text.heads_NHE[: segment.num_rows])
+    together = plan_of([text.segment for text in texts], shape.page_size)
+    found_RD = attend(pages, together, torch.cat([text.rows for text in texts]))
+    row = 0
+    for text in texts:
+        for at in range(text.segment.num_rows):
+            expected_D = by_definition(shape, text.past_of(at))
+            assert torch.allclose(found_RD[row], expected_D, atol=2e-5, rtol=1e-4)
+            alone_D = alone(shape, text.past_of(at), rng)
+            assert torch.equal(found_RD[row], alone_D), "bits"
+            row += 1
+
+
+def alone(shape: Shape, past_NHE: Tensor, rng: Random) -> Tensor:
+    """Returns the last row of a text as plain decoding computes it: over a chain in other pages."""
+    end = len(past_NHE)
+    table = tuple(rng.sample(range(64), -(-end // shape.page_size)))
+    pages = shape.pages()
+    if end > 1:
+        plan = plan_of([RowSegment(0, end - 1, table)], shape.page_size)
+        attend(pages, plan, past_NHE[:-1])
+    plan = plan_of([RowSegment(end - 1, 1, table)], shape.page_size)
+    return attend(pages, plan, past_NHE[-1:])[0]
+
+
+def test_rows_have_the_same_bits_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape()
+    heads_RHE = torch.randn(300, shape.num_heads, shape.head_dim)
+    plan = plan_of([RowSegment(0, 200, range(7)), RowSegment(0, 100, range(8, 12))], 32)
+    expected_RD = attend(shape.pages(), plan, heads_RHE)
+    monkeypatch.setattr(cpu_attention, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
+
+
+def test_a_score_that_is_far_below_the_largest_has_no_weight() -> None:
+    shape = Shape(num_kv=1, per_kv=1, head_dim=16)
+    heads_RHE = torch.zeros(20, 3, 16)
+    heads_RHE[:, 0] = 100.0
+    heads_RHE[:, 1, 0] = torch.linspace(0.0, 1_000.0, 20)
+    heads_RHE[:, 2, 0] = torch.arange(20.0)
+    found_RD = attend(shape.pages(), plan_of([RowSegment(0, 20, (0,))], 32), heads_RHE)
+    assert torch.allclose(found_RD[:, 0], torch.arange(20.0), atol=1e-5)
+
+
+def test_the_kernel_runs_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "file"))
+    shape = Shape()
+    heads_RHE = torch.randn(5, shape.num_heads, shape.head_dim)
+    plan = plan_of([RowSegment(0, 5, (0,))], 32)
+    expected_RD = attend(shape.pages(), plan, heads_RHE)
+    monkeypatch.setattr(cpu_attention, "attend_kernel", attend_kernel.__wrapped__)
+    assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(shape: Shape) -> None:
+    """Triton's interpreter runs it on the CPU (see tests/conftest.py)."""
+    rng = Random(str(shape))
+    free = list(range(400))
+    rng.shuffle(free)
+    texts = [Text.drawn(shape, rng, pages=free) for _ in range(3)]
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    twin = CudaAttention(
+        pages_PKX=twin_PKX,
+        num_kv_heads=shape.num_kv,
+        queries_per_kv=shape.per_kv,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        window=shape.window,
+        scores=Scores(softcap=shape.softcap),
+    )
+
+    def compare(segments: list[RowSegment], heads_RHE: Tensor) -> None:
+        plan = plan_of(segments, shape.page_size)
+        expected_RD = attend(pages, plan, heads_RHE)
+        found_RD = twin.attend(plan, heads_RHE)
+        assert torch.allclose(found_RD, expected_RD, atol=2e-5, rtol=1e-4)
+        assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
+        for row in range(0, plan.num_rows, 7):  # launched alone, a row has the same bits
+            (program,) = twin.attend_rows(plan, heads_RHE, first=row, count=1)
+            assert torch.equal(program, found_RD[row])
+
+    for text in texts:
+        for segment in text.prefix():
+            compare([segment], text.heads_NHE[: segment.num_rows])
+    compare([text.segment for text in texts], torch.cat([text.rows for text in texts]))
