@@ -98,6 +98,21 @@ class ExactOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """The host's time in a round, by batch, without a model.
+
+    The real round loop of a 70B-shaped pipeline, from the plan to the commit, with layers that
+    compute nothing. `decode`, `rows` and `rules` are a verify rank's.
+    """
+
+    batches: Annotated[tuple[int, ...], "requests in a round"] = (1, 8, 64, 256)
+    context: Annotated[int, "tokens of each request"] = 4096
+    controllers: Annotated[tuple[str, ...], "draft-length controllers"] = ("fixed", "goodput")
+    rounds: Annotated[int, "rounds to average"] = 100
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseOptions:
     """Independence of the sampling noise of two tokens.
 

@@ -136,6 +136,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def running(self) -> Iterable[LiveRequest]:
+        """Returns the requests that hold pages."""
+        return self._running.values()
+
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 

@@ -39,6 +39,7 @@ add_module(
     "eesd_dist.bench.fuzz.command",
     defaults={"model": (BUNDLED_MODEL,)},
 )
+add_module(app, "host", engine.HostOptions, "eesd_dist.bench.host")
 add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
 add_module(app, "router", service.RouterOptions, "serve_app.bench.router.command")
