@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Literal, NewType
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 TokenId = NewType("TokenId", int)
 RequestId = NewType("RequestId", str)
@@ -121,8 +121,12 @@ class FinishReason(Enum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Value(Struct, frozen=True):
+    """Base of values that are made for every request or token of a round: building a Struct takes a
+    seventh of the time of a frozen dataclass."""
+
+
+class Evidence(Value, frozen=True, kw_only=True):
     """The exit head's certainty about the token it would draft next.
 
     Computed before the token is drafted. A controller may use all of it and cannot bias the text,
@@ -156,8 +160,7 @@ class Verdict:
         return self.num_accepted < self.num_drafted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class Branch(Value, frozen=True, kw_only=True):
     """A node on the verified path of a drafted tree: its drafted children and the choice."""
 
     depth: int
@@ -170,8 +173,7 @@ class Branch:
     """The exit head's evidence at this node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Value, frozen=True, kw_only=True):
     """Result of one request's round for controllers: counts and evidence, no text."""
 
     request_id: RequestId
@@ -197,16 +199,14 @@ class Outcome:
         return int(self.num_accepted < self.num_drafted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(Value, frozen=True, kw_only=True):
     """Log-probabilities under the target, before temperature and filters."""
 
     logprob: float
     top: tuple[tuple[TokenId, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emission:
+class Emission(Value, frozen=True, kw_only=True):
     """Tokens of one request that leave after one round."""
 
     request_id: RequestId

@@ -34,7 +34,14 @@ from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from eesd_dist.types import (
+    Request,
+    RequestId,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
 
 PAGE_SIZE = 32
 _HIDDEN = 8192
@@ -172,9 +179,7 @@ def engine_of(batch: int, *, context: int, controller: str, watch: Stopwatch) ->
         controller=controller, fixed_length=_DRAFT_LENGTH, draft_ahead=False
     )
     max_len = context + 4096
-    draft = DraftStage(
-        compute=cast("DraftCompute", NoModel()), page_size=PAGE_SIZE, device=_CPU
-    )
+    draft = DraftStage(compute=cast("DraftCompute", NoModel()), page_size=PAGE_SIZE, device=_CPU)
     scheduler = Scheduler(
         config=SchedulerConfig(
             max_running=batch, token_budget=8192, prefill_chunk=4096, overlap=False
@@ -227,7 +232,7 @@ def measure(
     core = engine_of(batch, context=context, controller=controller, watch=watch)
     headers = core._headers
     headers.write = watch.wrapped("header", headers.write)  # type: ignore[method-assign]
-    rounds = []
+    rounds: list[RoundStats] = []
     for _ in range(_WARM_UP):
         core.step()
     watch.seconds.clear()
@@ -262,5 +267,7 @@ def main(options: HostOptions) -> int:
             found[controller][str(batch)] = row
             times = " ".join(f"{row[part]:8.3f}" for part in (*_PARTS, "all"))
             say(f"{batch:>6} {row['num_rows']:>7} {times}")
-    print_report({"context": options.context, "ms": found, "provenance": collect_provenance().as_json()})
+    print_report(
+        {"context": options.context, "ms": found, "provenance": collect_provenance().as_json()}
+    )
     return 0

@@ -15,9 +15,11 @@ Also reads and writes trace files. Does not depend on controllers.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.core import EngineCore
@@ -33,7 +35,7 @@ from eesd_dist.types import (
 )
 
 _VERSION = 1
-_MEASURES = tuple(field.name for field in fields(Evidence) if field.name != "depth")
+_MEASURES = tuple(name for name in Evidence.__struct_fields__ if name != "depth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +230,7 @@ class _Recorder:
         chain = outcome.evidence[offset : offset + self._length]
         return Guess(
             num_accepted=min(self._length, outcome.num_accepted - offset),
-            evidence=tuple(replace(seen, depth=depth) for depth, seen in enumerate(chain)),
+            evidence=tuple(structs.replace(seen, depth=depth) for depth, seen in enumerate(chain)),
         )
 
 

@@ -3,13 +3,10 @@
 The drafter works level by level and offers the next tokens of all requests to the controllers.
 """
 
-from dataclasses import dataclass
-
-from eesd_dist.types import Evidence, RequestId, TreeShape
+from eesd_dist.types import Evidence, RequestId, TreeShape, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(Value, frozen=True, kw_only=True):
     """A token that could be drafted next for one request."""
 
     request_id: RequestId

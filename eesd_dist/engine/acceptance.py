@@ -4,17 +4,15 @@ Pure: compares the drafts of a round with the verifier's tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from eesd_dist.engine.draft import DraftRun
 from eesd_dist.schedule.scheduler import Committed, PlanItem
 from eesd_dist.transport.contracts import VerifyReply
 from eesd_dist.trees import ROOT
-from eesd_dist.types import Branch, Outcome, TokenId, TokenLogprobs
+from eesd_dist.types import Branch, Outcome, TokenId, TokenLogprobs, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class Accepted(Value, frozen=True, kw_only=True):
     """The verdict on one request's draft."""
 
     run: DraftRun

@@ -8,19 +8,19 @@ Does not depend on models, policies or sampling rules.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.schedule.scheduler import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to
-from eesd_dist.types import Evidence, RequestId
+from eesd_dist.types import Evidence, RequestId, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Value, frozen=True, kw_only=True):
     """The exit head's next guess, not yet drafted."""
 
     token: int

@@ -5,19 +5,17 @@ penalties mean the same with speculation on and off. `processors` and `rule` app
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.trees import depths_of, path_to
-from eesd_dist.types import SamplingParams
+from eesd_dist.types import SamplingParams, Value
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are taken as 0, as in vLLM: dividing by them overflows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRule:
+class RowRule(Value, frozen=True, kw_only=True):
     """The parameters for choosing the token at `position` from its row of logits."""
 
     seed: int

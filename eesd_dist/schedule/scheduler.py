@@ -18,11 +18,10 @@ from eesd_dist.schedule.gate import Gate
 from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageLeases, PageReservation
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs
+from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanItem:
+class PlanItem(Value, frozen=True, kw_only=True, eq=False):
     """One request's rows in a round: `num_known` known tokens from `start`, then its draft."""
 
     live: LiveRequest
@@ -38,8 +37,7 @@ class PlanItem:
     """Maximum tokens of the draft when it is a tree; 0 for a chain."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoundPlan:
+class RoundPlan(Value, frozen=True, kw_only=True, eq=False):
     """A round's requests. Their microbatch joins no other round until this one is committed."""
 
     microbatch: int
@@ -48,8 +46,7 @@ class RoundPlan:
     """Requests that lost their pages since the last plan and will be recomputed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(Value, frozen=True, kw_only=True):
     """A round's result for one final item."""
 
     tokens: tuple[TokenId, ...]

@@ -12,8 +12,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec import structs
 
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.types import Evidence, Outcome, RequestId
@@ -128,8 +129,8 @@ class RouterLink:
 
 def _counts(outcome: Outcome) -> Outcome:
     """Returns the outcome without evidence: beliefs do not use it, and it is most of the size."""
-    branches = tuple(replace(branch, evidence=_NO_EVIDENCE) for branch in outcome.branches)
-    return replace(outcome, evidence=(), branches=branches)
+    branches = tuple(structs.replace(branch, evidence=_NO_EVIDENCE) for branch in outcome.branches)
+    return structs.replace(outcome, evidence=(), branches=branches)
 
 
 def _drain(queue: deque[T]) -> tuple[T, ...]:

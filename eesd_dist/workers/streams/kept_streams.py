@@ -7,7 +7,9 @@ stream is computed again from its prompt, to the same text.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from eesd_dist.types import Emission, Request, RequestId
 
@@ -65,7 +67,7 @@ class KeptStreams:
             return ()
         again: list[Emission] = []
         if request.resumption and not request.generated:
-            again = [replace(e, submission=request.submission) for e in earlier]
+            again = [structs.replace(e, submission=request.submission) for e in earlier]
         self._live[request.request_id] = _Kept(
             submission=request.submission, window_s=request.resume_window_s
         )

@@ -2,11 +2,11 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
@@ -58,7 +58,7 @@ def _with_gaps(rng: Random, count: int) -> Judged:
         gap = rng.expovariate(1.0)
         truth = min(max(gap, 0.3), 0.95)
         seen = Evidence(depth=0, top1_prob=rng.uniform(0.3, 0.9), top2_margin=0.2, entropy=1.0)
-        judged.append((replace(seen, gap=gap), rng.random() < truth))
+        judged.append((structs.replace(seen, gap=gap), rng.random() < truth))
     return judged
 
 
@@ -69,9 +69,11 @@ def _log_loss(forecasts: list[tuple[float, bool]]) -> float:
 def test_the_gap_between_the_two_best_scores_is_made_use_of() -> None:
     rng = Random(12)
     judged, unseen = _with_gaps(rng, 3_000), _with_gaps(rng, 3_000)
-    blind = fit_calibrator([(replace(seen, gap=0.0), accepted) for seen, accepted in judged])
+    blind = fit_calibrator(
+        [(structs.replace(seen, gap=0.0), accepted) for seen, accepted in judged]
+    )
     seeing = fit_calibrator(judged)
-    without = [(replace(seen, gap=0.0), accepted) for seen, accepted in unseen]
+    without = [(structs.replace(seen, gap=0.0), accepted) for seen, accepted in unseen]
     assert _log_loss(_forecasts(seeing, unseen)) < _log_loss(_forecasts(blind, without)) - 0.1
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.errors import (
     CapacityError,
@@ -141,7 +142,7 @@ def test_pauses_double_up_to_a_second_and_are_short_again_after_a_token() -> Non
 def test_an_empty_emission_is_no_token() -> None:
     attempts = _attempts()
     _fail(attempts, CRASHED)
-    attempts.heard((replace(_token(5)[0], tokens=(), finish_reason=FinishReason.ABORT),))
+    attempts.heard((structs.replace(_token(5)[0], tokens=(), finish_reason=FinishReason.ABORT),))
     assert attempts.next(1).crashes == 1
     assert _fail(attempts, LOST) == 0.1, "it is the second failure in a row"
 
