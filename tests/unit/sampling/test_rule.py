@@ -3,7 +3,7 @@ right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eesd_dist.model.parallel import joined_over_ranks, part_of
+from eesd_dist.model.parallel import part_of
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     RowRule,
@@ -158,7 +158,6 @@ def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) ->
             rules,
             group=group,
             vocab_start=part.start,
-            joined=partial(joined_over_ranks, group=group, count=count),
         )
 
     return on_ranks(num_ranks, on_rank)
