@@ -45,7 +45,9 @@ class Nucleus:
         top_p = [rule.top_p if rule.top_p < 1.0 else _EVERYTHING for rule in rows.rules]
         top_p_R1 = column(top_p, like=rows.scores_RV, dtype=torch.float64)
         tail = _Tail.of(rows, kth_R1, best, masses)
-        total_R1 = masses.seen if tail is None else tail.total_of(masses.seen)
+        total_R1 = masses.seen
+        if tail is not None:
+            total_R1 = replace(total_R1, tail.at, tail.total_U1)
         target_R1 = (top_p_R1 * total_R1.double()).ceil_().long().clamp_min_(1)
         last = best.ranked_RC.shape[-1] - 1
         num_before_R1 = (masses.sum_RC < target_R1).sum(dim=-1, keepdim=True)
@@ -60,9 +62,9 @@ class Nucleus:
             edge = tail.edge(target_R1)
             score_R1 = edge.merged(score_R1, edge.score_U1)
             has_excess_R1 = edge.merged(has_excess_R1, edge.has_excess)
-        keeps_all_R1 = target_R1 > total_R1
-        score_R1 = score_R1.masked_fill(keeps_all_R1, -torch.inf)
-        return cls(score_R1, has_excess_R1 & ~keeps_all_R1, best, num_best_R1, edge)
+        score_R1 = score_R1.masked_fill(target_R1 > total_R1, -torch.inf)
+        has_excess_R1 = has_excess_R1 & (target_R1 <= total_R1)
+        return cls(score_R1, has_excess_R1, best, num_best_R1, edge)
 
     def room(self, rank: int) -> Tensor:
         """Returns the number [R, 1] of tokens at the edge that are kept of this rank's, which
@@ -132,7 +134,7 @@ class _TailEdge:
         return replace(x_R1, self.rows, torch.where(self.is_here_U1, mine_U1, x_U1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Tail:
     """What top_k left at and below the cutoff of the largest scores, in the rows where it did."""
 
@@ -149,11 +151,11 @@ class _Tail:
     """Number of tokens of each rank at the cutoff."""
     reached_U1: Tensor
     """Mass down to the cutoff, with all tokens there."""
+    total_U1: Tensor
+    """Mass of what top_k left."""
     wide: Sequence[int]
     """Which of these rows may reach below the cutoff."""
     mass_WV: Tensor | None
-    mass_W1: Tensor | None
-    """Mass of the whole row."""
 
     @classmethod
     def of(
@@ -168,41 +170,40 @@ class _Tail:
         ties_U1 = (mine.scores_RV == cutoff_U1).sum(dim=-1, keepdim=True)
         mass_U1 = torch.zeros_like(ties_U1)
         wide = [row for row, rule in enumerate(mine.rules) if is_wide(rule)]
-        mass_WV = mass_W1 = None
+        mass_WV = None
         if wide:
             kth_W1 = None if kth_R1 is None else select(select(kth_R1, at), wide)
             mass_WV = _masses(mine.select(wide).scores_RV, select(peak_U1, wide), kth_W1)
             mass_U1 = replace(mass_U1, wide, mass_WV.sum(dim=-1, keepdim=True))
-        ties_GU1, mass_GU1 = mine.gathered(torch.cat([ties_U1, mass_U1], dim=-1)).tensor_split(2, -1)
-        if wide:
-            mass_W1 = select(mass_GU1.sum(dim=0), wide)
+        told_GU2 = mine.gathered(torch.cat([ties_U1, mass_U1], dim=-1))
+        ties_GU1, mass_GU1 = told_GU2.tensor_split(2, dim=-1)
         cutoff_mass_U1, seen_U1 = select(masses.cutoff_R1, at), select(masses.seen, at)
+        # top_k ends at the cutoff in rows that are not wide
+        reached_U1 = total_U1 = seen_U1 + ties_GU1.sum(dim=0) * cutoff_mass_U1
+        if wide:
+            total_U1 = replace(total_U1, wide, select(mass_GU1.sum(dim=0), wide))
         return cls(
-            at,
-            mine,
-            peak_U1,
-            cutoff_U1,
-            cutoff_mass_U1,
-            seen_U1,
-            ties_GU1,
-            reached_U1=seen_U1 + ties_GU1.sum(dim=0) * cutoff_mass_U1,
+            at=at,
+            rows=mine,
+            peak_U1=peak_U1,
+            cutoff_U1=cutoff_U1,
+            cutoff_mass_U1=cutoff_mass_U1,
+            seen_U1=seen_U1,
+            ties_GU1=ties_GU1,
+            reached_U1=reached_U1,
+            total_U1=total_U1,
             wide=wide,
             mass_WV=mass_WV,
-            mass_W1=mass_W1,
         )
-
-    def total_of(self, seen_R1: Tensor) -> Tensor:
-        """Returns the mass [R, 1] of what top_k left."""
-        total_U1 = self.reached_U1  # top_k ends at the cutoff in rows that are not wide
-        if self.mass_W1 is not None:
-            total_U1 = replace(total_U1, self.wide, self.mass_W1)
-        return replace(seen_R1, self.at, total_U1)
 
     def edge(self, target_R1: Tensor) -> _TailEdge:
         """Returns edges at the cutoff, and searches those that are below it."""
         target_U1 = select(target_R1, self.at)
         is_here_U1 = target_U1 > self.seen_U1
-        ends_below = rows_where(target_U1 > self.reached_U1) if self.wide else []
+        ends_below: list[int] = []
+        if self.wide:
+            reaches_U1 = (target_U1 > self.reached_U1) & (target_U1 <= self.total_U1)
+            ends_below = rows_where(reaches_U1)
         if not ends_below:
             num_kept_U1 = _rounded_up(target_U1 - self.seen_U1, self.cutoff_mass_U1)
             return _TailEdge(self.at, is_here_U1, self.cutoff_U1, num_kept_U1, self.ties_GU1)

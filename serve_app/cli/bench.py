@@ -40,6 +40,7 @@ add_module(
     defaults={"model": (BUNDLED_MODEL,)},
 )
 add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
+add_module(app, "filters", engine.FiltersOptions, "eesd_dist.bench.filters")
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
 add_module(app, "router", service.RouterOptions, "serve_app.bench.router.command")
 add_module(app, "rounds", service.RoundsOptions, "serve_app.bench.rounds.command")
