@@ -114,11 +114,11 @@ class NoiseOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiltersOptions:
-    """Filters on shards of a vocabulary against filters on whole, sorted rows.
+    """Filters on shards against filters on sorted rows.
 
-    Sharp, flat, uniform, tied and masked rows of 1,000 to 131,072 columns, random top_k, top_p and
+    Sharp, flat, uniform, tied and masked rows of 1,000 to 131,072 tokens, random top_k, top_p and
     min_p, on one to eight ranks that are threads, with shards of random widths. Then the bytes that
-    a round of 320 rows exchanges, and the time of filters in one rank. Exit status 1 if a row
+    a round of 320 rows exchanges, and the time of a choice in one rank. Exit status 1 if a row
     differs.
     """
 

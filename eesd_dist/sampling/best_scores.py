@@ -14,7 +14,7 @@ from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.score_search import search
 from eesd_dist.sampling.sharded_rows import ShardedRows, column, replace, rows_where, select
 
-NUM_BEST = 64
+NUM_BEST = 128
 """Number of largest scores of a row that each rank sends."""
 
 _WHOLE_ROWS = 1 << 14
@@ -49,7 +49,8 @@ class BestScores:
         padded_RC = functional.pad(mine_RC, (0, count - width), value=-torch.inf)
         told_GRC = rows.gathered(torch.cat([padded_RC, cutoff_R1], dim=-1))
         by_rank_GRC, cutoff_GR1 = told_GRC.tensor_split([count], dim=-1)
-        ranked_RC = by_rank_GRC.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
+        all_RC = by_rank_GRC.transpose(0, 1).flatten(1)
+        ranked_RC = _largest(all_RC, all_RC.shape[-1])
         return cls(by_rank_GRC, ranked_RC, cutoff_GR1.amax(dim=0), is_complete=False)
 
 

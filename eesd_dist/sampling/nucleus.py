@@ -237,7 +237,11 @@ def _rounded_up(mass_U1: Tensor, unit_U1: Tensor) -> Tensor:
 
 def _masses(scores_WV: Tensor, peak_W1: Tensor, kth_W1: Tensor | None) -> Tensor:
     """Returns the masses of what top_k left."""
-    blocks = row_blocks(scores_WV.shape, scores_WV.device)
-    parts = [mass_of(scores_WV[block] - peak_W1[block]) for block in blocks]
-    mass_WV = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return mass_WV if kth_W1 is None else mass_WV.masked_fill_(scores_WV < kth_W1, 0)
+    mass_WV = torch.empty_like(scores_WV, dtype=torch.int64)
+    for block in row_blocks(scores_WV.shape, scores_WV.device):
+        scores_BV = scores_WV[block]
+        mass_BV = mass_of(scores_BV - peak_W1[block])
+        if kth_W1 is not None:
+            mass_BV.masked_fill_(scores_BV < kth_W1[block], 0)
+        mass_WV[block] = mass_BV
+    return mass_WV

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eesd_dist.sampling.row_blocks import row_blocks
 from eesd_dist.sampling.sharded_rows import ShardedRows
 
 SHARED_BITS = 8
@@ -42,16 +43,17 @@ class Found:
 
 def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> Found:
     """Searches each row; a target above the weight of the row finds its lowest score."""
-    key_UV = _keys(rows.scores_RV)
     low_U1 = torch.full_like(target_U1, -(1 << (_SCORE_BITS - 1)))
     num_bits, step = _SCORE_BITS, LOCAL_BITS if rows.group is None else SHARED_BITS
     while True:
         shift = max(0, num_bits - step)
         num_parts = 1 << (num_bits - shift)
-        part_UV = (key_UV - (low_U1 - (1 << shift))).bitwise_right_shift_(shift)
-        part_UV.clamp_(0, num_parts + 1)
-        mine_UB = weights_UV.new_zeros(len(part_UV), num_parts + 2)
-        weight_GUB = rows.gathered(mine_UB.scatter_add_(-1, part_UV, weights_UV))
+        mine_UB = weights_UV.new_zeros(len(weights_UV), num_parts + 2)
+        for block in row_blocks(weights_UV.shape, weights_UV.device):
+            part_UV = _keys(rows.scores_RV[block]).sub_(low_U1[block] - (1 << shift))
+            part_UV.bitwise_right_shift_(shift).clamp_(0, num_parts + 1)
+            mine_UB[block].scatter_add_(-1, part_UV, weights_UV[block])
+        weight_GUB = rows.gathered(mine_UB)
         from_UB = weight_GUB.sum(dim=0).flip(-1).cumsum(dim=-1).flip(-1)
         target_U1 = target_U1.minimum(from_UB[:, :1])
         at_U1 = (from_UB >= target_U1).sum(dim=-1, keepdim=True).sub_(1).clamp_(1, num_parts)
