@@ -50,7 +50,7 @@ class Nucleus:
             total_R1 = replace(total_R1, tail.at, tail.total_U1)
         target_R1 = (top_p_R1 * total_R1.double()).ceil_().long().clamp_min_(1)
         last = best.ranked_RC.shape[-1] - 1
-        num_before_R1 = (masses.sum_RC < target_R1).sum(dim=-1, keepdim=True)
+        num_before_R1 = torch.searchsorted(masses.sum_RC, target_R1)
         score_R1 = best.ranked_RC.gather(-1, num_before_R1.clamp_max(last))
         num_best_R1 = num_before_R1 + 1
         next_R1 = best.ranked_RC.gather(-1, num_best_R1.clamp_max(last))
