@@ -57,16 +57,6 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    @property
-    def needs_full_row(self) -> bool:
-        """Whether a vocabulary shard's local maximum is not enough to choose."""
-        return (
-            self.needs_history
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-            or (not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0))
-        )
-
 
 TreeShape = Literal["none", "static", "dynamic"]
 """A draft is a chain, a tree of fixed widths, or one that grows where it is likely to survive."""

@@ -128,6 +128,22 @@ class NoiseOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FiltersOptions:
+    """Filters on shards against filters on sorted rows.
+
+    Sharp, flat, uniform, tied and masked rows of 1,000 to 131,072 tokens, random top_k, top_p and
+    min_p, on one to eight ranks that are threads, with shards of random widths. Then the bytes that
+    a round of 320 rows exchanges, and the time of a choice in one rank. Exit status 1 if a row
+    differs.
+    """
+
+    rows: Annotated[int, "rows to compare"] = 100_000
+    seed: Annotated[int, "seed of rows, filters and shards"] = 0
+    quick: Annotated[bool, "compare only"] = False
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
     """Controllers against the best fixed draft length.
 

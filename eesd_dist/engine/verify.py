@@ -102,20 +102,14 @@ class VerifyStage:
             hidden_TD = hidden_TD[torch.tensor(sampled, device=hidden_TD.device)]
         logits_SV = self.span.logits(hidden_TD)
         rules = [rule for segment in header.segments for rule in rules_of(segment)]
-        choice = choose(
-            logits_SV,
-            rules,
-            group=self.group,
-            vocab_start=self.span.vocab_start,
-            joined=self._joined,
-        )
+        choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
         tokens = np.asarray(choice.tokens, dtype=np.int32)
         logprobs = np.asarray(choice.logprobs, dtype=np.float32)
         accepted = _NO_INTS
         if header.wants_rejection:
             if draft_probs_KV is None:  # no drafts: every token is drawn from the target
                 draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
-            full_SV = self._joined(logits_SV)
+            full_SV = joined_over_ranks(logits_SV, self.group, count=self.span.spec.vocab_size)
             judged = self._reject(header.segments, full_SV, draft_probs_KV, rules)
             tokens, accepted = judged.tokens, judged.accepted
             if logprobs.size:  # so far those of the tokens sampled without rejection
@@ -131,9 +125,6 @@ class VerifyStage:
             verify_s=took_s,
             received_to_sent_s=took_s,
         )
-
-    def _joined(self, logits_RV: Tensor) -> Tensor:
-        return joined_over_ranks(logits_RV, self.group, count=self.span.spec.vocab_size)
 
     def _reject(
         self,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.sampling.elementary import float32, int32, neg_log
+from eesd_dist.sampling.row_blocks import row_blocks
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15
@@ -65,7 +66,9 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     Made from 32-bit uniforms u as -log(-log(u)): values lie in [-3.13, 22.88], and the upper tail,
     which decides an argmax, has float32's full relative resolution.
     """
-    return neg_log(exponential(hash_ids(keys, ids_V)))
+    blocks = row_blocks((len(keys), len(ids_V)), ids_V.device)
+    parts = [neg_log(exponential(hash_ids(keys[block], ids_V))) for block in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def uniform(key: int) -> float:

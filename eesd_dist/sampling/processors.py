@@ -11,7 +11,6 @@ processed together, and no row's result depends on the other rows. No randomness
 Shapes: S rows, V columns (a vocabulary, a shard of it, or a draft vocabulary), R rows of one kind.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.sampling.elementary import mass_of
+from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.transport.contracts import TensorGroup
 
 _ALIGNED_COLUMNS = 4
 """Number of float32 columns in one aligned read on a GPU."""
-
-_EVERYTHING = 2.0
-"""A top_p that keeps all tokens, including those with a mass that rounds to 0."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -78,11 +75,18 @@ class DraftVocabulary:
         return np.where(ids_V[columns] == token_ids, columns, -1)
 
 
-def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
+def processed(
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    columns: Columns,
+    *,
+    group: TensorGroup | None = None,
+) -> Tensor:
     """Returns edited logits divided by temperature, filtered tokens at -inf; greedy rows are only
     edited.
 
-    Does not change its argument, and returns it when there is nothing to do.
+    Does not change its argument, and returns it when there is nothing to do. `group` are the ranks
+    that hold the other columns, for filters; edits need no other columns.
     """
     scores_SV = logits_SV
     if any(rule.edits_logits for rule in rules):
@@ -92,13 +96,13 @@ def processed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> 
         divisors = [1.0 if rule.is_greedy else rule.temperature for rule in rules]
         # by a tensor: a division by a number may become a multiplication by its reciprocal
         scores_SV = scores_SV / _column(divisors, like=scores_SV)
-    filtered = [row for row, rule in enumerate(rules) if rule.is_filtered]
-    if not filtered:
+    rows = [row for row, rule in enumerate(rules) if rule.is_filtered]
+    if not rows:
         return scores_SV
-    if len(filtered) == len(rules):
-        return _filter(scores_SV, rules)
+    if len(rows) == len(rules):
+        return filtered(scores_SV, rules, group=group)
     scores_SV = scores_SV.clone() if scores_SV is logits_SV else scores_SV
-    scores_SV[filtered] = _filter(scores_SV[filtered], [rules[row] for row in filtered])
+    scores_SV[rows] = filtered(scores_SV[rows], [rules[row] for row in rows], group=group)
     return scores_SV
 
 
@@ -166,71 +170,18 @@ def _discourage(x: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(x > 0, x / penalty, x * penalty)
 
 
-def _filter(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
-    """Masks filtered tokens. Each filter gives a lowest score to keep, so rows are masked once."""
-    vocab_size = scores_RV.shape[-1]
-    top_k = [min(rule.top_k, vocab_size) or vocab_size for rule in rules]
-    top_p = [rule.top_p if rule.top_p < 1.0 else _EVERYTHING for rule in rules]
-    min_p = [rule.min_p for rule in rules]
-    lowest_R1 = torch.full_like(scores_RV[:, :1], -torch.inf)
-    if max(min_p) > 0.0:
-        # on the host: device libraries round logarithms differently
-        below = [math.log(p) if p > 0.0 else -torch.inf for p in min_p]
-        lowest_R1 = scores_RV.amax(dim=-1, keepdim=True) + _column(below, like=scores_RV)
-    if min(top_k) == vocab_size and min(top_p) > 1.0:
-        return scores_RV.masked_fill(scores_RV < lowest_R1, -torch.inf)
-
-    sorted_RV = _descending(scores_RV)
-    kth_R1 = sorted_RV.gather(-1, _column(top_k, like=scores_RV).long() - 1)
-    lowest_R1 = lowest_R1.maximum(kth_R1)  # ties with the k-th are kept
-    if min(top_p) < 1.0:
-        if min(top_k) < vocab_size:
-            sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
-        num_kept_R1 = _num_in_nucleus(
-            sorted_RV, _column(top_p, dtype=torch.float64, like=scores_RV)
-        )
-        edge_R1 = sorted_RV.gather(-1, num_kept_R1 - 1)
-        next_R1 = sorted_RV.gather(-1, num_kept_R1.clamp_max(vocab_size - 1))
-        if bool(((next_R1 == edge_R1) & (num_kept_R1 < vocab_size)).any()):
-            scores_RV = _without_excess(scores_RV, sorted_RV, edge_R1, num_kept_R1)
-        lowest_R1 = lowest_R1.maximum(edge_R1)
-    return scores_RV.masked_fill(scores_RV < lowest_R1, -torch.inf)
-
-
-def _descending(x_RV: Tensor) -> Tensor:
-    """Returns each row in descending order. On a CPU NumPy sorts ten times as fast as torch."""
-    if x_RV.device.type == "cpu":
-        return torch.from_numpy(np.sort(x_RV.detach().numpy(), axis=-1)).flip(-1)
-    return x_RV.sort(dim=-1, descending=True).values
-
-
-def _num_in_nucleus(sorted_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """Returns [R, 1]: the smallest number of leading tokens with a mass of top_p, at least one.
-
-    Holtzman et al. 2019 (arXiv 1904.09751). Masses are integers, so that their sums are the same
-    in any order: a parallel scan of floats on a GPU gives different sums from run to run.
-    """
-    mass_RV = mass_of(sorted_RV - sorted_RV[:, :1]).cumsum(dim=-1)
-    enough_R1 = (top_p_R1 * mass_RV[:, -1:].double()).ceil_().long()
-    return 1 + (mass_RV[:, :-1] < enough_R1).sum(dim=-1, keepdim=True)
-
-
-def _without_excess(
-    scores_RV: Tensor, sorted_RV: Tensor, edge_R1: Tensor, num_kept_R1: Tensor
-) -> Tensor:
-    """Masks ties that exceed the nucleus: of tokens with its last score the smallest ids stay."""
-    room_R1 = num_kept_R1 - (sorted_RV > edge_R1).sum(dim=-1, keepdim=True)
-    equal_RV = scores_RV == edge_R1
-    return scores_RV.masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > room_R1), -torch.inf)
-
-
-def _column(values: Sequence[float], *, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(-1)
+def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(-1)
 
 
 def log_total(x_SV: Tensor) -> Tensor:
-    """Returns logsumexp of each row, [S, 1]; by log_softmax, which never mixes or splits rows."""
-    return x_SV.amax(dim=-1, keepdim=True) - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
+    """Returns logsumexp of each row, [S, 1]; by log_softmax, which never mixes or splits rows.
+
+    -inf for a row without a possible token: a shard that has none.
+    """
+    largest_S1 = x_SV.amax(dim=-1, keepdim=True)
+    total_S1 = largest_S1 - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
+    return torch.where(largest_S1 == -torch.inf, largest_S1, total_S1)
 
 
 def log_probabilities(x_SV: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ rule's it depends on what was drafted.
 Every random number is keyed by (seed, position, purpose), so a run can be repeated. Drafts are
 keyed by their depth as well: a position that is drafted again in a later round gets new noise.
 
+Needs whole rows of the target: ranks that share a vocabulary join their logits first, unlike under
+the coupled rule.
+
 Shapes: S rows of the target, K drafted tokens, C chains, V the target's vocabulary.
 """
 

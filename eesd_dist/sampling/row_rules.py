@@ -74,14 +74,6 @@ class RowRule(Value, frozen=True, kw_only=True):
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property
-    def needs_full_row(self) -> bool:
-        """Whether a vocabulary shard needs the other shards' logits to choose.
-
-        Penalties, biases and forbidden tokens act on single logits, so they need no others.
-        """
-        return self.is_filtered
-
-    @property
     def needs_history(self) -> bool:
         return (
             self.repetition_penalty != 1.0

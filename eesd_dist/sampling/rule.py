@@ -11,11 +11,11 @@ Sources: the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, arX
 drafting and verifying with common noise (Daliri, Musco and Suresh, arXiv 2408.07978): accepted
 with a probability between (1 - TV) / (1 + TV) and 1 - TV.
 
-Shapes: S sampled rows, F rows that need the full vocabulary, V columns of the logits, n reported
-alternatives, G ranks, W numbers per row that a rank sends to the others.
+Shapes: S sampled rows, V columns of the logits, B best columns, n reported alternatives, G ranks, W
+numbers per row that a rank sends to the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from eesd_dist.sampling.processors import (
     log_total,
     processed,
 )
+from eesd_dist.sampling.row_blocks import row_blocks
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.transport.contracts import TensorGroup
 
@@ -92,16 +93,15 @@ def choose(
     *,
     group: TensorGroup | None = None,
     vocab_start: int = 0,
-    joined: Callable[[Tensor], Tensor] = lambda x_SV: x_SV,
 ) -> TokenChoice:
     """Applies the rule to float32 logits of this rank's shard; all ranks return the same result.
 
-    `joined` gathers all columns of rows from the ranks' shards, which may differ in width.
+    The shards of `group` are in the order of their token ids, and may differ in width.
     """
     assert len(rules) == logits_SV.shape[0], "one rule per row"
     if group is None or group.size == 1:
         return _choose_alone(logits_SV, rules)
-    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start, joined=joined)
+    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start)
 
 
 def draft_choice(
@@ -129,9 +129,18 @@ def draft_choice(
     )
 
 
-def perturbed(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
-    """Returns the scores to maximise: processed logits, plus noise in rows that are not greedy."""
-    scores_SV = processed(logits_SV, rules, columns)
+def perturbed(
+    logits_SV: Tensor,
+    rules: Sequence[RowRule],
+    columns: Columns,
+    *,
+    group: TensorGroup | None = None,
+) -> Tensor:
+    """Returns the scores to maximise: processed logits, plus noise in rows that are not greedy.
+
+    `group` are the ranks that hold the other columns, for filters.
+    """
+    scores_SV = processed(logits_SV, rules, columns, group=group)
     noisy = [row for row, rule in enumerate(rules) if not rule.is_greedy]
     if not noisy:
         return scores_SV
@@ -152,20 +161,15 @@ def first_max(x_SV: Tensor) -> Tensor:
 
 
 def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns columns and values [S, b] of each row's largest, best first, ties by column."""
-    count = min(count, x_SV.shape[-1])
-    if x_SV.device.type != "cpu":
-        ranked = x_SV.sort(dim=-1, descending=True, stable=True)
-        return ranked.indices[:, :count], ranked.values[:, :count]
-    rest_SV = x_SV.detach().numpy().copy()
-    rows_S = np.arange(rest_SV.shape[0])
-    best_SB = np.empty((rest_SV.shape[0], count), dtype=np.int64)
-    values_SB = np.empty((rest_SV.shape[0], count), dtype=rest_SV.dtype)
-    for rank in range(count):
-        best_SB[:, rank] = rest_SV.argmax(axis=-1)
-        values_SB[:, rank] = rest_SV[rows_S, best_SB[:, rank]]
-        rest_SV[rows_S, best_SB[:, rank]] = -np.inf
-    return torch.from_numpy(best_SB), torch.from_numpy(values_SB)
+    """Returns columns and values [S, B] of each row's largest, best first, ties by column."""
+    rest_SV = x_SV.clone()
+    best_B, values_B = [], []
+    for _ in range(min(count, x_SV.shape[-1])):
+        best_S1 = first_max(rest_SV).unsqueeze(-1)
+        best_B.append(best_S1)
+        values_B.append(rest_SV.gather(-1, best_S1))
+        rest_SV.scatter_(-1, best_S1, -torch.inf)
+    return torch.cat(best_B, dim=-1), torch.cat(values_B, dim=-1)
 
 
 def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
@@ -180,7 +184,11 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 
 
 def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
-    tokens_S = first_max(perturbed(logits_SV, rules, _columns_of(logits_SV, None)))
+    columns = _columns_of(logits_SV, None)
+    blocks = row_blocks(logits_SV.shape, logits_SV.device)
+    tokens_S = torch.cat(
+        [first_max(perturbed(logits_SV[block], rules[block], columns)) for block in blocks]
+    )
     num_top = _num_top(rules)
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
@@ -207,24 +215,23 @@ def _silent_choice(tokens: npt.NDArray[np.int64]) -> TokenChoice:
 
 
 def _choose_together(
-    logits_SV: Tensor,
-    rules: Sequence[RowRule],
-    *,
-    group: TensorGroup,
-    vocab_start: int,
-    joined: Callable[[Tensor], Tensor],
+    logits_SV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup, vocab_start: int
 ) -> TokenChoice:
-    """Chooses from all shards: exchanges a few numbers per row, and full rows only for filters."""
+    """Chooses from all shards: ranks exchange a few numbers per row, and what the filters need."""
+    if logits_SV.shape[-1] == 0:  # takes part with a token of probability 0
+        logits_SV = logits_SV.new_full((len(rules), 1), -torch.inf)
     columns = VocabularyShard(start=vocab_start, size=logits_SV.shape[-1])
-    full = [row for row, rule in enumerate(rules) if rule.needs_full_row]
-    local = [row for row, rule in enumerate(rules) if not rule.needs_full_row]
-    # score, token and raw logit of the best candidate of each row; float64 holds all three
-    best_S3 = torch.empty(len(rules), 3, dtype=torch.float64, device=logits_SV.device)
-    if full:
-        whole_FV = joined(logits_SV[full])
-        best_S3[full] = _best(whole_FV, [rules[r] for r in full], _columns_of(whole_FV, None))
-    if local:
-        best_S3[local] = _best(logits_SV[local], [rules[r] for r in local], columns, vocab_start)
+    scores_SV = perturbed(logits_SV, rules, columns, group=group)
+    at_S1 = first_max(scores_SV).unsqueeze(-1)
+    # float64 holds a score, a token id and a raw logit
+    best_S3 = torch.cat(
+        [
+            scores_SV.gather(-1, at_S1).double(),
+            (at_S1 + vocab_start).double(),
+            logits_SV.gather(-1, at_S1).double(),
+        ],
+        dim=-1,
+    )
     num_top = _num_top(rules)
     report_SW = [] if num_top is None else [_report(logits_SV, num_top, vocab_start)]
     told_SW = torch.cat([best_S3, *report_SW], dim=-1)
@@ -235,15 +242,6 @@ def _choose_together(
     if num_top is None:
         return _silent_choice(token_S.astype(np.int64))
     return _reported_choice(token_S, raw_S, told_GSW[:, :, 3:], num_top=num_top)
-
-
-def _best(
-    logits_RV: Tensor, rules: Sequence[RowRule], columns: Columns, vocab_start: int = 0
-) -> Tensor:
-    scores_RV = perturbed(logits_RV, rules, columns)
-    at_R1 = first_max(scores_RV).unsqueeze(-1)
-    score_R1, raw_R1 = scores_RV.gather(-1, at_R1), logits_RV.gather(-1, at_R1)
-    return torch.cat([score_R1.double(), (at_R1 + vocab_start).double(), raw_R1.double()], dim=-1)
 
 
 def _report(logits_SV: Tensor, num_top: int, vocab_start: int) -> Tensor:

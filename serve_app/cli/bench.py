@@ -41,6 +41,7 @@ add_module(
 )
 add_module(app, "host", engine.HostOptions, "eesd_dist.bench.host")
 add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
+add_module(app, "filters", engine.FiltersOptions, "eesd_dist.bench.filters")
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
 add_module(app, "router", service.RouterOptions, "serve_app.bench.router.command")
 add_module(app, "rounds", service.RoundsOptions, "serve_app.bench.rounds.command")

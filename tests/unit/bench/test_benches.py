@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from eesd_dist.bench import exact, noise
+from eesd_dist.bench import exact, filters, noise
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
-from eesd_dist.bench.options import NoiseOptions
+from eesd_dist.bench.options import FiltersOptions, NoiseOptions
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
@@ -124,6 +125,26 @@ def test_online_figures_are_taken_from_what_clients_saw() -> None:
     assert row["time_per_token_ms"]["p50"] == pytest.approx(100.0)
     assert percentiles([]) == {}
     assert overhead_of([]) == {}
+
+
+def test_filters_on_shards_are_compared_with_sorted_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert filters.main(FiltersOptions(rows=500, quick=True, json=True)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["rows"] >= 500
+    assert report["different"] == 0
+    assert report["tokens_kept"] > report["rows"]
+    assert {"uniform", "flat", "131072 columns", "5 ranks"} <= set(report["rows_of"])
+
+
+def test_a_row_that_is_filtered_otherwise_is_counted() -> None:
+    comparison = filters.Comparison()
+    kept_RV = torch.zeros(3, 4)
+    other_RV = kept_RV.clone()
+    other_RV[1, 2:] = -torch.inf
+    comparison.add(kept_RV, other_RV, "flat")
+    assert (comparison.num_different, comparison.rows_of["flat"]) == (1, 3)
 
 
 def test_noise_is_surveyed_and_its_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

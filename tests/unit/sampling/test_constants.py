@@ -49,14 +49,15 @@ def work() -> None:
     params = SamplingParams(
         temperature=0.7,
         top_p=0.8,
-        top_k=20,
+        top_k=200,
         min_p=0.01,
         repetition_penalty=1.2,
         presence_penalty=0.3,
         logit_bias=((3, 1.0),),
     )
     rules = [RowRule.of(params, position=9, num_prompt=4, history=range(9)) for _ in range(3)]
-    processed(torch.randn(3, 100), rules, VocabularyShard(start=0, size=100))
+    for width in (100, 20_000):  # rows that are sorted, and rows that are searched
+        processed(torch.randn(3, width), rules, VocabularyShard(start=0, size=width))
 
 
 def test_constants_stand_only_where_a_gpu_takes_them() -> None:

@@ -59,12 +59,12 @@ def test_a_segment_in_the_middle_of_a_prefill_has_no_rules() -> None:
     assert rules_of(replace(SEGMENT, num_sampled=0)) == []
 
 
-def test_only_filters_of_a_sampled_row_need_the_whole_vocabulary() -> None:
-    assert rule(SamplingParams(top_p=0.9)).needs_full_row
-    assert rule(SamplingParams(top_k=5)).needs_full_row
-    assert rule(SamplingParams(min_p=0.1)).needs_full_row
-    assert not rule(SamplingParams(temperature=0.0, top_p=0.9, top_k=5)).needs_full_row
-    assert not rule(SamplingParams(frequency_penalty=1.0, logit_bias=((1, 2.0),))).needs_full_row
+def test_only_a_sampled_row_is_filtered() -> None:
+    assert rule(SamplingParams(top_p=0.9)).is_filtered
+    assert rule(SamplingParams(top_k=5)).is_filtered
+    assert rule(SamplingParams(min_p=0.1)).is_filtered
+    assert not rule(SamplingParams(temperature=0.0, top_p=0.9, top_k=5)).is_filtered
+    assert not rule(SamplingParams(frequency_penalty=1.0, logit_bias=((1, 2.0),))).is_filtered
 
 
 def test_stops_are_forbidden_exactly_until_min_tokens_are_out() -> None:

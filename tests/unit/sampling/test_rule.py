@@ -1,9 +1,11 @@
 """The rule is exact sampling, the same on any sharding, and a draft with the same noise is often
 right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eesd_dist.model.parallel import joined_over_ranks, part_of
+from eesd_dist.model.parallel import part_of
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     RowRule,
@@ -25,6 +27,8 @@ from eesd_dist.sampling.rule import (
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import SamplingParams
+from tests.support.fake_cuda import fake_cuda
+from tests.support.operators import OperatorWatch
 from tests.unit.sampling.rows_and_odds import (
     NUM_AT_ONCE,
     NUM_DRAWS,
@@ -158,14 +162,16 @@ def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) ->
             rules,
             group=group,
             vocab_start=part.start,
-            joined=partial(joined_over_ranks, group=group, count=count),
         )
 
     return on_ranks(num_ranks, on_rank)
 
 
-@pytest.mark.parametrize("num_columns", [97, 21, 3])
-def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(num_columns: int) -> None:
+@pytest.mark.parametrize(("num_columns", "num_ranks"), [(97, 2), (21, 2), (3, 2), (97, 5), (3, 5)])
+def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(
+    num_columns: int, num_ranks: int
+) -> None:
+    """Of five ranks two have no token of three."""
     rules = [
         replace(each, top_logprobs=20)
         for each in (
@@ -176,7 +182,7 @@ def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(num_columns: int) 
     ]
     logits_SV = random_logits(4, len(rules), num_columns)
     alone = choose(logits_SV, rules)
-    for choice in choose_on_shards(logits_SV, rules, 2):
+    for choice in choose_on_shards(logits_SV, rules, num_ranks):
         assert choice.tokens.tolist() == alone.tokens.tolist()
         assert choice.top_ids.tolist() == alone.top_ids.tolist()
         np.testing.assert_allclose(choice.top_logprobs, alone.top_logprobs, rtol=1e-5, atol=1e-6)
@@ -298,6 +304,39 @@ def test_alternatives_are_the_next_best_under_the_same_noise() -> None:
         assert choice.tokens[row, :possible].tolist() == ranked.indices[:possible].tolist()
         assert torch.equal(choice.scores[row], ranked.values[:3])
     assert choice.scores[-1].isfinite().tolist() == [True, True, False]
+
+
+class _Sorts(OperatorWatch):
+    """Records the operators that order whole rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
+        if any(word in str(operator) for word in ("sort", "topk", "kthvalue")):
+            self.found.append(str(operator))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_sorts_no_row_to_find_two_maxima(device: str) -> None:
+    with fake_cuda() if device == "cuda" else nullcontext():
+        logits_SV = torch.zeros(2, 500, device=device)
+        with _Sorts() as sorts, torch.inference_mode():
+            draft_choice(logits_SV, [rule(), rule()], width=2)
+            assert sorts.found == []
+            logits_SV.sort(dim=-1)
+    assert len(sorts.found) == 1
+
+
+def test_equal_maxima_of_a_draft_are_in_the_order_of_their_columns() -> None:
+    logits_SV = torch.zeros(1, V)
+    logits_SV[0, [41, 7, 30]] = 5.0
+    greedy = rule(SamplingParams(temperature=0.0))
+    choice = draft_choice(logits_SV.expand(2, -1), [greedy] * 2, width=4)
+    assert choice.tokens.tolist() == [[7, 30, 41, 0]] * 2
+    assert choice.gaps.tolist() == [0.0, 0.0]
+    assert logits_SV.sum() == 15.0, "the caller's logits were changed"
 
 
 def test_a_token_without_a_possible_rival_has_the_widest_gap_and_no_endless_one() -> None:

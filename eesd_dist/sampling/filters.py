@@ -1,0 +1,108 @@
+"""Filters by rank and mass: top_k, top_p and min_p, over a vocabulary held by one or several ranks.
+
+Each filter keeps the scores from a lowest one on. Of the tokens at the edge of a nucleus only the
+smallest ids may be kept, and ranks hold ids in their order. The lowest score of a row is found
+without joining the row:
+
+1. Every rank sends its `NUM_BEST` largest scores (`best_scores`). They decide min_p, top_k up to
+   `NUM_BEST`, and top_p where top_k leaves no more than was sent.
+2. Otherwise top_p needs two integers of each rank (`nucleus`): the mass of its tokens, and how many
+   equal the smallest score down to which all were sent. These decide the nucleus of a sharp row,
+   and of one with many equal scores.
+3. What is still open is searched (`score_search`), in a fixed number of exchanges.
+
+Counts and masses are integers. Their sums do not depend on their order, so the same tokens are kept
+on every device and on any sharding. Ranks take the same branches, since they decide by the same
+gathered numbers. On a GPU the host waits for at most four decisions in a call.
+
+Shapes: R rows, U rows with an excess, V columns of this rank's shard.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from eesd_dist.sampling.best_scores import NUM_BEST, BestScores, kth_scores, needs_best
+from eesd_dist.sampling.nucleus import Nucleus
+from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.score_search import NUM_SEARCH_EXCHANGES, NUM_SEARCH_WEIGHTS
+from eesd_dist.sampling.sharded_rows import ShardedRows, column, replace, rows_where, select
+from eesd_dist.transport.contracts import TensorGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterTraffic:
+    """Upper bound of what the filters of one round exchange."""
+
+    num_exchanges: int
+    num_bytes: int
+    """Gathered by each rank, its own part included."""
+
+
+def most_traffic(rules: Sequence[RowRule], *, num_ranks: int) -> FilterTraffic:
+    """Returns the bound for these rows, whatever their scores and the size of the vocabulary.
+
+    Joining the rows would gather 4 bytes for each of their tokens.
+    """
+    filtered_rules = [rule for rule in rules if rule.is_filtered]
+    if num_ranks == 1 or not filtered_rules:
+        return FilterTraffic(num_exchanges=0, num_bytes=0)
+    num_nuclei = sum(rule.top_p < 1.0 for rule in filtered_rules)
+    num_large_k = sum(rule.top_k > NUM_BEST for rule in filtered_rules)
+    num_best = NUM_BEST if any(map(needs_best, filtered_rules)) else 1
+    bytes_of_rank = (
+        4 * (num_best + 1) * len(filtered_rules)
+        + 4 * NUM_SEARCH_WEIGHTS * num_large_k
+        + 8 * (2 + NUM_SEARCH_WEIGHTS) * num_nuclei
+    )
+    return FilterTraffic(
+        num_exchanges=1
+        + (NUM_SEARCH_EXCHANGES if num_large_k else 0)
+        + (1 + NUM_SEARCH_EXCHANGES if num_nuclei else 0),
+        num_bytes=num_ranks * bytes_of_rank,
+    )
+
+
+def filtered(
+    scores_RV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup | None = None
+) -> Tensor:
+    """Returns float32 scores with filtered tokens at -inf.
+
+    `group` are the ranks that hold the other columns of these rows, in the order of token ids; all
+    of them call this with the same rules.
+    """
+    rows = ShardedRows(scores_RV, rules, None if group is None or group.size == 1 else group)
+    best = BestScores.of(rows)
+    lowest: list[Tensor] = []
+    if any(rule.min_p > 0.0 for rule in rules):
+        # on the host: device libraries round logarithms differently
+        below = [math.log(rule.min_p) if rule.min_p > 0.0 else -torch.inf for rule in rules]
+        lowest.append(best.ranked_RC[:, :1] + column(below, like=scores_RV))
+    kth_R1 = None
+    if any(rule.top_k > 0 for rule in rules):
+        kth_R1 = kth_scores(rows, best)  # ties with the k-th are kept
+        lowest.append(kth_R1)
+    if all(rule.top_p >= 1.0 for rule in rules):
+        return _masked_below(scores_RV, lowest)
+    nucleus = Nucleus.of(rows, kth_R1, best)
+    kept_RV = _masked_below(scores_RV, [*lowest, nucleus.score_R1])
+    cut = rows_where(nucleus.has_excess_R1)
+    if not cut:
+        return kept_RV
+    room_U1, score_U1 = select(nucleus.room(rows.rank), cut), select(nucleus.score_R1, cut)
+    return replace(kept_RV, cut, _without_excess(select(kept_RV, cut), score_U1, room_U1))
+
+
+def _masked_below(scores_RV: Tensor, lowest: Sequence[Tensor]) -> Tensor:
+    return scores_RV.masked_fill(scores_RV < reduce(torch.maximum, lowest), -torch.inf)
+
+
+def _without_excess(kept_UV: Tensor, score_U1: Tensor, room_U1: Tensor) -> Tensor:
+    """Masks all but the first tokens with this score."""
+    is_equal_UV = kept_UV == score_U1
+    is_excess_UV = is_equal_UV & (is_equal_UV.cumsum(dim=-1) > room_U1)
+    return kept_UV.masked_fill(is_excess_UV, -torch.inf)
