@@ -7,6 +7,7 @@ from typing import Any
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
+from eesd_dist.model.kv_pages import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,13 @@ class ModelShape:
 
     def kv_bytes_per_token_of(self, num_ranks: int) -> int:
         """Keys and values of one position in one layer in each of so many ranks."""
-        return 2 * self._kv_heads_of(num_ranks) * self.head_dim * self.bytes_per_weight
+        return kv_bytes_per_token(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_ranks=num_ranks,
+            bytes_per_value=self.bytes_per_weight,
+        )
 
     def _kv_heads_of(self, num_ranks: int) -> int:
         return len(kv_heads_of(0, num_ranks, num_kv_heads=self.num_kv_heads))

@@ -6,7 +6,7 @@ call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exac
 from eesd_dist.model.elementwise import soft_capped_rows
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
+from eesd_dist.model.kv_pages import kv_bytes_per_token
 from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.norms import RmsNorm
@@ -194,6 +195,44 @@ def forward_whole(
     return x_TD.view(num_sequences, length, width)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLayers:
+    """Layers in memory that have no pages yet."""
+
+    layers: tuple[DecoderLayer, ...]
+    windows: tuple[int | None, ...]
+    spec: ModelSpec
+    num_ranks: int
+    dtype: torch.dtype
+    """In which they compute, and in which keys and values are kept."""
+    numerics: Numerics
+    device: torch.device
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(
+            num_layers=len(self.layers),
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            num_ranks=self.num_ranks,
+            bytes_per_value=self.dtype.itemsize,
+        )
+
+    def with_pages(self, *, num_pages: int, page_size: int) -> PagedLayers:
+        """Allocates the pages. Raises ConfigError if this machine cannot attend to them with the
+        configured numerics."""
+        return PagedLayers(
+            self.layers,
+            self.windows,
+            spec=self.spec,
+            dtype=self.dtype,
+            numerics=self.numerics,
+            device=self.device,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
+
+
 class LogitsHead:
     """Final norm and LM head over any number of rows, padded as the product needs."""
 
@@ -224,7 +263,7 @@ class LogitsHead:
 
 
 class LlamaSpan:
-    """Layers [first, last) of a target on one rank of its group."""
+    """Layers [first, last) of a target on one rank of its group, with pages."""
 
     def __init__(
         self,
@@ -266,50 +305,20 @@ class LlamaSpan:
         num_pages: int,
         page_size: int,
         on_progress: OnProgress = unwatched,
-    ) -> Self:
-        """Reads only what this rank and span need, a layer at a time.
-
-        Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
-        compute with the configured numerics.
-        """
-        if not 0 <= first <= last <= spec.num_layers:
-            raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
-        shard = Shard.of(spec, rank=group.rank, size=group.size)
-        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        layers: list[DecoderLayer] = []
-        embeddings: list[Tensor] = []
-        heads: list[LogitsHead] = []
-        pieces: list[Piece[Any]] = [
-            _layer_piece(at, layers, spec, shard, packer, group, device)
-            for at in range(first, last)
-        ]
-        if first == 0:
-            pieces.append(_embedding_piece(embeddings, spec, packer, device))
-        if last == spec.num_layers:
-            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
-        weights = weights_digest(Path(path))
-        load_pieces(Path(path), pieces, on_progress=on_progress)
-        packer.report(f"layers=[{first},{last})")
-        paged = PagedLayers(
-            layers,
-            spec.sliding_windows[first:last],
-            spec=spec,
-            dtype=packer.compute_dtype,
+    ) -> "LlamaSpan":
+        """Loads the weights and allocates the pages; raises the errors of `SpanWeights.load`."""
+        weights = SpanWeights.load(
+            path,
+            spec,
+            first,
+            last,
+            group=group,
+            dtype=dtype,
             numerics=numerics,
             device=device,
-            num_pages=num_pages,
-            page_size=page_size,
+            on_progress=on_progress,
         )
-        return cls(
-            spec=spec,
-            first=first,
-            last=last,
-            shard=shard,
-            layers=paged,
-            embedding_VD=embeddings[0] if embeddings else None,
-            head=heads[0] if heads else None,
-            weights=weights,
-        )
+        return weights.span(num_pages=num_pages, page_size=page_size)
 
     @property
     def paged(self) -> PagedLayers:
@@ -342,6 +351,92 @@ class LlamaSpan:
                 f"a span that ends at layer {self.last} of {self.spec.num_layers} has no LM head"
             )
         return self._head(hidden_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanWeights:
+    """The weights of a span in memory, without pages: their number follows from what is left."""
+
+    spec: ModelSpec
+    first: int
+    last: int
+    shard: Shard
+    group: TensorGroup
+    layers: LoadedLayers
+    embedding_VD: Tensor | None
+    head: LogitsHead | None
+    digest: str
+    """Digest of samples of the checkpoint's files, taken when they were read."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        first: int,
+        last: int,
+        *,
+        group: TensorGroup,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        on_progress: OnProgress = unwatched,
+    ) -> Self:
+        """Reads only what this rank and span need, a layer at a time.
+
+        Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
+        compute with the configured numerics.
+        """
+        if not 0 <= first <= last <= spec.num_layers:
+            raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
+        shard = Shard.of(spec, rank=group.rank, size=group.size)
+        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        layers: list[DecoderLayer] = []
+        embeddings: list[Tensor] = []
+        heads: list[LogitsHead] = []
+        pieces: list[Piece[Any]] = [
+            _layer_piece(at, layers, spec, shard, packer, group, device)
+            for at in range(first, last)
+        ]
+        if first == 0:
+            pieces.append(_embedding_piece(embeddings, spec, packer, device))
+        if last == spec.num_layers:
+            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
+        digest = weights_digest(Path(path))
+        load_pieces(Path(path), pieces, on_progress=on_progress)
+        packer.report(f"layers=[{first},{last})")
+        return cls(
+            spec=spec,
+            first=first,
+            last=last,
+            shard=shard,
+            group=group,
+            layers=LoadedLayers(
+                layers=tuple(layers),
+                windows=spec.sliding_windows[first:last],
+                spec=spec,
+                num_ranks=group.size,
+                dtype=packer.compute_dtype,
+                numerics=numerics,
+                device=device,
+            ),
+            embedding_VD=embeddings[0] if embeddings else None,
+            head=heads[0] if heads else None,
+            digest=digest,
+        )
+
+    def span(self, *, num_pages: int, page_size: int) -> LlamaSpan:
+        """Allocates the pages. Raises ConfigError as `LoadedLayers.with_pages`."""
+        return LlamaSpan(
+            spec=self.spec,
+            first=self.first,
+            last=self.last,
+            shard=self.shard,
+            layers=self.layers.with_pages(num_pages=num_pages, page_size=page_size),
+            embedding_VD=self.embedding_VD,
+            head=self.head,
+            weights=self.digest,
+        )
 
 
 def _layer_piece(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eesd_dist.errors import EesdError
+from eesd_dist.model.kv_pages import KvRoom
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.page_leases import Backend
 from eesd_dist.transport.authentication.handshake import Address as Address
@@ -28,6 +29,8 @@ class Epoch:
     store: Address
     num_verify_ranks: int
     timeout_s: float
+    num_pages: int
+    """KV pages of each rank: the same in every epoch of a pipeline."""
     num_draft_ranks: int = 1
     """The drafting actor included."""
     shares_gpu: bool = False
@@ -73,6 +76,15 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    """What a rank tells of itself once its weights are in memory."""
+
+    weights: str
+    """Digest of the target's files, taken when they were read."""
+    room: KvRoom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One batch of a client's unread items."""
 
@@ -111,6 +123,8 @@ class Tenancy:
     """The newest that it was ever to join; it joins none with a lower number."""
     is_degraded: bool
     """Its epoch has fallbacks; only verify ranks know."""
+    num_pages: int = 0
+    """KV pages of its latest epoch; 0 before the first."""
     head: str = ""
     """Folder of the exit head that it drafts with; empty for none."""
     start_s: float | None = None

@@ -35,7 +35,7 @@ class Load:
 
 def _epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0, num_pages=8)
 
 
 def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begins() -> None:
