@@ -165,11 +165,11 @@ def load_draft_weights(
     """
     folder = layout.head_folder if config.speculation.max_draft_tokens > 0 else None
     head_bytes = 0 if folder is None else _stored_bytes(folder)
-    began_s, span_bytes = monotonic(), 0
+    began_s, span_bytes, waited_s = monotonic(), 0, 0.0
 
     def tell(progress: LoadProgress) -> None:
-        nonlocal span_bytes
-        span_bytes = progress.bytes_total
+        nonlocal span_bytes, waited_s
+        span_bytes, waited_s = progress.bytes_total, progress.waited_s
         on_progress(replace(progress, bytes_total=span_bytes + head_bytes))
 
     span = _load_span(config, layout, 0, layout.split, group=group, on_progress=tell)
@@ -180,7 +180,13 @@ def load_draft_weights(
         total = span_bytes + head_bytes
         seconds = monotonic() - began_s
         on_progress(
-            LoadProgress(bytes_done=total, bytes_total=total, piece="exit head", seconds=seconds)
+            LoadProgress(
+                bytes_done=total,
+                bytes_total=total,
+                piece="exit head",
+                seconds=seconds,
+                waited_s=waited_s,
+            )
         )
     room = kv_room(config, span.layers, page_bytes=token_bytes * config.cache.page_size)
     return DraftWeights(span=span, head=head, room=room, config=config)

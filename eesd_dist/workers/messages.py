@@ -60,6 +60,8 @@ class LoadReport:
     piece: str
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
+    waited_s: float
+    """Of these, seconds in which packing waited for a piece to be read."""
     peak_memory_bytes: int
     """Peak of the process since its start, mapped files included."""
 

@@ -81,6 +81,8 @@ class WorkerReport:
     loaded_bytes: int | None
     """Of its share of the checkpoint; None before it has begun to load."""
     load_s: float | None
+    read_wait_s: float | None
+    """Of these, seconds in which packing waited for a piece to be read."""
     peak_memory_bytes: int | None
     """Of its process until its weights were loaded, mapped files included."""
 
@@ -411,6 +413,7 @@ def _worker_report(worker: Worker) -> WorkerReport:
         node_id=worker.process_info.node_id,
         loaded_bytes=None if load is None else load.bytes_done,
         load_s=None if load is None else load.seconds,
+        read_wait_s=None if load is None else load.waited_s,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,
     )
 

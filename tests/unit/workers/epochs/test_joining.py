@@ -89,7 +89,12 @@ def test_after_leaving_the_next_epoch_is_joined_as_ever() -> None:
 
 def _report(bytes_done: int) -> LoadReport:
     return LoadReport(
-        bytes_done=bytes_done, bytes_total=8, piece="", seconds=1.0, peak_memory_bytes=1
+        bytes_done=bytes_done,
+        bytes_total=8,
+        piece="",
+        seconds=1.0,
+        waited_s=0.0,
+        peak_memory_bytes=1,
     )
 
 
