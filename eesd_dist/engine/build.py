@@ -29,7 +29,7 @@ from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.head_config import HeadConfig
 from eesd_dist.model.kv_pages import KvRoom, kv_bytes_per_token, num_pages_of
-from eesd_dist.model.loading import OnProgress, unwatched
+from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
@@ -176,6 +176,7 @@ def load_draft_weights(
     head, token_bytes = None, span.layers.kv_bytes_per_token
     if folder is not None:
         head = _load_head(config, layout, folder, group=group)
+        give_back()
         token_bytes += head.layers.kv_bytes_per_token
         total = span_bytes + head_bytes
         seconds = monotonic() - began_s

@@ -475,9 +475,9 @@ class HeadWeights:
         weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
         norm_D = parts.norm_D.to(device, packer.weight_dtype)
         norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
-        layers = LoadedLayers(
-            layers=(weights.layer(packer.pack, group, dtype=packer.compute_dtype),),
-            windows=spec.sliding_windows,
+        layers = LoadedLayers.of(
+            [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
+            spec.sliding_windows,
             spec=spec,
             num_ranks=group.size,
             dtype=packer.compute_dtype,

@@ -74,7 +74,7 @@ def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnPr
                 waited_s += monotonic() - asked_s
                 piece.pack(content)
                 del content
-                _give_back()
+                give_back()
                 done += size
                 tell(piece.name)
 
@@ -117,7 +117,7 @@ class _ReadAhead:
             self._ahead.append(self._readers.submit(self._read, piece))
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Returns freed memory to the system: glibc would keep blocks of less than 32 MiB.
 
     Does nothing if the C library has no `malloc_trim`.

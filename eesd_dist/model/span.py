@@ -48,18 +48,17 @@ class PagedLayers:
         windows: Sequence[int | None],
         *,
         spec: ModelSpec,
+        rotation_SP: Tensor,
         dtype: torch.dtype,
         numerics: Numerics,
-        device: torch.device,
         num_pages: int,
         page_size: int,
     ) -> None:
+        device = rotation_SP.device
         self.compute_dtype = dtype
         self._layers = tuple(layers)
         self._page_size = page_size
-        self._rotation_SP = rotation_table(
-            spec.rope, num_positions=spec.max_position_embeddings, device=device
-        )
+        self._rotation_SP = rotation_SP
         heads = layers[0] if layers else spec
         num_kv_heads, queries_per_kv = heads.num_kv_heads, heads.queries_per_kv
         self._pages = [
@@ -202,11 +201,39 @@ class LoadedLayers:
     layers: tuple[DecoderLayer, ...]
     windows: tuple[int | None, ...]
     spec: ModelSpec
+    rotation_SP: Tensor
     num_ranks: int
     dtype: torch.dtype
     """In which they compute, and in which keys and values are kept."""
     numerics: Numerics
-    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[DecoderLayer],
+        windows: Sequence[int | None],
+        *,
+        spec: ModelSpec,
+        num_ranks: int,
+        dtype: torch.dtype,
+        numerics: Numerics,
+        device: torch.device,
+    ) -> Self:
+        return cls(
+            layers=tuple(layers),
+            windows=tuple(windows),
+            spec=spec,
+            rotation_SP=rotation_table(
+                spec.rope, num_positions=spec.max_position_embeddings, device=device
+            ),
+            num_ranks=num_ranks,
+            dtype=dtype,
+            numerics=numerics,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.rotation_SP.device
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -225,9 +252,9 @@ class LoadedLayers:
             self.layers,
             self.windows,
             spec=self.spec,
+            rotation_SP=self.rotation_SP,
             dtype=self.dtype,
             numerics=self.numerics,
-            device=self.device,
             num_pages=num_pages,
             page_size=page_size,
         )
@@ -411,9 +438,9 @@ class SpanWeights:
             last=last,
             shard=shard,
             group=group,
-            layers=LoadedLayers(
-                layers=tuple(layers),
-                windows=spec.sliding_windows[first:last],
+            layers=LoadedLayers.of(
+                layers,
+                spec.sliding_windows[first:last],
                 spec=spec,
                 num_ranks=group.size,
                 dtype=packer.compute_dtype,

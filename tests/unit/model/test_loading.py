@@ -98,7 +98,7 @@ def test_a_missing_tensor_is_found_before_anything_is_read(tmp_path: Path) -> No
 
 
 class _Watched:
-    """Pieces of one tensor that record when they are read and wait until those ahead of them are."""
+    """Pieces of one tensor that record when they are read, and wait for those ahead of them."""
 
     def __init__(self, names: str, *, num_ahead: int) -> None:
         self.read: list[str] = []
