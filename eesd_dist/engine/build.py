@@ -28,7 +28,8 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.head_config import HeadConfig
-from eesd_dist.model.kv_pages import KvRoom, kv_bytes_per_token, num_pages_of
+from eesd_dist.model.kv_bytes import KvRoom, kv_bytes_per_token
+from eesd_dist.model.kv_pages import num_pages_of
 from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
 from eesd_dist.model.span import SpanWeights

@@ -10,7 +10,7 @@ import torch
 
 from eesd_dist.config import CacheConfig, EngineConfig
 from eesd_dist.model.kernels import TORCH_DTYPES
-from eesd_dist.model.kv_pages import (
+from eesd_dist.model.kv_bytes import (
     CPU_BUDGET_BYTES,
     KvRoom,
     activation_bytes,

@@ -103,7 +103,7 @@ class _ReadAhead:
         self._readers.shutdown(cancel_futures=True)
 
     def take(self) -> Any:
-        """Returns the content of the next piece; those after it are read meanwhile."""
+        """Returns the content of the next piece, and begins to read more pieces after it."""
         self._fill()
         content = self._ahead.popleft().result()
         self._num_taken += 1

@@ -21,7 +21,7 @@ from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exac
 from eesd_dist.model.elementwise import soft_capped_rows
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
-from eesd_dist.model.kv_pages import kv_bytes_per_token
+from eesd_dist.model.kv_bytes import kv_bytes_per_token
 from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.norms import RmsNorm

@@ -85,7 +85,7 @@ class Agreement:
 
 
 def require_same_weights(ranks: Mapping[str, LoadedRank]) -> None:
-    """Raises ConfigError that names two ranks whose weights differ, with both digests."""
+    """Raises ConfigError where weights differ: it names two ranks, with both digests."""
     (first, expected), *others = ranks.items()
     for name, rank in others:
         if rank.weights != expected.weights:

@@ -1,4 +1,4 @@
-"""A service whose KV pages are sized from a budget, and one of whose ranks reads other weights."""
+"""A service with KV pages that are sized from a budget, and a rank that reads other weights."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray import serve
 
-from eesd_dist.model.kv_pages import kv_bytes_per_token
+from eesd_dist.model.kv_bytes import kv_bytes_per_token
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app

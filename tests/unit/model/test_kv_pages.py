@@ -9,14 +9,13 @@ import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.kv_pages import (
+from eesd_dist.model.kv_bytes import (
     KvRoom,
     activation_bytes,
     gpu_budget_bytes,
     kv_bytes_per_token,
-    num_pages_of,
-    require_room,
 )
+from eesd_dist.model.kv_pages import num_pages_of, require_room
 
 GB = 10**9
 
