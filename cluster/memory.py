@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from cluster.shapes import Load, ModelShape, Split
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.read_ahead import NUM_READERS, num_read_ahead
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
-from eesd_dist.model.kv_bytes import kv_bytes_per_token
+from eesd_dist.model.rank_memory import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

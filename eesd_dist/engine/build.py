@@ -28,13 +28,13 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.head_config import HeadConfig
-from eesd_dist.model.kv_bytes import KvRoom, kv_bytes_per_token
-from eesd_dist.model.kv_pages import num_pages_of
 from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
+from eesd_dist.model.rank_memory import kv_bytes_per_token
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.transport.command_stream import CommandSink

@@ -10,17 +10,17 @@ import torch
 
 from eesd_dist.config import CacheConfig, EngineConfig
 from eesd_dist.model.kernels import TORCH_DTYPES
-from eesd_dist.model.kv_bytes import (
+from eesd_dist.model.layer import LayerWeights
+from eesd_dist.model.parallel import Shard
+from eesd_dist.model.rank_memory import (
     CPU_BUDGET_BYTES,
-    KvRoom,
     activation_bytes,
     gpu_budget_bytes,
 )
-from eesd_dist.model.layer import LayerWeights
-from eesd_dist.model.parallel import Shard
 from eesd_dist.model.span import LoadedLayers, read_embedding
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, Headers
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.types import DType
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, Self, TypeVar
 
-from eesd_dist.model.read_ahead import NUM_READERS, num_read_ahead
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.weights import Checkpoint, Headers, TensorSource
 from eesd_dist.types import LoadProgress
 

@@ -7,7 +7,7 @@ import json
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.kv_pages import require_length
+from eesd_dist.schedule.kv_pages import require_length
 
 
 def max_model_len_of(config: EngineConfig) -> int:

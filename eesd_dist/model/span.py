@@ -21,11 +21,11 @@ from eesd_dist.model.attention import LayerPages, attend_whole, grouping_is_exac
 from eesd_dist.model.elementwise import soft_capped_rows
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
-from eesd_dist.model.kv_bytes import kv_bytes_per_token
 from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard
+from eesd_dist.model.rank_memory import kv_bytes_per_token
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.rows import AttentionKind, RowPlan
 from eesd_dist.model.spec import ModelSpec

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eesd_dist.errors import EesdError
-from eesd_dist.model.kv_bytes import KvRoom
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import Backend
 from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId

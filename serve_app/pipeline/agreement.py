@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.kv_pages import num_pages_of, require_room
+from eesd_dist.schedule.kv_pages import num_pages_of, require_room
 from eesd_dist.workers.messages import LoadedRank
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray import serve
 
-from eesd_dist.model.kv_bytes import kv_bytes_per_token
+from eesd_dist.model.rank_memory import kv_bytes_per_token
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app

@@ -32,6 +32,7 @@ from tests.support.wide_checkpoints import write_wide_checkpoint
 NUM_LAYERS = 4
 EXIT_LAYER = 1
 NUM_RANKS = 16
+COMMAND = ("python", "-m", "tests.support.load_70b_shape", "FOLDER")
 
 
 def write(folder: Path) -> int:
@@ -138,7 +139,7 @@ def compare(folder: Path) -> dict[str, object]:
         "planned_bytes": planned,
         "largest_error": max(abs(float(str(rank["error"]))) for rank in ranks),
         "ranks": ranks,
-        "provenance": collect_provenance().as_json(),
+        "provenance": collect_provenance(command=COMMAND).as_json(),
     }
 
 

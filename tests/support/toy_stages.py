@@ -23,8 +23,8 @@ from eesd_dist.errors import (
     QueueFull,
     RequestError,
 )
-from eesd_dist.model.kv_bytes import KvRoom
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.authentication.refused import RefusedConnections

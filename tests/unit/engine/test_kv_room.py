@@ -11,7 +11,7 @@ from eesd_dist.engine.kv_room import fallback_bytes
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import ConfigError, PromptTooLong
-from eesd_dist.model.kv_bytes import CPU_BUDGET_BYTES
+from eesd_dist.model.rank_memory import CPU_BUDGET_BYTES
 from eesd_dist.transport.group_handles import SingleGroup, UnconnectedGroup
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from tests.support.tiny_service import write_tiny_service

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
-from eesd_dist.model import read_ahead
+from eesd_dist.model import rank_memory
 from eesd_dist.model.loading import Piece, load_pieces, unwatched
-from eesd_dist.model.read_ahead import NUM_READERS, num_read_ahead
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, TensorSource
@@ -131,7 +131,7 @@ def test_pieces_are_packed_in_order_while_as_many_as_fit_the_budget_are_read_ahe
     budget: int, num_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path)
-    monkeypatch.setattr(read_ahead, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
+    monkeypatch.setattr(rank_memory, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
     watched = _Watched("abcdefghij", num_ahead=num_ahead)
     load_pieces(tmp_path, watched.pieces, on_progress=unwatched)
     assert "".join(watched.packed) == "abcdefghij"

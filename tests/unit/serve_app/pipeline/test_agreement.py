@@ -8,7 +8,7 @@ import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.kv_bytes import KvRoom
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.roles import RankWorker

@@ -9,13 +9,12 @@ import pytest
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.kv_bytes import (
-    KvRoom,
+from eesd_dist.model.rank_memory import (
     activation_bytes,
     gpu_budget_bytes,
     kv_bytes_per_token,
 )
-from eesd_dist.model.kv_pages import num_pages_of, require_room
+from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of, require_room
 
 GB = 10**9
 
@@ -119,5 +118,7 @@ def test_activations_grow_with_rows_and_shrink_with_ranks() -> None:
 
 
 def test_the_arithmetic_imports_no_torch() -> None:
-    check = "import sys, eesd_dist.model.kv_pages; sys.exit('torch' in sys.modules)"
+    check = (
+        "import sys, eesd_dist.schedule.kv_pages, cluster.memory; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -5,10 +5,23 @@ torch, by a pipeline replica for its ranks and by an engine in one process for i
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from eesd_dist.config import CacheConfig, EngineConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.kv_bytes import KvRoom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """What one rank can hold, and what one page takes there."""
+
+    budget_bytes: int
+    page_bytes: int
+    """Of the keys and values of all layers that this process keeps, a fallback's included."""
+
+    @property
+    def num_pages(self) -> int:
+        return self.budget_bytes // self.page_bytes
 
 
 def num_pages_of(config: EngineConfig, rooms: Mapping[str, KvRoom]) -> int:

@@ -1,14 +1,18 @@
-"""Bytes of KV pages, and of what is left for them on a rank.
+"""Arithmetic of one rank's memory: keys and values, activations, pieces read ahead of packing.
 
-Pure arithmetic that imports neither torch nor pydantic: the planner uses the same as the ranks.
+Imports neither torch nor pydantic: the planner uses the same arithmetic as the ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from eesd_dist.model.degrees import kv_heads_of
 
 CPU_BUDGET_BYTES = 512 * 2**20
 """Budget of a rank on a CPU where none is configured."""
+
+NUM_READERS = 4
+READ_AHEAD_BYTES = 2**30
+"""Most bytes of pieces that are read ahead, unless one piece is larger."""
 
 
 def kv_bytes_per_token(
@@ -57,14 +61,13 @@ def activation_bytes(
     return num_rows * layer * bytes_per_value + 4 * num_sampled * vocab_size * 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRoom:
-    """What one rank can hold, and what one page takes there."""
-
-    budget_bytes: int
-    page_bytes: int
-    """Of the keys and values of all layers that this process keeps, a fallback's included."""
-
-    @property
-    def num_pages(self) -> int:
-        return self.budget_bytes // self.page_bytes
+def num_read_ahead(sizes: Sequence[int]) -> int:
+    """Returns how many of the next pieces, of these sizes in bytes, may be read ahead: at most one
+    for each reader, and no more than `READ_AHEAD_BYTES` unless that is less than one piece."""
+    num, size_bytes = 0, 0
+    for size in sizes[:NUM_READERS]:
+        size_bytes += size
+        if num and size_bytes > READ_AHEAD_BYTES:
+            break
+        num += 1
+    return num
