@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from cluster.shapes import Load, ModelShape, Split
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +15,12 @@ class RankMemory:
     stage: str
     num_ranks: int
     weights_bytes: int
+    """And the tables of rotations."""
     kv_bytes: int
     """Of all requests at their full context."""
     loading_bytes: int
-    """Peak while loading, in host memory on a CPU: the weights, the current piece, the next one,
-    the pages it is read from, and the largest matrix in float32."""
+    """Peak while loading, in host memory on a CPU: the weights, the current piece, those read
+    ahead, the pages they are read from, and the largest matrix in float32."""
 
 
 def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, RankMemory]:
@@ -35,6 +37,7 @@ def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemor
             stage="draft",
             ranks=split.draft_tensor_parallel_size,
             num_layers=split.exit_layer + 1,
+            num_tables=2,
             shared=draft_head,
             whole=head,
         ),
@@ -44,6 +47,7 @@ def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemor
             stage="verify",
             ranks=split.verify_tensor_parallel_size,
             num_layers=shape.num_layers - split.exit_layer,
+            num_tables=1,
             shared=head,
             whole=0,
         ),
@@ -69,6 +73,7 @@ def with_fallbacks(
         stage="fallback",
         ranks=draft.num_ranks,
         num_layers=split.exit_layer,
+        num_tables=1,
         shared=0,
         whole=shape.hidden_size * shape.vocab_size,
     )
@@ -90,22 +95,25 @@ def _rank_memory(
     stage: str,
     ranks: int,
     num_layers: int,
+    num_tables: int,
     shared: int,
     whole: int,
 ) -> RankMemory:
     """`shared`, `whole`: weights outside the layers that are sharded, and that each rank has."""
     wide = shape.bytes_per_weight
     layer_weights = shape.layer_weights_of(ranks)
-    weights_bytes = (num_layers * layer_weights + shared // ranks + whole) * wide
+    matrices_bytes = (num_layers * layer_weights + shared // ranks + whole) * wide
+    weights_bytes = matrices_bytes + num_tables * shape.table_bytes
     num_tokens = load.num_requests * load.context_tokens
     piece_bytes = max(layer_weights, shared // ranks, whole) * wide
+    num_ahead = num_read_ahead([piece_bytes] * NUM_READERS)
     matrix = max(2 * shape.hidden_size * shape.intermediate_size, shared) // ranks
     return RankMemory(
         stage=stage,
         num_ranks=ranks,
         weights_bytes=weights_bytes,
         kv_bytes=num_layers * num_tokens * shape.kv_bytes_per_token_of(ranks),
-        loading_bytes=weights_bytes + 3 * piece_bytes + 4 * matrix,
+        loading_bytes=weights_bytes + (1 + 2 * num_ahead) * piece_bytes + 4 * matrix,
     )
 
 

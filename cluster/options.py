@@ -26,6 +26,7 @@ class PlanOptions:
     draft_tp: Annotated[int, "ranks of the draft stage"] = 1
     verify_tp: Annotated[int, "ranks of the verify stage"] = 1
     fallback: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
+    on_cpu: Annotated[bool, "ranks on CPUs, which keep keys and values in float32"] = False
     draft_vocab_size: Annotated[int | None, "tokens of a truncated exit head"] = None
     gpu_bandwidth_gbps: Annotated[float, "memory bandwidth of a GPU, GB/s"] = (
         _MACHINE.memory_bytes_per_s / 1e9

@@ -271,7 +271,7 @@ def main(options: PlanOptions) -> None:
         acceptance=options.acceptance,
         max_draft_tokens=options.max_draft_tokens,
     )
-    shape = read_shape(options.config)
+    shape = read_shape(options.config, on_cpu=options.on_cpu)
     forecast = plan(shape, machine=options.machine, split=split, load=load)
     stages = memory_of(shape, split=split, load=load)
     memories: tuple[RankMemory, ...] = stages

@@ -7,6 +7,7 @@ from typing import Any
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
+from eesd_dist.model.rank_memory import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,10 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    max_positions: int = 0
     bytes_per_weight: int = 2
+    bytes_per_kv: int = 2
+    """Of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
 
     @property
     def layer_weights(self) -> int:
@@ -40,7 +44,19 @@ class ModelShape:
 
     def kv_bytes_per_token_of(self, num_ranks: int) -> int:
         """Keys and values of one position in one layer in each of so many ranks."""
-        return 2 * self._kv_heads_of(num_ranks) * self.head_dim * self.bytes_per_weight
+        return kv_bytes_per_token(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_ranks=num_ranks,
+            bytes_per_value=self.bytes_per_kv,
+        )
+
+    @property
+    def table_bytes(self) -> int:
+        """The rotations of all positions, complex64; each rank has them once for its layers and
+        once for an exit head."""
+        return 8 * self.max_positions * self.head_dim // 2
 
     def _kv_heads_of(self, num_ranks: int) -> int:
         return len(kv_heads_of(0, num_ranks, num_kv_heads=self.num_kv_heads))
@@ -94,8 +110,12 @@ class Machine:
     """The same among the verify ranks; slow when they are on several nodes."""
 
 
-def read_shape(config: Path) -> ModelShape:
-    """Reads the config.json of a checkpoint; raises CheckpointError if a field is missing."""
+def read_shape(config: Path, *, on_cpu: bool = False) -> ModelShape:
+    """Reads the config.json of a checkpoint; raises CheckpointError if a field is missing.
+
+    On a CPU, matrices are as wide as on a GPU (16-bit weights are packed as float16), and keys and
+    values are float32.
+    """
     try:
         fields: dict[str, Any] = json.loads(config.read_text())
         num_heads = int(fields["num_attention_heads"])
@@ -108,7 +128,9 @@ def read_shape(config: Path) -> ModelShape:
             num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
             head_dim=int(fields.get("head_dim") or hidden_size // num_heads),
             vocab_size=int(fields["vocab_size"]),
+            max_positions=int(fields.get("max_position_embeddings") or 0),
             bytes_per_weight=_bytes_per_weight(fields),
+            bytes_per_kv=4 if on_cpu else _bytes_per_weight(fields),
         )
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(

@@ -72,17 +72,27 @@ class ModelConfig(Section):
     """`auto` takes CUDA where there is one."""
 
     max_model_len: PositiveInt | None = None
-    """Maximum length of prompt and answer together; None takes the checkpoint's limit."""
+    """Maximum length of prompt and answer together, in tokens. It must fit the checkpoint's
+    positions and the KV pages. None: the smaller of the two."""
 
 
 class CacheConfig(Section):
-    """KV pages. All stages have the same number of pages."""
+    """KV pages. All ranks of both stages have the same number: what the rank with the least room
+    can hold."""
 
     page_size: PositiveInt = 32
     """Tokens in one page."""
 
-    num_pages: PositiveInt = 512
-    """Pages in every stage's cache."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Bytes for the pages of one rank; ranks on one host take as much each. None: on a GPU what
+    `gpu_memory_utilization` leaves, on a CPU 512 MiB."""
+
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that its rank may use for weights, activations and pages together.
+    Ranks that Ray gives a part of a GPU take that part of it."""
+
+    num_pages: PositiveInt | None = None
+    """Number of pages, whatever memory there is. None: sized from memory."""
 
     prefix_caching: bool = True
     """Whether a prompt with the same prefix as an earlier one reuses its pages."""

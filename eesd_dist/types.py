@@ -259,6 +259,8 @@ class LoadProgress:
     piece: str
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
+    waited_s: float = 0.0
+    """Of these, seconds in which packing waited for a piece to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

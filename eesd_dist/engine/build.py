@@ -20,18 +20,21 @@ from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
 from eesd_dist.engine.headers import RoundIds
+from eesd_dist.engine.kv_room import fallback_bytes, kv_room
 from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.recorder import RecorderSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.head_config import HeadConfig
-from eesd_dist.model.loading import OnProgress, unwatched
+from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
-from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.rank_memory import kv_page_bytes
+from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.transport.command_stream import CommandSink
@@ -56,6 +59,7 @@ class Layout:
     split: int
     """The draft stage runs layers [0, split)."""
     max_model_len: int
+    """Before pages that are sized from memory limit it."""
     dtype: DType
     """Type of the target's and the exit head's weights."""
     device: torch.device
@@ -103,57 +107,119 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
 
 
-def build_draft_shard(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWeights:
+    """One draft rank's weights in memory, without pages."""
+
+    span: SpanWeights
+    head: HeadWeights | None
+    """None: this rank drafts nothing."""
+    room: KvRoom
+    config: EngineConfig
+
+    def shard(self, *, num_pages: int) -> OwnShard:
+        """Allocates the pages of the layers and of the exit head."""
+        page_size = self.config.cache.page_size
+        head = self.head
+        return OwnShard(
+            span=self.span.span(num_pages=num_pages, page_size=page_size),
+            head=None if head is None else head.head(num_pages=num_pages, page_size=page_size),
+            group=self.span.group,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=self.span.layers.device,
+            numerics=self.config.model.numerics,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyWeights:
+    """One verify rank's weights in memory, without pages."""
+
+    span: SpanWeights
+    room: KvRoom
+    config: EngineConfig
+
+    def stage(self, *, num_pages: int) -> VerifyStage:
+        """Allocates the pages."""
+        page_size = self.config.cache.page_size
+        return VerifyStage(
+            span=self.span.span(num_pages=num_pages, page_size=page_size),
+            group=self.span.group,
+            page_size=page_size,
+            device=self.span.layers.device,
+            numerics=self.config.model.numerics,
+        )
+
+
+def load_draft_weights(
     config: EngineConfig,
     layout: Layout,
     group: TensorGroup,
     *,
     on_progress: OnProgress = unwatched,
-) -> OwnShard:
-    """Builds one draft rank: its part of layers [0, split) and of the exit head, with their pages.
+) -> DraftWeights:
+    """Loads one draft rank: its part of layers [0, split) and of the exit head.
 
     In the progress the exit head is one piece with the full size of its files; it is reported last,
     when everything that the shard needs is in memory.
     """
-    model, cache = config.model, config.cache
     folder = layout.head_folder if config.speculation.max_draft_tokens > 0 else None
     head_bytes = 0 if folder is None else _stored_bytes(folder)
-    began_s, span_bytes = monotonic(), 0
+    began_s, span_bytes, waited_s = monotonic(), 0, 0.0
 
     def tell(progress: LoadProgress) -> None:
-        nonlocal span_bytes
-        span_bytes = progress.bytes_total
+        nonlocal span_bytes, waited_s
+        span_bytes, waited_s = progress.bytes_total, progress.waited_s
         on_progress(replace(progress, bytes_total=span_bytes + head_bytes))
 
-    span = LlamaSpan.load(
-        model.path,
-        layout.spec,
-        0,
-        layout.split,
-        group=group,
-        dtype=layout.dtype,
-        numerics=model.numerics,
-        device=layout.device,
-        num_pages=cache.num_pages,
-        page_size=cache.page_size,
-        on_progress=tell,
-    )
-    head = None
+    span = _load_span(config, layout, 0, layout.split, group=group, on_progress=tell)
+    page_size = config.cache.page_size
+    head, page_bytes = None, span.layers.kv_page_bytes(page_size)
     if folder is not None:
-        head = load_exit_head(config, layout, folder, group=group)
+        head = _load_head(config, layout, folder, group=group)
+        give_back()
+        page_bytes += head.layers.kv_page_bytes(page_size)
         total = span_bytes + head_bytes
         seconds = monotonic() - began_s
         on_progress(
-            LoadProgress(bytes_done=total, bytes_total=total, piece="exit head", seconds=seconds)
+            LoadProgress(
+                bytes_done=total,
+                bytes_total=total,
+                piece="exit head",
+                seconds=seconds,
+                waited_s=waited_s,
+            )
         )
-    return OwnShard(
-        span=span,
-        head=head,
+    room = kv_room(config, span.layers, page_bytes=page_bytes)
+    return DraftWeights(span=span, head=head, room=room, config=config)
+
+
+def build_draft_shard(config: EngineConfig, layout: Layout, group: TensorGroup) -> OwnShard:
+    """Builds one draft rank, with as many pages as it has room for alone."""
+    weights = load_draft_weights(config, layout, group)
+    return weights.shard(num_pages=num_pages_of(config, {"the draft rank": weights.room}))
+
+
+def _load_span(
+    config: EngineConfig,
+    layout: Layout,
+    first: int,
+    last: int,
+    *,
+    group: TensorGroup,
+    on_progress: OnProgress,
+) -> SpanWeights:
+    return SpanWeights.load(
+        config.model.path,
+        layout.spec,
+        first,
+        last,
         group=group,
-        num_pages=cache.num_pages,
-        page_size=cache.page_size,
+        dtype=layout.dtype,
+        numerics=config.model.numerics,
         device=layout.device,
-        numerics=model.numerics,
+        on_progress=on_progress,
     )
 
 
@@ -180,60 +246,68 @@ def _draft_stage(config: EngineConfig, layout: Layout, compute: DraftCompute) ->
 def load_next_head(
     config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup
 ) -> ExitHead:
-    """Loads a head that replaces another one and takes over its pages: it allocates one page only.
-
-    Raises the errors of `load_exit_head`.
-    """
-    small = config.model_copy(update={"cache": config.cache.model_copy(update={"num_pages": 1})})
-    return load_exit_head(small, layout, folder, group=group)
-
-
-def load_exit_head(
-    config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup | None = None
-) -> ExitHead:
-    """Loads this rank's part of the head; without a group, the whole head.
+    """Loads this rank's part of a head that replaces another one and takes over its pages: it
+    allocates one page only.
 
     Raises CheckpointError for a head that is damaged or does not fit the target.
     """
-    model, cache = config.model, config.cache
-    return ExitHead.load(
+    weights = _load_head(config, layout, folder, group=group)
+    return weights.head(num_pages=1, page_size=config.cache.page_size)
+
+
+def _load_head(
+    config: EngineConfig, layout: Layout, folder: Path, *, group: TensorGroup
+) -> HeadWeights:
+    return HeadWeights.load(
         folder,
         target=layout.spec,
-        target_path=model.path,
+        target_path=config.model.path,
         dtype=layout.dtype,
-        numerics=model.numerics,
+        numerics=config.model.numerics,
         device=layout.device,
-        num_pages=cache.num_pages,
-        page_size=cache.page_size,
         group=group,
     )
 
 
-def build_verify_stage(
+def load_verify_weights(
     config: EngineConfig, group: TensorGroup, *, on_progress: OnProgress = unwatched
-) -> VerifyStage:
-    """Builds one verify rank: its part of layers [split, L), final norm and LM head."""
-    layout = layout_of(config)
-    span = LlamaSpan.load(
-        config.model.path,
-        layout.spec,
-        layout.split,
-        layout.spec.num_layers,
-        group=group,
-        dtype=layout.dtype,
-        numerics=config.model.numerics,
-        device=layout.device,
-        num_pages=config.cache.num_pages,
-        page_size=config.cache.page_size,
-        on_progress=on_progress,
-    )
-    return VerifyStage(
-        span=span,
-        group=group,
-        page_size=config.cache.page_size,
-        device=layout.device,
-        numerics=config.model.numerics,
-    )
+) -> VerifyWeights:
+    """Loads one verify rank: its part of layers [split, L), final norm and LM head.
+
+    Its room for pages leaves out what the weights of a fallback in its process will take, and its
+    pages have the fallback's layers too.
+    """
+    layout, parallel = layout_of(config), config.parallel
+    spec, split = layout.spec, layout.split
+    span = _load_span(config, layout, split, spec.num_layers, group=group, on_progress=on_progress)
+    page_size = config.cache.page_size
+    page_bytes, later_bytes = span.layers.kv_page_bytes(page_size), 0
+    num_draft_ranks = parallel.draft_tensor_parallel_size
+    if parallel.fallback and group.rank < num_draft_ranks:
+        page_bytes += kv_page_bytes(
+            num_layers=split,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=page_size,
+            num_ranks=num_draft_ranks,
+            bytes_per_value=span.layers.bytes_per_kv,
+        )
+        later_bytes = fallback_bytes(
+            config.model.path,
+            spec,
+            split=split,
+            rank=group.rank,
+            size=num_draft_ranks,
+            dtype=layout.dtype,
+        )
+    room = kv_room(config, span.layers, page_bytes=page_bytes, later_bytes=later_bytes)
+    return VerifyWeights(span=span, room=room, config=config)
+
+
+def build_verify_stage(config: EngineConfig, group: TensorGroup) -> VerifyStage:
+    """Builds one verify rank, with as many pages as it has room for alone."""
+    weights = load_verify_weights(config, group)
+    return weights.stage(num_pages=num_pages_of(config, {"the verify rank": weights.room}))
 
 
 def build_draft_engine(
@@ -248,33 +322,33 @@ def build_draft_engine(
     recorder: RecorderSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
-    on_progress: OnProgress = unwatched,
     shard: OwnShard | None = None,
 ) -> EngineCore:
     """Builds the drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
     With a `group` of several ranks it is rank 0 of the draft stage; the others run
-    `follow_commands` at the other end of `commands`. `shard`: one already loaded for this `group`.
+    `follow_commands` at the other end of `commands`. `shard`: one already built for this `group`;
+    without it the draft rank alone decides the number of pages.
 
     Without a `cost` the draft step and the verify pass are measured now, through the channel.
     """
     layout = layout_of(config)
     if shard is None:
-        shard = build_draft_shard(config, layout, group or SingleGroup(), on_progress=on_progress)
+        shard = build_draft_shard(config, layout, group or SingleGroup())
     draft = _draft_stage(
         config, layout, shard if commands is None else LeadingShard(shard, commands)
     )
     if cost is None and draft.head is not None:
-        cost = _cost_of(config, draft, channel, epoch=epoch)
+        cost = _cost_of(config, draft, channel, num_pages=shard.num_pages, epoch=epoch)
     pages = PageAllocator(
-        num_pages=config.cache.num_pages,
+        num_pages=shard.num_pages,
         page_size=config.cache.page_size,
         prefix_caching=config.cache.prefix_caching,
     )
     scheduler = Scheduler(
         config=config.scheduler,
         pages=pages,
-        max_model_len=layout.max_model_len,
+        max_model_len=min(layout.max_model_len, shard.num_pages * shard.page_size),
         max_draft_tokens=config.speculation.max_draft_tokens if draft.head is not None else 0,
         vocab_size=layout.spec.vocab_size,
         clock=clock,
@@ -305,7 +379,12 @@ def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
 
 
 def _cost_of(
-    config: EngineConfig, draft: DraftStage, channel: VerifyChannel, *, epoch: int
+    config: EngineConfig,
+    draft: DraftStage,
+    channel: VerifyChannel,
+    *,
+    num_pages: int,
+    epoch: int,
 ) -> CostModel:
     """Returns the configured cost model, or one measured now."""
     if config.speculation.cost_file is not None:
@@ -314,7 +393,7 @@ def _cost_of(
         draft,
         channel,
         page_size=config.cache.page_size,
-        num_pages=config.cache.num_pages,
+        num_pages=num_pages,
         max_draft_tokens=config.speculation.max_draft_tokens,
         max_running=config.scheduler.max_running,
         epoch=epoch,
@@ -345,7 +424,13 @@ def build_local_engine(
             "speculation": config.speculation.model_copy(update={"draft_ahead": False}),
         }
     )
-    stage = build_verify_stage(config, SingleGroup())
+    layout, group = layout_of(config), SingleGroup()
+    draft = load_draft_weights(config, layout, group)
+    remaining = load_verify_weights(config, group)
+    page_bytes = draft.room.page_bytes + remaining.room.page_bytes
+    room = kv_room(config, remaining.span.layers, page_bytes=page_bytes)
+    num_pages = num_pages_of(config, {"this process": room})
+    stage = remaining.stage(num_pages=num_pages)
 
     def verify(
         header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
@@ -353,5 +438,10 @@ def build_local_engine(
         return stage.verify(header, hidden_TD, draft_probs_KV)
 
     return build_draft_engine(
-        config, MemoryChannel(verify), book=book, cost=cost, recorder=recorder
+        config,
+        MemoryChannel(verify),
+        book=book,
+        cost=cost,
+        recorder=recorder,
+        shard=draft.shard(num_pages=num_pages),
     )

@@ -36,6 +36,7 @@ from eesd_dist.model.parallel import Shard, joined_over_ranks, part_of
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.span import (
     FINAL_NORM,
+    LoadedLayers,
     LogitsHead,
     PagedLayers,
     forward_whole,
@@ -333,31 +334,18 @@ class ExitHead:
         num_pages: int,
         page_size: int,
         group: TensorGroup | None = None,
-    ) -> Self:
-        """Reads this rank's part of a head; without a group, the whole head.
-
-        Raises CheckpointError for a head that is damaged or does not fit the target, ConfigError
-        for one that the group's ranks cannot share.
-        """
-        folder, group = Path(folder), group or SingleGroup()
-        parts = _Parts.read(
+    ) -> "ExitHead":
+        """Loads the weights and allocates the pages; raises the errors of `HeadWeights.load`."""
+        weights = HeadWeights.load(
             folder,
             target=target,
-            target_path=Path(target_path),
-            dtype=TORCH_DTYPES[dtype],
-            rank=group.rank,
-            size=group.size,
-        )
-        return cls._packed(
-            parts,
-            group=group,
-            identity=HeadIdentity.of(folder) if group.size > 1 else None,
+            target_path=target_path,
             dtype=dtype,
             numerics=numerics,
             device=device,
-            num_pages=num_pages,
-            page_size=page_size,
+            group=group,
         )
+        return weights.head(num_pages=num_pages, page_size=page_size)
 
     @classmethod
     def ready(
@@ -369,7 +357,7 @@ class ExitHead:
         device: torch.device,
         num_pages: int,
         page_size: int,
-    ) -> Self:
+    ) -> "ExitHead":
         """Packs a head's present weights for drafting; later training does not reach them."""
         embedding_DD = head.embedding_DD
         parts = _Parts(
@@ -380,71 +368,15 @@ class ExitHead:
             vocab_ids_V=head.draft_tokens,
             embedding_DD=None if embedding_DD is None else embedding_DD.detach().clone(),
         )
-        return cls._packed(
+        weights = HeadWeights.of(
             parts,
             group=SingleGroup(),
             identity=None,
             dtype=dtype,
             numerics=numerics,
             device=device,
-            num_pages=num_pages,
-            page_size=page_size,
         )
-
-    @classmethod
-    def _packed(
-        cls,
-        parts: _Parts,
-        *,
-        group: TensorGroup,
-        identity: HeadIdentity | None,
-        dtype: DType,
-        numerics: Numerics,
-        device: torch.device,
-        num_pages: int,
-        page_size: int,
-    ) -> Self:
-        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        config, spec = parts.config, parts.config.layer
-        weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
-        norm_D = parts.norm_D.to(device, packer.weight_dtype)
-        norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
-        layers = PagedLayers(
-            [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
-            spec.sliding_windows,
-            spec=spec,
-            dtype=packer.compute_dtype,
-            numerics=numerics,
-            device=device,
-            num_pages=num_pages,
-            page_size=page_size,
-        )
-        fusion = None
-        if parts.embedding_DD is not None:
-            fusion = EmbeddingFusion.of(
-                _padded(packer.pack(parts.embedding_DD), numerics),
-                spec,
-                dtype=packer.compute_dtype,
-                device=device,
-            )
-        logits_head = LogitsHead(
-            norm,
-            packer.pack(parts.lm_head_VD),
-            softcap=spec.traits.logit_softcap,
-            packer=packer,
-            numerics=numerics,
-        )
-        packer.report(f"exit_head after_layer={config.exit_layer}")
-        return cls(
-            exit_layer=config.exit_layer,
-            vocab_ids=parts.vocab_ids_V.to(device) if config.kind == "truncated" else None,
-            vocab_size=config.draft_vocab_size,
-            layers=layers,
-            logits_head=logits_head,
-            group=group,
-            fusion=fusion,
-            identity=identity,
-        )
+        return weights.head(num_pages=num_pages, page_size=page_size)
 
     @property
     def paged(self) -> PagedLayers:
@@ -477,6 +409,118 @@ class ExitHead:
         """Returns draft logits [T, V] float32 of hidden states that `forward` returned."""
         mine_TV = self._logits_head(hidden_TD)
         return joined_over_ranks(mine_TV, self._group, count=self._vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """A head, or one rank's part of it, in memory and packed, without pages."""
+
+    config: HeadConfig
+    vocab_ids_V: Tensor
+    layers: LoadedLayers
+    logits_head: LogitsHead
+    group: TensorGroup
+    fusion: EmbeddingFusion | None
+    identity: HeadIdentity | None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        target: ModelSpec,
+        target_path: Path,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        group: TensorGroup | None = None,
+    ) -> Self:
+        """Reads this rank's part of a head; without a group, the whole head.
+
+        Raises CheckpointError for a head that is damaged or does not fit the target, ConfigError
+        for one that the group's ranks cannot share.
+        """
+        folder, group = Path(folder), group or SingleGroup()
+        parts = _Parts.read(
+            folder,
+            target=target,
+            target_path=Path(target_path),
+            dtype=TORCH_DTYPES[dtype],
+            rank=group.rank,
+            size=group.size,
+        )
+        return cls.of(
+            parts,
+            group=group,
+            identity=HeadIdentity.of(folder) if group.size > 1 else None,
+            dtype=dtype,
+            numerics=numerics,
+            device=device,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        parts: "_Parts",
+        *,
+        group: TensorGroup,
+        identity: HeadIdentity | None,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+    ) -> Self:
+        """Packs the parts of a head."""
+        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        config, spec = parts.config, parts.config.layer
+        weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
+        norm_D = parts.norm_D.to(device, packer.weight_dtype)
+        norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
+        layers = LoadedLayers.of(
+            [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
+            spec.sliding_windows,
+            spec=spec,
+            num_ranks=group.size,
+            dtype=packer.compute_dtype,
+            device=device,
+        )
+        fusion = None
+        if parts.embedding_DD is not None:
+            fusion = EmbeddingFusion.of(
+                _padded(packer.pack(parts.embedding_DD), numerics),
+                spec,
+                dtype=packer.compute_dtype,
+                device=device,
+            )
+        logits_head = LogitsHead(
+            norm,
+            packer.pack(parts.lm_head_VD),
+            softcap=spec.traits.logit_softcap,
+            packer=packer,
+            numerics=numerics,
+        )
+        packer.report(f"exit_head after_layer={config.exit_layer}")
+        return cls(
+            config=config,
+            vocab_ids_V=parts.vocab_ids_V.to(device),
+            layers=layers,
+            logits_head=logits_head,
+            group=group,
+            fusion=fusion,
+            identity=identity,
+        )
+
+    def head(self, *, num_pages: int, page_size: int) -> ExitHead:
+        """Allocates the pages. Raises ConfigError as `LoadedLayers.with_pages`."""
+        return ExitHead(
+            exit_layer=self.config.exit_layer,
+            vocab_ids=self.vocab_ids_V if self.config.kind == "truncated" else None,
+            vocab_size=self.config.draft_vocab_size,
+            layers=self.layers.with_pages(num_pages=num_pages, page_size=page_size),
+            logits_head=self.logits_head,
+            group=self.group,
+            fusion=self.fusion,
+            identity=self.identity,
+        )
 
 
 def _padded(project: Linear, numerics: Numerics) -> Linear:

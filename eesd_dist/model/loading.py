@@ -1,20 +1,26 @@
-"""Loads a rank's share of a checkpoint piece by piece, and reads ahead by one piece.
+"""Loads a rank's share of a checkpoint piece by piece, with several pieces read ahead.
 
 A piece is a layer, the embedding or the LM head. Before any data is read, the headers are checked
 for every tensor of every piece, so that a checkpoint that does not fit is refused at once and the
-total size is known. Then one thread reads, never more than one piece ahead, while the caller's
-thread packs. In addition to the packed weights a rank therefore holds at most the current piece,
-the next one, and one matrix in float32 where a product is packed from that.
+total size is known. Then a few threads read, each a piece of its own, while the caller's thread
+packs in order: one thread leaves fast storage idle, since it waits for every block it touches.
+
+Memory is bounded: pieces that are read ahead are at most `NUM_READERS`, and at most
+`READ_AHEAD_BYTES` together where that is more than one piece. In addition to the packed weights a
+rank therefore holds the current piece, the pieces ahead, the file pages from which these are
+copied, and one matrix in float32 where a product is packed from that.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.weights import Checkpoint, Headers, TensorSource
 from eesd_dist.types import LoadProgress
 
@@ -29,7 +35,7 @@ class Piece(Generic[T]):
 
     name: str
     read: Callable[[TensorSource], T]
-    """Runs in the reading thread; its tensors must not be views of a file."""
+    """Runs in a reading thread; its tensors must not be views of a file."""
     pack: Callable[[T], None]
 
 
@@ -42,12 +48,17 @@ def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnPr
     with Checkpoint(folder) as checkpoint:
         sizes = [_size_of(piece, checkpoint) for piece in pieces]
         checkpoint.close_files()
-        total, done, started_s = sum(sizes), 0, monotonic()
+        total, done, waited_s, started_s = sum(sizes), 0, 0.0, monotonic()
 
         def tell(piece: str) -> None:
-            seconds = monotonic() - started_s
             on_progress(
-                LoadProgress(bytes_done=done, bytes_total=total, piece=piece, seconds=seconds)
+                LoadProgress(
+                    bytes_done=done,
+                    bytes_total=total,
+                    piece=piece,
+                    seconds=monotonic() - started_s,
+                    waited_s=waited_s,
+                )
             )
 
         def read(piece: Piece[T]) -> T:
@@ -56,22 +67,57 @@ def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnPr
             return content
 
         tell("")
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
-            waiting = list(pieces)
-            ahead = reader.submit(read, waiting[0]) if waiting else None
+        with _ReadAhead(read, pieces, sizes) as ahead:
             for piece, size in zip(pieces, sizes, strict=True):
-                assert ahead is not None, "one was submitted for each piece"
-                content = ahead.result()
-                waiting.pop(0)
-                ahead = reader.submit(read, waiting[0]) if waiting else None
+                asked_s = monotonic()
+                content = ahead.take()
+                waited_s += monotonic() - asked_s
                 piece.pack(content)
                 del content
-                _give_back()
+                give_back()
                 done += size
                 tell(piece.name)
 
 
-def _give_back() -> None:
+class _ReadAhead:
+    """Reads pieces in threads, and hands them out in order."""
+
+    def __init__(
+        self,
+        read: Callable[[Piece[Any]], Any],
+        pieces: Sequence[Piece[Any]],
+        sizes: Sequence[int],
+    ) -> None:
+        self._read = read
+        self._pieces = pieces
+        self._sizes = sizes
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read-ahead")
+        self._ahead: deque[Future[Any]] = deque()
+        self._num_taken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the reads that have begun, and drops the others."""
+        self._readers.shutdown(cancel_futures=True)
+
+    def take(self) -> Any:
+        """Returns the content of the next piece, and begins to read more pieces after it."""
+        self._fill()
+        content = self._ahead.popleft().result()
+        self._num_taken += 1
+        self._fill()
+        return content
+
+    def _fill(self) -> None:
+        wanted = num_read_ahead(self._sizes[self._num_taken :])
+        while len(self._ahead) < wanted:
+            piece = self._pieces[self._num_taken + len(self._ahead)]
+            self._ahead.append(self._readers.submit(self._read, piece))
+
+
+def give_back() -> None:
     """Returns freed memory to the system: glibc would keep blocks of less than 32 MiB.
 
     Does nothing if the C library has no `malloc_trim`.

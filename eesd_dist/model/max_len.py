@@ -7,6 +7,7 @@ import json
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.schedule.kv_pages import require_length
 
 
 def max_model_len_of(config: EngineConfig) -> int:
@@ -29,13 +30,18 @@ def max_model_len_of(config: EngineConfig) -> int:
 
 
 def within(config: EngineConfig, limit: int) -> int:
-    """Returns the configured length, limited to the model's positions and to all pages.
+    """Returns the configured length, limited to the model's positions and to a configured number
+    of pages. Pages that are sized from memory limit it further, once the ranks have loaded.
 
-    Raises ConfigError when `max_model_len` is more than the model's positions.
+    Raises ConfigError when `max_model_len` is more than either.
     """
     length = config.model.max_model_len or limit
     if length > limit:
         raise ConfigError(
             f"model.max_model_len is {length}, the checkpoint's positions end at {limit}: lower it"
         )
-    return min(length, config.cache.num_pages * config.cache.page_size)
+    num_pages = config.cache.num_pages
+    if num_pages is None:
+        return length
+    require_length(config, num_pages=num_pages, what="cache.num_pages")
+    return min(length, num_pages * config.cache.page_size)

@@ -6,6 +6,7 @@ call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.pages import LayerPages, kv_dtype
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention.whole import attend_whole
 from eesd_dist.model.elementwise import soft_capped_rows
@@ -26,6 +27,7 @@ from eesd_dist.model.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.norms import RmsNorm
 from eesd_dist.model.parallel import Shard
+from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import TensorSource, weights_digest
@@ -47,17 +49,15 @@ class PagedLayers:
         windows: Sequence[int | None],
         *,
         spec: ModelSpec,
+        rotation_SP: Tensor,
         dtype: torch.dtype,
-        numerics: Numerics,
-        device: torch.device,
         num_pages: int,
         page_size: int,
     ) -> None:
+        device = rotation_SP.device
         self.compute_dtype = dtype
         self._layers = tuple(layers)
-        self._rotation_SP = rotation_table(
-            spec.rope, num_positions=spec.max_position_embeddings, device=device
-        )
+        self._rotation_SP = rotation_SP
         self._pages = [
             LayerPages(
                 num_pages=num_pages,
@@ -160,6 +160,72 @@ def forward_whole(
     return x_TD.view(num_sequences, length, width)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLayers:
+    """Layers in memory that have no pages yet."""
+
+    layers: tuple[DecoderLayer, ...]
+    windows: tuple[int | None, ...]
+    spec: ModelSpec
+    rotation_SP: Tensor
+    num_ranks: int
+    dtype: torch.dtype
+    """In which they compute."""
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[DecoderLayer],
+        windows: Sequence[int | None],
+        *,
+        spec: ModelSpec,
+        num_ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        return cls(
+            layers=tuple(layers),
+            windows=tuple(windows),
+            spec=spec,
+            rotation_SP=rotation_table(
+                spec.rope, num_positions=spec.max_position_embeddings, device=device
+            ),
+            num_ranks=num_ranks,
+            dtype=dtype,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.rotation_SP.device
+
+    @property
+    def bytes_per_kv(self) -> int:
+        """Bytes of one number of a key or a value."""
+        return kv_dtype(self.dtype, self.device).itemsize
+
+    def kv_page_bytes(self, page_size: int) -> int:
+        return kv_page_bytes(
+            num_layers=len(self.layers),
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            page_size=page_size,
+            num_ranks=self.num_ranks,
+            bytes_per_value=self.bytes_per_kv,
+        )
+
+    def with_pages(self, *, num_pages: int, page_size: int) -> PagedLayers:
+        """Allocates the pages."""
+        return PagedLayers(
+            self.layers,
+            self.windows,
+            spec=self.spec,
+            rotation_SP=self.rotation_SP,
+            dtype=self.dtype,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
+
+
 class LogitsHead:
     """Final norm and LM head over any number of rows, padded as the product needs."""
 
@@ -190,7 +256,7 @@ class LogitsHead:
 
 
 class LlamaSpan:
-    """Layers [first, last) of a target on one rank of its group."""
+    """Layers [first, last) of a target on one rank of its group, with pages."""
 
     def __init__(
         self,
@@ -232,50 +298,20 @@ class LlamaSpan:
         num_pages: int,
         page_size: int,
         on_progress: OnProgress = unwatched,
-    ) -> Self:
-        """Reads only what this rank and span need, a layer at a time.
-
-        Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
-        compute with the configured numerics.
-        """
-        if not 0 <= first <= last <= spec.num_layers:
-            raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
-        shard = Shard.of(spec, rank=group.rank, size=group.size)
-        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        layers: list[DecoderLayer] = []
-        embeddings: list[Tensor] = []
-        heads: list[LogitsHead] = []
-        pieces: list[Piece[Any]] = [
-            _layer_piece(at, layers, spec, shard, packer, group, device)
-            for at in range(first, last)
-        ]
-        if first == 0:
-            pieces.append(_embedding_piece(embeddings, spec, packer, device))
-        if last == spec.num_layers:
-            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
-        weights = weights_digest(Path(path))
-        load_pieces(Path(path), pieces, on_progress=on_progress)
-        packer.report(f"layers=[{first},{last})")
-        paged = PagedLayers(
-            layers,
-            spec.sliding_windows[first:last],
-            spec=spec,
-            dtype=packer.compute_dtype,
+    ) -> "LlamaSpan":
+        """Loads the weights and allocates the pages; raises the errors of `SpanWeights.load`."""
+        weights = SpanWeights.load(
+            path,
+            spec,
+            first,
+            last,
+            group=group,
+            dtype=dtype,
             numerics=numerics,
             device=device,
-            num_pages=num_pages,
-            page_size=page_size,
+            on_progress=on_progress,
         )
-        return cls(
-            spec=spec,
-            first=first,
-            last=last,
-            shard=shard,
-            layers=paged,
-            embedding_VD=embeddings[0] if embeddings else None,
-            head=heads[0] if heads else None,
-            weights=weights,
-        )
+        return weights.span(num_pages=num_pages, page_size=page_size)
 
     @property
     def paged(self) -> PagedLayers:
@@ -308,6 +344,91 @@ class LlamaSpan:
                 f"a span that ends at layer {self.last} of {self.spec.num_layers} has no LM head"
             )
         return self._head(hidden_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanWeights:
+    """The weights of a span in memory, without pages: their number follows from what is left."""
+
+    spec: ModelSpec
+    first: int
+    last: int
+    shard: Shard
+    group: TensorGroup
+    layers: LoadedLayers
+    embedding_VD: Tensor | None
+    head: LogitsHead | None
+    digest: str
+    """Digest of samples of the checkpoint's files, taken when they were read."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        first: int,
+        last: int,
+        *,
+        group: TensorGroup,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        on_progress: OnProgress = unwatched,
+    ) -> Self:
+        """Reads only what this rank and span need, a layer at a time.
+
+        Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
+        compute with the configured numerics.
+        """
+        if not 0 <= first <= last <= spec.num_layers:
+            raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
+        shard = Shard.of(spec, rank=group.rank, size=group.size)
+        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        layers: list[DecoderLayer] = []
+        embeddings: list[Tensor] = []
+        heads: list[LogitsHead] = []
+        pieces: list[Piece[Any]] = [
+            _layer_piece(at, layers, spec, shard, packer, group, device)
+            for at in range(first, last)
+        ]
+        if first == 0:
+            pieces.append(_embedding_piece(embeddings, spec, packer, device))
+        if last == spec.num_layers:
+            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
+        digest = weights_digest(Path(path))
+        load_pieces(Path(path), pieces, on_progress=on_progress)
+        packer.report(f"layers=[{first},{last})")
+        return cls(
+            spec=spec,
+            first=first,
+            last=last,
+            shard=shard,
+            group=group,
+            layers=LoadedLayers.of(
+                layers,
+                spec.sliding_windows[first:last],
+                spec=spec,
+                num_ranks=group.size,
+                dtype=packer.compute_dtype,
+                device=device,
+            ),
+            embedding_VD=embeddings[0] if embeddings else None,
+            head=heads[0] if heads else None,
+            digest=digest,
+        )
+
+    def span(self, *, num_pages: int, page_size: int) -> LlamaSpan:
+        """Allocates the pages. Raises ConfigError as `LoadedLayers.with_pages`."""
+        return LlamaSpan(
+            spec=self.spec,
+            first=self.first,
+            last=self.last,
+            shard=self.shard,
+            layers=self.layers.with_pages(num_pages=num_pages, page_size=page_size),
+            embedding_VD=self.embedding_VD,
+            head=self.head,
+            weights=self.digest,
+        )
 
 
 def _layer_piece(

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import math
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +84,22 @@ class Rounding:
     num_changed: int = 0
 
 
+class _Files(threading.local):
+    """The files that a thread has open, by name."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, _OpenFile] = {}
+
+
 class Checkpoint:
-    """One folder of weights, opened lazily file by file."""
+    """One folder of weights, opened lazily file by file. Threads may read at the same time: each
+    opens the files for itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rounding = Rounding()
-        self._files: dict[str, _OpenFile] = {}
+        self._counting = threading.Lock()
+        self._files = _Files()
         self._file_of = _locate(folder)
 
     def __enter__(self) -> Self:
@@ -112,8 +122,8 @@ class Checkpoint:
             )
 
     def close_files(self) -> None:
-        """Releases the mapped pages; the next read opens the file again."""
-        self._files.clear()  # nothing else holds the handles
+        """Releases the pages that this thread has mapped; its next read opens the file again."""
+        self._files.opened.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
         if self._file_of is None:
@@ -142,9 +152,15 @@ class Checkpoint:
         return content
 
     def _count_rounding(self, name: str, file: str, stored: Tensor, content: Tensor) -> None:
-        self.rounding.num_read += content.numel()
+        num_changed = self._num_changed(name, file, stored, content)
+        with self._counting:
+            self.rounding.num_read += content.numel()
+            self.rounding.num_changed += num_changed
+
+    def _num_changed(self, name: str, file: str, stored: Tensor, content: Tensor) -> int:
         if stored.dtype == content.dtype or (stored.dtype, content.dtype) in _EXACT:
-            return
+            return 0
+        total = 0
         num_blocks = -(-stored.numel() // _BLOCK) or 1
         blocks = (x.reshape(-1).chunk(num_blocks) for x in (stored, content))
         for stored_N, content_N in zip(*blocks, strict=True):
@@ -152,7 +168,7 @@ class Checkpoint:
             num_changed = int(is_changed_N.sum())
             if not num_changed:
                 continue
-            self.rounding.num_changed += num_changed
+            total += num_changed
             if bool((content_N.isinf() & stored_N.isfinite()).any()):
                 raise CheckpointError(
                     file=self.folder / file,
@@ -161,6 +177,7 @@ class Checkpoint:
                     f"{str(content.dtype).removeprefix('torch.')}",
                     advice="choose a wider model.dtype",
                 )
+        return total
 
     def stored_type(self, name: str) -> str:
         """Returns safetensors' name for the type of a float tensor: F64, F32, F16 or BF16."""
@@ -232,7 +249,8 @@ class Checkpoint:
             )
 
     def _open(self, file: str) -> _OpenFile:
-        if file not in self._files:
+        files = self._files.opened
+        if file not in files:
             path = self.folder / file
             try:
                 opened: _OpenFile = safe_open(path, framework="pt")
@@ -244,8 +262,8 @@ class Checkpoint:
                 raise _forbidden(path) from error
             except (SafetensorError, OSError) as error:
                 raise self._unreadable(file, error) from error
-            self._files[file] = opened
-        return self._files[file]
+            files[file] = opened
+        return files[file]
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -62,7 +62,7 @@ class PrefixMemory:
     """The prefixes sent to a pipeline lately; evicts the least recently used when full."""
 
     def __init__(self, *, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class PrefixMemory:
         for digest in reversed(digests):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
-        while len(self._blocks) > self._max_blocks:
+        while len(self._blocks) > self.max_blocks:
             self._blocks.popitem(last=False)
 
     def num_known(self, digests: Sequence[bytes]) -> int:
@@ -144,7 +144,8 @@ class PipelineChooser:
         request_tokens: float = 128.0,
         max_imbalance: float = 16.0,
     ) -> None:
-        """`max_blocks` are remembered for each pipeline: as many as its cache has pages."""
+        """As many blocks are remembered for each pipeline as it reports pages; `max_blocks` while
+        it reports none. 0: prefixes are not cached."""
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock
@@ -168,12 +169,24 @@ class PipelineChooser:
                 self._pipelines[each.report.pipeline_id] = _Pipeline(
                     report=each.report,
                     heard_s=heard_s,
-                    memory=PrefixMemory(max_blocks=self._max_blocks),
+                    memory=PrefixMemory(max_blocks=self._blocks_of(each.report)),
                 )
             else:
                 known.hear(each.report, heard_s=heard_s)
+                known.memory.max_blocks = self._blocks_of(each.report)
         oldest_s = now_s - self._expiry_s
         self._pipelines = {i: p for i, p in self._pipelines.items() if p.heard_s >= oldest_s}
+
+    def kv_tokens(self) -> int | None:
+        """Returns the least that the KV pages of a pipeline hold; None while none has reported
+        it."""
+        reported = [p.report.kv_tokens for p in self._pipelines.values()]
+        return min((tokens for tokens in reported if tokens is not None), default=None)
+
+    def _blocks_of(self, report: PipelineReport) -> int:
+        if report.kv_tokens is None or self._max_blocks == 0:
+            return self._max_blocks
+        return report.kv_tokens // self._block_size
 
     def choose(
         self,
@@ -262,7 +275,8 @@ class PipelineChooser:
         ]
 
     def _digests(self, tokens: Sequence[int]) -> list[bytes]:
-        return block_digests(tokens, block_size=self._block_size, max_blocks=self._max_blocks)
+        most = max((p.memory.max_blocks for p in self._pipelines.values()), default=0)
+        return block_digests(tokens, block_size=self._block_size, max_blocks=most)
 
     def _cached_tokens(
         self,

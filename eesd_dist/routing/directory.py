@@ -49,6 +49,8 @@ class PipelineReport:
     """False while workers are missing or make no progress: it generates no tokens now."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
+    kv_tokens: int | None = None
+    """What its KV pages hold; None before it was ready."""
     draining: bool = False
     """True: takes no new requests and finishes the old ones."""
     weight: float | None = None

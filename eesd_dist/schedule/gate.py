@@ -85,8 +85,8 @@ class Gate:
         if num_needed > self._num_pages:
             raise RequestError(
                 f"prompt and max_tokens together need {num_needed} pages of {self._page_size} "
-                f"tokens, the cache has {self._num_pages}: lower max_tokens, or raise "
-                "cache.num_pages",
+                f"tokens, the cache has {self._num_pages} ({self._num_pages * self._page_size} "
+                "tokens): lower max_tokens, or raise cache.kv_cache_bytes",
                 param="max_tokens",
             )
 

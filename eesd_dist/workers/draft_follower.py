@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_draft_shard, head_shelf, layout_of
+from eesd_dist.engine.build import DraftWeights, head_shelf, layout_of, load_draft_weights
 from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.schedule.page_leases import KvLayout
@@ -14,8 +14,8 @@ from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, UnconnectedGroup
 from eesd_dist.workers.epochs.epoch_groups import EpochGroups, all_or_none
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.loaded_once import LoadedOnce
-from eesd_dist.workers.messages import Epoch
+from eesd_dist.workers.loaded_once import PagedOnce
+from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves
 
 
@@ -30,7 +30,7 @@ class ShardFollower:
         self._handle = GroupHandle(
             UnconnectedGroup(rank=rank, size=config.parallel.draft_tensor_parallel_size)
         )
-        self._parts = LoadedOnce(self._load)
+        self._parts = PagedOnce(self._load, self._parts_of)
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address,
@@ -39,15 +39,16 @@ class ShardFollower:
             refused=self._groups.refused,
         )
 
-    def prepare(self) -> None:
-        self._parts.get()
+    def prepare(self) -> LoadedRank:
+        weights = self._parts.load()
+        return LoadedRank(weights=weights.span.digest, room=weights.room)
 
     def join(self, epoch: Epoch) -> "FollowerEpoch":
         self.pages.enter(epoch.number)
         with all_or_none() as groups:
             group = self._groups.stage(epoch, "draft", rank=self._rank)
             groups.append(group)
-            shard, heads = self._parts.get()
+            shard, heads = self._parts.get(num_pages=epoch.num_pages)
             self._handle.join(group)
             shard.begin()
             return FollowerEpoch(shard, heads, group)
@@ -59,11 +60,14 @@ class ShardFollower:
         _, heads = self._parts.present(f"cannot take {folder}")
         return heads.put_aside(Path(folder)).sha256
 
-    def _load(self) -> tuple[OwnShard, HeadShelf]:
-        layout = layout_of(self._config)
-        heads = head_shelf(self._config, layout, self._handle)
+    def _load(self) -> DraftWeights:
         on_progress = self.loading.of(f"draft rank {self._rank}")
-        return build_draft_shard(self._config, layout, self._handle, on_progress=on_progress), heads
+        layout = layout_of(self._config)
+        return load_draft_weights(self._config, layout, self._handle, on_progress=on_progress)
+
+    def _parts_of(self, weights: DraftWeights, num_pages: int) -> tuple[OwnShard, HeadShelf]:
+        heads = head_shelf(self._config, layout_of(self._config), self._handle)
+        return weights.shard(num_pages=num_pages), heads
 
     def _page_store(self) -> PageStore:
         shard, _ = self._parts.present("no pages can be moved")

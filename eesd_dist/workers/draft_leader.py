@@ -17,14 +17,14 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import (
+    DraftWeights,
     Layout,
     build_draft_engine,
-    build_draft_shard,
     layout_of,
+    load_draft_weights,
     load_next_head,
 )
 from eesd_dist.engine.core import EngineCore, StepResult
-from eesd_dist.engine.draft_ranks import OwnShard
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
@@ -47,7 +47,7 @@ from eesd_dist.workers.epochs.epoch_groups import (
     naming_the_lost,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 
 
@@ -73,7 +73,7 @@ class _ServingHead:
 class _Prepared:
     """Loaded weights that no engine uses yet."""
 
-    shard: OwnShard
+    weights: DraftWeights
     handle: GroupHandle
     cost: CostModel | None
     """The cost model that the engine would measure, where it is known."""
@@ -129,6 +129,8 @@ class EngineLeader:
         """None before the first `prepare`, and once an engine uses the weights."""
         self._preparing = threading.Lock()
         """Held while weights are loaded."""
+        self._loaded: LoadedRank | None = None
+        """Of the first load; None before it."""
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []
         """Groups of the newest epoch until `join` uses them: rounds, then draft."""
@@ -155,13 +157,15 @@ class EngineLeader:
     def host_store(self) -> Address:
         return self._groups.host_store()
 
-    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
         known = None if cost is None else CostModel.from_json(cost)
         with self._preparing:
-            if self._running is None and self._prepared is None:
+            if self._loaded is None or (self._running is None and self._prepared is None):
                 size = self._config.parallel.draft_tensor_parallel_size
                 handle = UnconnectedGroup(rank=0, size=size) if size > 1 else SingleGroup()
-                self._prepared = self._load_shard(GroupHandle(handle), cost=known)
+                self._prepared = self._load(GroupHandle(handle), cost=known)
+            assert self._loaded is not None, "it was set by the first load"
+            return self._loaded
 
     def connect(self, epoch: Epoch) -> None:
         self.disconnect()
@@ -258,14 +262,25 @@ class EngineLeader:
             head="" if head is None else head.report.sha256,
         )
 
-    def _load_shard(self, handle: GroupHandle, *, cost: CostModel | None = None) -> _Prepared:
-        shard = build_draft_shard(
+    def _load(self, handle: GroupHandle, *, cost: CostModel | None = None) -> _Prepared:
+        """Loads the weights. Raises CheckpointError when they have changed since the first load."""
+        weights = load_draft_weights(
             self._config,
             layout_of(self._config),
             handle,
             on_progress=self.loading.of("draft rank 0"),
         )
-        return _Prepared(shard=shard, handle=handle, cost=cost)
+        loaded = LoadedRank(weights=weights.span.digest, room=weights.room)
+        if self._loaded is None:
+            self._loaded = loaded
+        if loaded.weights != self._loaded.weights:
+            raise CheckpointError(
+                file=self._config.model.path,
+                found=f"weights {loaded.weights[:12]}",
+                expected=f"{self._loaded.weights[:12]}, as when this process first read them",
+                advice="restart the service to change them",
+            )
+        return _Prepared(weights=weights, handle=handle, cost=cost)
 
     def _build(
         self, channel: VerifyChannel, epoch: Epoch, draft: Sequence[ProcessGroup]
@@ -280,7 +295,7 @@ class EngineLeader:
         self._book.adopt(pools)
         with self._preparing:
             if self._prepared is None:
-                self._prepared = self._load_shard(GroupHandle(draft[0] if draft else SingleGroup()))
+                self._prepared = self._load(GroupHandle(draft[0] if draft else SingleGroup()))
             prepared = self._prepared
         followers = None
         if draft:
@@ -295,7 +310,7 @@ class EngineLeader:
             recorder=self._recorder,
             group=None if followers is None else followers.handle,
             commands=None if followers is None else followers.commands,
-            shard=prepared.shard,
+            shard=prepared.weights.shard(num_pages=epoch.num_pages),
             cost=prepared.cost,
         )
         # Cleared last: when a lost peer fails the build, the next attempt need not load again.

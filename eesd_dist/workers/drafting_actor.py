@@ -36,6 +36,7 @@ from eesd_dist.workers.messages import (
     DraftStats,
     Epoch,
     HeadReport,
+    LoadedRank,
     LoopEnd,
     Meeting,
     RouterAdvice,
@@ -125,6 +126,7 @@ class DraftActor(WorkerActor):
         return self._leased().tenancy(
             epoch=0 if self._running is None else self._running.epoch,
             newest_epoch=self._joining.newest,
+            num_pages=self._joining.num_pages,
             is_degraded=False,
             head=self._leader.head_folder,
         )
@@ -142,10 +144,11 @@ class DraftActor(WorkerActor):
             num_live=len(self._mail),
         )
 
-    async def prepare(self, cost: Mapping[str, object] | None = None) -> None:
-        """Loads the weights before there is an epoch to join, so that joining is fast. With a
-        `cost` model measured before, joining measures none."""
-        await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
+    async def prepare(self, cost: Mapping[str, object] | None = None) -> LoadedRank:
+        """Loads the weights before there is an epoch to join, so that joining is fast, and returns
+        what the ranks of a pipeline have to agree on. With a `cost` model measured before, joining
+        measures none."""
+        return await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._leader.host_store)

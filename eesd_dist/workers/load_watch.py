@@ -40,6 +40,7 @@ class LoadWatch:
                 bytes_total=progress.bytes_total,
                 piece=progress.piece,
                 seconds=progress.seconds,
+                waited_s=progress.waited_s,
                 peak_memory_bytes=peak_memory_bytes(),
             )
             self._report = report
@@ -47,10 +48,13 @@ class LoadWatch:
             if is_over or self._clock() - self._told_s >= _TELL_EVERY_S:
                 self._told_s = self._clock()
                 logger.info(
-                    "loading: rank=%s progress=%s seconds=%.1f peak_memory_gb=%.1f",
+                    "loading: rank=%s progress=%s bytes=%d seconds=%.1f waited_to_read_s=%.1f "
+                    "peak_memory_gb=%.1f",
                     rank,
                     report.told,
+                    report.bytes_done,
                     report.seconds,
+                    report.waited_s,
                     report.peak_memory_bytes / 1e9,
                 )
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import Backend
 from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
@@ -28,6 +29,8 @@ class Epoch:
     store: Address
     num_verify_ranks: int
     timeout_s: float
+    num_pages: int
+    """KV pages of each rank: the same in every epoch of a pipeline."""
     num_draft_ranks: int = 1
     """The drafting actor included."""
     shares_gpu: bool = False
@@ -57,6 +60,8 @@ class LoadReport:
     piece: str
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
+    waited_s: float
+    """Of these, seconds in which packing waited for a piece to be read."""
     peak_memory_bytes: int
     """Peak of the process since its start, mapped files included."""
 
@@ -70,6 +75,15 @@ class LoadReport:
         share = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
         done, total = self.bytes_done / 1e9, self.bytes_total / 1e9
         return f"{share:.0%} ({done:.1f} of {total:.1f} GB)".replace("%", " %", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    """What a rank tells of itself once its weights are in memory."""
+
+    weights: str
+    """Digest of the target's files, taken when they were read."""
+    room: KvRoom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,8 @@ class Tenancy:
     """The newest that it was ever to join; it joins none with a lower number."""
     is_degraded: bool
     """Its epoch has fallbacks; only verify ranks know."""
+    num_pages: int = 0
+    """KV pages of its latest epoch; 0 before the first."""
     head: str = ""
     """Folder of the exit head that it drafts with; empty for none."""
     start_s: float | None = None

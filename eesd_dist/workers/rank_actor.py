@@ -20,6 +20,7 @@ from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.epochs.loop import ABORT_WAIT_S, LoopThread
 from eesd_dist.workers.messages import (
     Epoch,
+    LoadedRank,
     LoopEnd,
     StageName,
     TelemetryOptions,
@@ -97,15 +98,17 @@ class RankActor(WorkerActor):
         return self._leased().tenancy(
             epoch=0 if running is None else running.epoch.number,
             newest_epoch=self._joining.newest,
+            num_pages=self._joining.num_pages,
             is_degraded=running is not None and running.epoch.is_degraded,
         )
 
     def _in_epoch(self) -> WorkerStatus | None:
         return None if self._running is None else self._running.status()
 
-    async def prepare(self) -> None:
-        """Loads the weights of a draft rank before there is an epoch to join."""
-        await asyncio.to_thread(self._draft_follower().prepare)
+    async def prepare(self) -> LoadedRank:
+        """Loads the weights before there is an epoch to join, unless they are loaded. Returns what
+        the ranks of a pipeline have to agree on."""
+        return await asyncio.to_thread(self._worker.prepare)
 
     async def fallback(self, method: str, *args: object) -> object:
         """Calls a method of the fallback in this process and returns its result."""

@@ -17,6 +17,7 @@ from eesd_dist.workers.messages import (
     Address,
     ControlReport,
     Epoch,
+    LoadedRank,
     Meeting,
     PageLink,
     PagePart,
@@ -177,8 +178,8 @@ class EpochLeader(Protocol):
         """Opens a new rendezvous store in this process and closes the one before."""
         ...
 
-    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
-        """Loads the weights before there is an epoch to join; does nothing when they are loaded.
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
+        """Loads the weights before there is an epoch to join, unless they are loaded.
 
         `cost` is the cost model that the engine would measure, where it is known. Raises
         CheckpointError or ConfigError.
@@ -224,6 +225,13 @@ class RankWorker(Protocol):
     def pages(self) -> PageTransfer: ...
     @property
     def loading(self) -> LoadWatch: ...
+    def prepare(self) -> LoadedRank:
+        """Loads the weights before there is an epoch to join, unless they are loaded.
+
+        Raises CheckpointError or ConfigError.
+        """
+        ...
+
     def join(self, epoch: Epoch) -> RankEpoch: ...
     def disconnect(self) -> None:
         """Ends a join that waits for its peers. From any thread."""
@@ -232,10 +240,6 @@ class RankWorker(Protocol):
 
 class DraftFollower(RankWorker, Protocol):
     """A draft rank other than 0."""
-
-    def prepare(self) -> None:
-        """Loads the weights before there is an epoch to join."""
-        ...
 
     def load_head(self, folder: str) -> str:
         """Reads this rank's part of an exit head, and keeps it until the drafting actor's commands

@@ -54,7 +54,13 @@ class Tenure:
         threading.Thread(target=self._run_down, name="eesd-lease", daemon=True).start()
 
     def tenancy(
-        self, *, epoch: int, newest_epoch: int, is_degraded: bool, head: str = ""
+        self,
+        *,
+        epoch: int,
+        newest_epoch: int,
+        num_pages: int,
+        is_degraded: bool,
+        head: str = "",
     ) -> Tenancy:
         return Tenancy(
             identity=self.identity,
@@ -62,6 +68,7 @@ class Tenure:
             process_info=process_info(),
             epoch=epoch,
             newest_epoch=newest_epoch,
+            num_pages=num_pages,
             is_degraded=is_degraded,
             head=head,
             start_s=self._start_s,

@@ -5,7 +5,7 @@ import time
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_verify_stage, layout_of
+from eesd_dist.engine.build import VerifyWeights, layout_of, load_verify_weights
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.schedule.page_leases import KvLayout
@@ -23,8 +23,8 @@ from eesd_dist.workers.epochs.epoch_groups import (
     naming_the_lost,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.loaded_once import LoadedOnce
-from eesd_dist.workers.messages import Epoch
+from eesd_dist.workers.loaded_once import PagedOnce
+from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves
 
 
@@ -41,7 +41,7 @@ class StageVerifier:
         self._handle = GroupHandle(
             UnconnectedGroup(rank=rank, size=size) if size > 1 else SingleGroup()
         )
-        self._stage = LoadedOnce(self._load)
+        self._stage = PagedOnce(self._load, _stage_of)
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address,
@@ -49,6 +49,10 @@ class StageVerifier:
             layout=self._kv_layout,
             refused=self._groups.refused,
         )
+
+    def prepare(self) -> LoadedRank:
+        weights = self._stage.load()
+        return LoadedRank(weights=weights.span.digest, room=weights.room)
 
     def join(self, epoch: Epoch) -> "VerifyEpoch":
         self.pages.enter(epoch.number)
@@ -58,7 +62,7 @@ class StageVerifier:
             if epoch.num_verify_ranks > 1:
                 groups.append(self._groups.stage(epoch, "verify", rank=self._rank))
                 self._handle.join(groups[-1])
-            stage = self._stage.get()
+            stage = self._stage.get(num_pages=epoch.num_pages)
             stage.span.paged.begin()
             # Built now: from here on the drafting actor may send rounds.
             source = self._source(epoch, groups[0]) if self._rank == 0 else None
@@ -73,9 +77,9 @@ class StageVerifier:
             return OntoDevice(source, layout_of(self._config).device)
         return source
 
-    def _load(self) -> VerifyStage:
+    def _load(self) -> VerifyWeights:
         on_progress = self.loading.of(f"verify rank {self._rank}")
-        return build_verify_stage(self._config, self._handle, on_progress=on_progress)
+        return load_verify_weights(self._config, self._handle, on_progress=on_progress)
 
     def _page_store(self) -> PageStore:
         return PageStore(self._stage.present("no pages can be moved").span)
@@ -83,6 +87,10 @@ class StageVerifier:
     def _kv_layout(self) -> KvLayout:
         weights = self._page_store().weights
         return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
+
+
+def _stage_of(weights: VerifyWeights, num_pages: int) -> VerifyStage:
+    return weights.stage(num_pages=num_pages)
 
 
 class VerifyEpoch:

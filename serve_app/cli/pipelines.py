@@ -41,7 +41,9 @@ def undrain(name: Name, service: RunningService) -> None:
 def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
     from rich.table import Table
 
-    table = Table("pipeline", "replica pid", "state", "epoch", "live", "weight", "draining")
+    table = Table(
+        "pipeline", "replica pid", "state", "epoch", "live", "KV tokens", "weight", "draining"
+    )
     for each in pipelines:
         table.add_row(
             each["pipeline"],
@@ -49,10 +51,20 @@ def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
             "ready" if each["is_ready"] else f"unavailable: {each['last_trouble']}",
             str(each["epoch"]),
             str(each["num_live"]),
+            _kv_cache(each["kv_cache"]),
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
             each["draining"] or "no",
         )
     yield table
+
+
+def _kv_cache(capacity: Mapping[str, Any] | None) -> str:
+    """Returns tokens, and the bytes of the largest rank, like `22528 (512 MiB a rank)`."""
+    if capacity is None:
+        return "not sized"
+    rank_bytes = capacity["rank_bytes"].values()  # none of a claimed pipeline before a new epoch
+    most = f" ({max(rank_bytes) / 2**20:.0f} MiB a rank)" if rank_bytes else ""
+    return f"{capacity['num_tokens']}{most}"
 
 
 def _taken_along(migration: "MigrationReport | None") -> str:

@@ -65,6 +65,7 @@ class Ingress:
             tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=max_model_len),
             model_name=config.served_model_name,
             max_model_len=max_model_len,
+            kv_tokens=self._load_balancer.kv_tokens,
             limits=limits_of(
                 config.limits,
                 max_model_len=max_model_len,

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 """How long the router may keep an answer back that changes no membership."""
 _ASK_S = 2.0
+_MAX_BLOCKS = 4096
+"""Blocks remembered of each pipeline where it has not reported how many pages it has."""
 _KEPT_S = 0.5
 """How long a pipeline has to say whether it keeps a stream; later the stream is computed again."""
 
@@ -44,7 +46,7 @@ class LoadBalancer:
         cache = config.engine.cache
         self._chooser = PipelineChooser(
             block_size=cache.page_size,
-            max_blocks=cache.num_pages if cache.prefix_caching else 0,
+            max_blocks=_MAX_BLOCKS if cache.prefix_caching else 0,
             clock=time.monotonic,
             rng=Random(),
             expiry_s=config.router.expiry_s,
@@ -113,6 +115,10 @@ class LoadBalancer:
     def slowest_start_s(self) -> float | None:
         """The longest start of a pipeline; None if none was measured."""
         return self._chooser.slowest_start_s()
+
+    def kv_tokens(self) -> int | None:
+        """Returns the least that the KV pages of a pipeline hold; None while it is not known."""
+        return self._chooser.kv_tokens()
 
     @property
     def num_usable(self) -> int:

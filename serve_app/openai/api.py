@@ -65,6 +65,7 @@ def build_api(
     model_name: str,
     max_model_len: int,
     limits: Limits,
+    kv_tokens: Callable[[], int | None] = lambda: None,
     health: Health,
     metrics: Metrics,
     tracing: Tracing | None = None,
@@ -75,11 +76,13 @@ def build_api(
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
 ) -> FastAPI:
-    """Builds the OpenAI API of one model. With `api_key` None no key is required."""
+    """Builds the OpenAI API of one model. With `api_key` None no key is required. `kv_tokens`
+    returns what the KV pages hold, None while it is not known."""
     preparation = Preparation(
         tokenizer,
         model_name=model_name,
         max_model_len=max_model_len,
+        kv_tokens=kv_tokens,
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
         max_choices=limits.max_choices,
@@ -99,12 +102,8 @@ def build_api(
     app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
     _answer_errors(app)
     _add_generation(app, service)
-    _add_models(
-        app,
-        preparation,
-        card=_model_card(model_name, max_model_len=max_model_len, created_unix_s=created_unix_s),
-    )
-    _add_tokens(app, tokenizer, preparation, service.threads, max_model_len=max_model_len)
+    _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
+    _add_tokens(app, tokenizer, preparation, service.threads)
     _add_operations(app, health=health, metrics=metrics)
     app.add_middleware(AdmissionGate, limits=limits, api_key=api_key)
     return app
@@ -150,17 +149,28 @@ async def _first(events: AsyncGenerator[Event, None]) -> Event:
     return await anext(events)
 
 
-def _add_models(app: FastAPI, preparation: Preparation, *, card: Json) -> None:
+def _add_models(
+    app: FastAPI, preparation: Preparation, *, model_name: str, created_unix_s: int
+) -> None:
+    def card() -> Json:
+        return {
+            "id": model_name,
+            "object": "model",
+            "created": created_unix_s,
+            "owned_by": "eesd",
+            "max_model_len": preparation.max_model_len,
+        }
+
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
         """Lists the served model."""
-        return _json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [card()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
         """Returns the served model, by name."""
         preparation.check_model(name)
-        return _json(card)
+        return _json(card())
 
 
 def _add_tokens(
@@ -168,8 +178,6 @@ def _add_tokens(
     codec: TextCodec,
     preparation: Preparation,
     threads: TextThreads,
-    *,
-    max_model_len: int,
 ) -> None:
     def tokens_of(fields: TokenizeFields) -> Sequence[TokenId]:
         if fields.messages is None:
@@ -185,8 +193,8 @@ def _add_tokens(
         size = len(fields.prompt or "") + size_of_chat(fields.messages or (), {})
         tokens = await threads.run(partial(tokens_of, fields), size=size)
         preparation.check_count(tokens, param="prompt" if fields.messages is None else "messages")
-        content = {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens)}
-        return _json(content)
+        limit = preparation.max_model_len
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": list(tokens)})
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(fields: DetokenizeFields) -> Response:
@@ -233,16 +241,6 @@ def _answer_errors(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, EesdError, Exception):
         app.add_exception_handler(kind, by_table)
-
-
-def _model_card(name: str, *, max_model_len: int, created_unix_s: int) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created_unix_s,
-        "owned_by": "eesd",
-        "max_model_len": max_model_len,
-    }
 
 
 def _json(content: Json) -> Response:

@@ -124,6 +124,7 @@ class Preparation:
         *,
         model_name: str,
         max_model_len: int,
+        kv_tokens: Callable[[], int | None] = lambda: None,
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
         max_choices: int | None = None,
@@ -132,12 +133,15 @@ class Preparation:
         resume_window_s: float = 0.0,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
-        """`max_choices` limits prompts x n, `max_extras` log-probabilities and repeated prompt
+        """`kv_tokens` returns what the KV pages hold, None while it is not known.
+
+        `max_choices` limits prompts x n, `max_extras` log-probabilities and repeated prompt
         tokens of one answer; None: no limit. Event ids of another `event_key` are
         refused."""
         self._codec = codec
         self._model_name = model_name
-        self._max_model_len = max_model_len
+        self._max_positions = max_model_len
+        self._kv_tokens = kv_tokens
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
         self._max_choices = max_choices
@@ -145,6 +149,12 @@ class Preparation:
         self._event_key = event_key
         self._resume_window_s = resume_window_s
         self._draw_seed = draw_seed
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text, prompt and answer together: of the model, and of the KV pages."""
+        kv_tokens = self._kv_tokens()
+        return self._max_positions if kv_tokens is None else min(self._max_positions, kv_tokens)
 
     def completion(
         self,
@@ -199,7 +209,7 @@ class Preparation:
         )
         self._check_length(prompt, param="messages")
         asked = fields.max_completion_tokens or fields.max_tokens
-        rest = self._max_model_len - len(prompt)
+        rest = self.max_model_len - len(prompt)
         return self._prepared(
             fields,
             kind="chat",
@@ -291,7 +301,7 @@ class Preparation:
 
     def check_count(self, tokens: Sequence[int], *, param: str) -> None:
         """Raises RequestError if these are more tokens than are listed in one answer or body."""
-        limit = max(self._max_model_len, _MAX_LISTED_TOKENS)
+        limit = max(self.max_model_len, _MAX_LISTED_TOKENS)
         if len(tokens) > limit:
             raise RequestError(
                 f"{param}: found {len(tokens)} tokens, expected at most {limit}: send a part",
@@ -299,17 +309,17 @@ class Preparation:
             )
 
     def _check_length(self, prompt: Prompt, *, param: str) -> None:
-        if len(prompt) >= self._max_model_len:
-            error = PromptTooLong(num_tokens=len(prompt), limit=self._max_model_len - 1)
+        if len(prompt) >= self.max_model_len:
+            error = PromptTooLong(num_tokens=len(prompt), limit=self.max_model_len - 1)
             error.param = param
             raise error
 
     def _checked_limit(self, asked: int | None, prompt: Prompt, *, default: int) -> int:
-        room = self._max_model_len - len(prompt)
+        room = self.max_model_len - len(prompt)
         if asked is not None and asked > room:
             raise RequestError(
                 f"max_tokens is {asked}, but the prompt's {len(prompt)} tokens leave {room} of "
-                f"the model's {self._max_model_len}: ask for at most {room}",
+                f"the model's {self.max_model_len}: ask for at most {room}",
                 param="max_tokens",
             )
         return min(default if asked is None else asked, room)

@@ -130,6 +130,8 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
         group.set_head(head)
     starts = [t.start_s for t in tenancies if t.start_s is not None]
     workers.start_s = max(starts, default=None)
+    if num_pages := max(t.num_pages for t in tenancies):
+        group.keep_pages(num_pages)
     newest = max(t.newest_epoch for t in tenancies)
     if not any(t.epoch for t in tenancies):
         group.continue_after(newest)

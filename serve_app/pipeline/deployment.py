@@ -29,6 +29,7 @@ from eesd_dist.workers.process import prepare_process, process_info
 from eesd_dist.workers.roles import StageFactory
 from serve_app.autoscaling import LIVE
 from serve_app.config import ServiceConfig
+from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
 from serve_app.pipeline.drain import Drained, Draining
@@ -80,6 +81,8 @@ class WorkerReport:
     loaded_bytes: int | None
     """Of its share of the checkpoint; None before it has begun to load."""
     load_s: float | None
+    read_wait_s: float | None
+    """Of these, seconds in which packing waited for a piece to be read."""
     peak_memory_bytes: int | None
     """Of its process until its weights were loaded, mapped files included."""
 
@@ -114,6 +117,8 @@ class PipelineState:
     """Seconds in degraded mode so far."""
     spares: tuple[WorkerReport, ...] = ()
     """Idle workers that can take the slots of lost ones."""
+    kv_cache: KvCapacity | None = None
+    """Its KV pages; None before its first epoch."""
     last_trouble_unix_s: float | None = None
     """When `last_trouble` was noticed; None if nothing has interrupted it."""
 
@@ -283,6 +288,7 @@ class Pipeline:
             is_degraded=supervisor.is_degraded,
             degraded_s=supervisor.degraded_s,
             last_trouble_unix_s=supervisor.trouble_unix_s,
+            kv_cache=group.kv_capacity,
             spares=tuple(_worker_report(spare) for spare in group.workers.spares.ready),
         )
 
@@ -354,6 +360,7 @@ class Pipeline:
     def _report(self) -> PipelineReport:
         supervisor = self._supervisor
         group, leader = supervisor.group, self._leader()
+        capacity = None if group is None else group.kv_capacity
         return PipelineReport(
             pipeline_id=PipelineId(self._name),
             leader="" if leader is None else leader.name,
@@ -365,6 +372,7 @@ class Pipeline:
             num_running=0 if leader is None else leader.status.num_live,
             is_ready=leader is not None and supervisor.is_ready,
             start_s=supervisor.start_s,
+            kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),
             weight=self._speed.value,
             promotion=supervisor.promotion,
@@ -405,6 +413,7 @@ def _worker_report(worker: Worker) -> WorkerReport:
         node_id=worker.process_info.node_id,
         loaded_bytes=None if load is None else load.bytes_done,
         load_s=None if load is None else load.seconds,
+        read_wait_s=None if load is None else load.waited_s,
         peak_memory_bytes=None if load is None else load.peak_memory_bytes,
     )
 

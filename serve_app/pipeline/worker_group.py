@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from eesd_dist.errors import (
     PROCESS_DIED,
@@ -23,13 +23,16 @@ from eesd_dist.errors import (
     LeaseLost,
     PeerLost,
 )
-from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoopEnd
+from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoadedRank, LoopEnd
+from serve_app.pipeline.agreement import Agreement, KvCapacity, require_same_weights
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class WorkerGroup:
@@ -52,6 +55,7 @@ class WorkerGroup:
         """Fallbacks of a degraded epoch, rank 0 first; empty in a full one."""
         self._unprepared: set[str] = set()
         """Draft slots filled since the last full epoch, with weights still to be loaded."""
+        self._agreement = Agreement(workers.spec.engine, pipeline=workers.spec.pipeline)
         self._has_been_full = False
         self._preparing: set[asyncio.Task[None]] = set()
         """Tasks that load fallbacks, and learn what a later recovery needs."""
@@ -71,6 +75,11 @@ class WorkerGroup:
     def epoch(self) -> int:
         """The present epoch, or the last one."""
         return self._epoch
+
+    @property
+    def kv_capacity(self) -> KvCapacity | None:
+        """None before the first epoch."""
+        return self._agreement.capacity
 
     @property
     def leader(self) -> Worker:
@@ -150,6 +159,10 @@ class WorkerGroup:
         now."""
         self._epoch = epoch
 
+    def keep_pages(self, num_pages: int) -> None:
+        """Keeps the number of KV pages of the claimed workers."""
+        self._agreement.go_on_with(num_pages)
+
     def adopt(self, *, epoch: int, kind: EpochKind, trouble: EesdError | None) -> None:
         """Goes on with the newest epoch of the claimed workers. `trouble`: they are not all in
         it."""
@@ -180,9 +193,8 @@ class WorkerGroup:
         self._set_fallbacks()
         self.spawned_s = time.monotonic()
         verify = [self.workers.at(slot) for slot in self._verify_slots]
-        leader, *followers = self._fallbacks
-        meeting = self._meet(leader, [*followers, *verify], operation)
-        await self._within(timeout_s, meeting, operation)
+        gathering = self._gather_fallbacks(verify, operation)
+        await self._within(timeout_s, gathering, operation)
         self.kind = EpochKind.DEGRADED
 
     async def restore_draft(self, *, timeout_s: float) -> None:
@@ -307,23 +319,40 @@ class WorkerGroup:
 
     async def _gather(self, operation: str) -> None:
         self.spawned_s = time.monotonic()
-        await _all(self._fill(slot, operation) for slot in self.workers.slots)
-        leader, *ranks = [self.workers.at(slot) for slot in self.workers.slots]
-        await self._meet(leader, ranks, operation)
+        slots = self.workers.slots
+        loaded = await _results({p.name: self._fill(p, operation) for p in slots})
+        num_pages = self._agreement.settle(loaded)
+        leader, *ranks = [self.workers.at(slot) for slot in slots]
+        await self._meet(leader, ranks, operation, num_pages=num_pages)
 
-    async def _fill(self, slot: RankSlot, operation: str) -> None:
-        """Fills an empty slot; a draft rank loads at once, a verify rank when the epoch begins."""
+    async def _gather_fallbacks(self, verify: Sequence[Worker], operation: str) -> None:
+        workers = [*verify, *self._fallbacks]
+        require_same_weights(
+            await _results({m.slot.name: self._prepared(m, operation) for m in workers})
+        )
+        capacity = self.kv_capacity
+        assert capacity is not None, "a full epoch came before"
+        leader, *followers = self._fallbacks
+        await self._meet(leader, [*followers, *verify], operation, num_pages=capacity.num_pages)
+
+    async def _fill(self, slot: RankSlot, operation: str) -> LoadedRank:
+        """Fills an empty slot, and waits until its worker has loaded."""
         if self.workers.is_empty(slot):
             await self.workers.fill(slot, operation)
             self.spawned_s = time.monotonic()
             if slot.stage == "draft":
                 self._unprepared.add(slot.name)
-        if slot.name in self._unprepared:
-            worker = self.workers.at(slot)
-            await worker.ask("prepare", operation, *self._cost_known_to(worker))
-            self._unprepared.discard(slot.name)
+        return await self._prepared(self.workers.at(slot), operation)
 
-    async def _meet(self, leader: Worker, ranks: Sequence[Worker], operation: str) -> None:
+    async def _prepared(self, worker: Worker, operation: str) -> LoadedRank:
+        """Lets a worker load what it has not loaded; returns what it holds."""
+        loaded: LoadedRank = await worker.ask("prepare", operation, *self._cost_known_to(worker))
+        self._unprepared.discard(worker.slot.name)
+        return loaded
+
+    async def _meet(
+        self, leader: Worker, ranks: Sequence[Worker], operation: str, *, num_pages: int
+    ) -> None:
         store = await leader.ask("host_store", operation)
         epoch = Epoch(
             number=self._epoch,
@@ -331,6 +360,7 @@ class WorkerGroup:
             num_verify_ranks=len(self._verify_slots),
             num_draft_ranks=len(self._draft_slots),
             timeout_s=self._parallel.timeout_s,
+            num_pages=num_pages,
             shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self.workers.slots),
             is_degraded=bool(self._fallbacks),
         )
@@ -489,6 +519,17 @@ async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
                 tasks.create_task(call)
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+async def _results(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """Runs calls concurrently, like `_all`; returns their results by name, in the given order."""
+    found: dict[str, T] = {}
+
+    async def run(name: str, call: Coroutine[Any, Any, T]) -> None:
+        found[name] = await call
+
+    await _all(run(name, call) for name, call in calls.items())
+    return {name: found[name] for name in calls}
 
 
 def _result(end: "asyncio.Future[LoopEnd]") -> EesdError | None:

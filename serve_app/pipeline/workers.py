@@ -281,11 +281,22 @@ class Workers:
                 lease_s=how.timings.lease_s,
             ),
         }
+        engine = engine_on(slot, how.engine)
         if slot.rank is None:
             drafter = actor_class(DraftActor).options(**options)
-            return drafter.remote(how.engine, **common, ask_router=how.ask_router)
+            return drafter.remote(engine, **common, ask_router=how.ask_router)
         rank = actor_class(RankActor).options(**options)
-        return rank.remote(how.engine, **common, stage=slot.stage, rank=slot.rank)
+        return rank.remote(engine, **common, stage=slot.stage, rank=slot.rank)
+
+
+def engine_on(slot: RankSlot, engine: EngineConfig) -> EngineConfig:
+    """Returns the configuration for a slot: with a part of a GPU, for that part of its memory."""
+    part = slot.resources.get("GPU", 0.0)
+    if not 0.0 < part < 1.0:
+        return engine
+    utilization = engine.cache.gpu_memory_utilization * part
+    cache = engine.cache.model_copy(update={"gpu_memory_utilization": utilization})
+    return engine.model_copy(update={"cache": cache})
 
 
 def _kill_spawned(coming: asyncio.Task[Worker]) -> None:

@@ -47,6 +47,7 @@ def ranks(config: EngineConfig) -> Iterator[Epoch]:
         num_verify_ranks=parallel.verify_tensor_parallel_size,
         num_draft_ranks=parallel.draft_tensor_parallel_size,
         timeout_s=TIMEOUT_S,
+        num_pages=config.cache.num_pages or 96,
     )
     slots = [("draft", rank) for rank in range(1, first.num_draft_ranks)]
     slots += [("verify", rank) for rank in range(first.num_verify_ranks)]
@@ -63,6 +64,7 @@ def _numbered(first: Epoch, number: int) -> Epoch:
         num_verify_ranks=first.num_verify_ranks,
         num_draft_ranks=first.num_draft_ranks,
         timeout_s=first.timeout_s,
+        num_pages=first.num_pages,
     )
 
 

@@ -85,7 +85,7 @@ class _Call:
 
 def epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0, num_pages=8)
 
 
 async def joined_actor(

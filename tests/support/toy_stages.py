@@ -24,6 +24,7 @@ from eesd_dist.errors import (
     RequestError,
 )
 from eesd_dist.routing.beliefs import DraftPlan, Priors
+from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.authentication.refused import RefusedConnections
@@ -38,7 +39,14 @@ from eesd_dist.types import (
     TokenId,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch, PageLink, PagePart
+from eesd_dist.workers.messages import (
+    Address,
+    ControlReport,
+    Epoch,
+    LoadedRank,
+    PageLink,
+    PagePart,
+)
 from eesd_dist.workers.roles import (
     DraftFollower,
     DraftLeader,
@@ -212,6 +220,13 @@ def _stats(round_id: int, emissions: tuple[Emission, ...]) -> RoundStats:
     )
 
 
+def toy_rank(config: EngineConfig) -> LoadedRank:
+    """Returns what a toy has loaded: weights are a file of the model's folder, if there is one."""
+    file = Path(config.model.path) / "weights"
+    weights = file.read_text() if file.exists() else ""
+    return LoadedRank(weights=weights, room=KvRoom(budget_bytes=100, page_bytes=1))
+
+
 class ToyRank:
     def __init__(self) -> None:
         self._left = threading.Event()
@@ -246,8 +261,9 @@ class ToyLeader:
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)
 
-    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
         del cost
+        return toy_rank(self._config)
 
     def connect(self, epoch: Epoch) -> None:
         del epoch
@@ -317,8 +333,8 @@ class ToyWorker:
     def pages(self) -> PageTransfer:
         return NoPages()
 
-    def prepare(self) -> None:
-        return
+    def prepare(self) -> LoadedRank:
+        return toy_rank(self._config)
 
     def join(self, epoch: Epoch) -> ToyRank:
         if not os.path.isdir(self._config.model.path):

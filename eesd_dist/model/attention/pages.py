@@ -46,9 +46,10 @@ class LayerPages:
     ) -> None:
         """`window`: how many of the last positions a row may see; None: all."""
         self._page_size = page_size
-        stored = dtype if device.type == "cuda" else torch.float32
         part = part_numbers(head_dim=head_dim, page_size=page_size)
-        self.parts_PKX = torch.zeros(num_pages, num_kv_heads, part, dtype=stored, device=device)
+        self.parts_PKX = torch.zeros(
+            num_pages, num_kv_heads, part, dtype=kv_dtype(dtype, device), device=device
+        )
         self.keys_PKES = keys_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self._attention = _attention_on(device)(
@@ -97,6 +98,11 @@ class LayerPages:
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, device=self.parts_PKX.device)
+
+
+def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns the type of keys and values of layers that compute with `dtype`."""
+    return dtype if device.type == "cuda" else torch.float32
 
 
 def _attention_on(device: torch.device) -> Callable[..., Attention]:

@@ -32,6 +32,8 @@ class Joining:
         self._loading = asyncio.Lock()
         self.newest = 0
         """The latest epoch with a call of `enter`."""
+        self.num_pages = 0
+        """Of the latest epoch; 0 before the first."""
         self._left = 0
         """Epochs up to this one are over."""
 
@@ -39,6 +41,7 @@ class Joining:
         """Runs `load` in a thread and returns its result. Raises PeerLost when the epoch ended
         before the load did."""
         self.newest = max(self.newest, epoch.number)
+        self.num_pages = epoch.num_pages
         async with self._loading:
             self._refuse_if_over(epoch)
             part = await asyncio.to_thread(load)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_draft_shard, head_shelf, layout_of, load_next_head
+from eesd_dist.engine.build import (
+    build_draft_shard,
+    head_shelf,
+    layout_of,
+    load_draft_weights,
+    load_next_head,
+)
 from eesd_dist.engine.draft_ranks import (
     DraftCompute,
     HeadShelf,
@@ -149,7 +155,7 @@ def test_progress_is_over_when_the_exit_head_is_there_too(
 ) -> None:
     seen: list[LoadProgress] = []
     config = make_config("sometimes")
-    build_draft_shard(config, layout_of(config), SingleGroup(), on_progress=seen.append)
+    load_draft_weights(config, layout_of(config), SingleGroup(), on_progress=seen.append)
     head_bytes = (heads["sometimes"] / "model.safetensors").stat().st_size
     assert {p.bytes_total for p in seen} == {seen[-1].bytes_done}
     assert [p.piece for p in seen][-2:] == ["embedding", "exit head"]

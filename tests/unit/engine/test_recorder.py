@@ -14,12 +14,13 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine import recorder as recorder_module
-from eesd_dist.engine.build import build_local_engine, layout_of, load_exit_head
+from eesd_dist.engine.build import build_local_engine, layout_of, load_next_head
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.recorder import VerifiedPiece
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.types import (
     Emission,
     Request,
@@ -185,10 +186,8 @@ def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
     while engine.has_work:
         emissions += engine.step(wait_s=0.0).emissions
         if len(emissions) == 20:
-            small = config.cache.model_copy(update={"num_pages": 1})
-            head = load_exit_head(
-                config.model_copy(update={"cache": small}), layout_of(config), heads["always"]
-            )
+            layout = layout_of(config)
+            head = load_next_head(config, layout, heads["always"], group=SingleGroup())
             engine.swap_head(head, Calibrator(num_judged=7))
     assert tokens(emissions) == plain
     assert sum(e.num_accepted for e in emissions[:20]) == 0

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model import rank_memory
 from eesd_dist.model.loading import Piece, load_pieces, unwatched
+from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, TensorSource
@@ -95,38 +98,69 @@ def test_a_missing_tensor_is_found_before_anything_is_read(tmp_path: Path) -> No
 
 
 class _Watched:
-    """Pieces of one tensor that record when they are read and wait until they may be packed."""
+    """Pieces of one tensor that record when they are read, and wait for those ahead of them."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: str, *, num_ahead: int) -> None:
         self.read: list[str] = []
         self.packed: list[str] = []
-        self.was_read = {name: threading.Event() for name in names}
         self.most_ahead = 0
-        self.pieces = [self._piece(name, names[at + 1 :]) for at, name in enumerate(names)]
+        self._was_read = {name: threading.Event() for name in names}
+        self.pieces = [
+            self._piece(name, names[at + 1 : at + 1 + num_ahead]) for at, name in enumerate(names)
+        ]
 
-    def _piece(self, name: str, later: list[str]) -> Piece[Tensor]:
+    def _piece(self, name: str, ahead: str) -> Piece[Tensor]:
         def read(source: TensorSource) -> Tensor:
             tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
             if tensor.device.type != "meta":
                 self.read.append(name)
-                self.was_read[name].set()
+                self._was_read[name].set()
             return tensor
 
         def pack(tensor: Tensor) -> None:
-            if later:  # only the reading thread can read it now
-                assert self.was_read[later[0]].wait(10)
+            for later in ahead:  # only the reading threads can read them now
+                assert self._was_read[later].wait(10)
             self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
             self.packed.append(name)
 
         return Piece(name=name, read=read, pack=pack)
 
 
-def test_the_next_piece_is_read_while_one_is_packed_and_never_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("budget", "num_ahead"), [(1, 1), (2 * 256, 2), (2**30, NUM_READERS)])
+def test_pieces_are_packed_in_order_while_as_many_as_fit_the_budget_are_read_ahead(
+    budget: int, num_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_tiny_model(tmp_path)
-    watched = _Watched(["a", "b", "c", "d"])
+    monkeypatch.setattr(rank_memory, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
+    watched = _Watched("abcdefghij", num_ahead=num_ahead)
     load_pieces(tmp_path, watched.pieces, on_progress=unwatched)
-    assert watched.read == watched.packed == ["a", "b", "c", "d"]
-    assert watched.most_ahead == 1
+    assert "".join(watched.packed) == "abcdefghij"
+    assert sorted(watched.read) == watched.packed
+    assert watched.most_ahead == num_ahead
+
+
+def test_readers_stop_at_the_budget_and_read_one_piece_that_is_larger() -> None:
+    gib = 2**30
+    assert num_read_ahead([]) == 0
+    assert num_read_ahead([3 * gib, 1]) == 1
+    assert num_read_ahead([gib // 2, gib // 2, 1]) == 2
+    assert num_read_ahead([1, 2 * gib, 1]) == 1
+    assert num_read_ahead([1] * 9) == NUM_READERS
+
+
+def test_weights_are_counted_exactly_though_several_threads_read(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)  # float32
+    with Checkpoint(tmp_path) as checkpoint, ThreadPoolExecutor(8) as readers:
+
+        def read(_: int) -> Tensor:
+            return checkpoint.read("model.norm.weight", shape=(64,), dtype=torch.bfloat16)
+
+        first, *others = readers.map(read, range(400))
+        assert checkpoint.rounding.num_read == 400 * 64
+        assert checkpoint.rounding.num_changed % 400 == 0
+        assert checkpoint.rounding.num_changed > 0
+        assert all(torch.equal(first, other) for other in others)
+        checkpoint.rounding.num_changed = 0  # no warning
 
 
 def test_what_breaks_the_reading_is_raised_to_the_loader(tmp_path: Path) -> None:
@@ -199,8 +233,8 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
     embedding = 4096 * 1024 * 2
     assert math.isclose(told["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
     assert told["kept_bytes"] <= 1.2 * told["share_bytes"] + 8 * MIB
-    # In addition: the current layer, the next one, its mapped pages, and one matrix in float32.
+    # In addition: the current layer, those ahead, their mapped pages, one matrix in float32.
     layer = told["share_bytes"] / 6
-    assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + 4 * layer + 8 * MIB
+    assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + (2 + 2 * NUM_READERS) * layer + 8 * MIB
     assert told["peak_bytes"] < size / 2
     assert not told["mapped"]

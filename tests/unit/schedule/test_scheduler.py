@@ -251,7 +251,7 @@ def _with(**sampling: Any) -> Request:
         (_with(min_tokens=-1), RequestError, "min_tokens is -1"),
         (_with(seed=2**64), RequestError, "64 bits"),
         (_with(stop_token_ids=(2, 2**31)), RequestError, "stop_token_ids are"),
-        (_request(max_tokens=30), RequestError, r"need 9 pages .* raise cache\.num_pages"),
+        (_request(max_tokens=30), RequestError, r"need 9 pages .* \(32 tokens\).*kv_cache_bytes"),
     ],
 )
 def test_what_can_never_be_served_is_refused(

@@ -712,7 +712,7 @@ def _connecting() -> tuple[DraftActor, _Connecting]:
 
 def _epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0, num_pages=8)
 
 
 def test_a_worker_that_is_stuck_in_connecting_has_not_left() -> None:

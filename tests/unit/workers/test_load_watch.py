@@ -10,7 +10,7 @@ from eesd_dist.workers.load_watch import LoadWatch, peak_memory_bytes
 
 def _progress(done: int) -> LoadProgress:
     return LoadProgress(
-        bytes_done=done * 10**9, bytes_total=28 * 10**9, piece="layer 3", seconds=2.0
+        bytes_done=done * 10**9, bytes_total=28 * 10**9, piece="layer 3", seconds=2.0, waited_s=0.5
     )
 
 
@@ -40,4 +40,6 @@ def test_the_log_hears_of_it_every_few_seconds_and_at_the_end(
         assert len(caplog.records) == 5
         saw(_progress(28))
     assert len(caplog.records) == 6
-    assert "rank=verify rank 1 progress=100 % (28.0 of 28.0 GB)" in caplog.records[-1].getMessage()
+    last = caplog.records[-1].getMessage()
+    assert "rank=verify rank 1 progress=100 % (28.0 of 28.0 GB) bytes=28000000000" in last
+    assert "seconds=2.0 waited_to_read_s=0.5" in last

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_draft_shard, build_verify_stage
+from eesd_dist.engine.build import build_verify_stage, load_draft_weights
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
@@ -34,6 +34,7 @@ def _epoch(number: int, *, num_ranks: int = 1) -> Epoch:
         num_verify_ranks=num_ranks,
         num_draft_ranks=num_ranks,
         timeout_s=1.0,
+        num_pages=64,
     )
 
 
@@ -46,11 +47,10 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
     def read(*args: object, **options: object) -> object:
         nonlocal num_read
         num_read += 1
-        return build_draft_shard(*args, **options)  # type: ignore[arg-type]
+        return load_draft_weights(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "here")
-    monkeypatch.setattr(draft_leader, "build_draft_shard", read)
-    monkeypatch.setattr("eesd_dist.engine.build.build_draft_shard", read)
+    monkeypatch.setattr(draft_leader, "load_draft_weights", read)
     config = EngineConfig.model_validate(
         {
             "model": {"path": str(write_tiny_service(tmp_path)), "dtype": "float32"},
@@ -187,8 +187,8 @@ def test_a_group_is_left_when_the_second_one_of_its_rank_does_not_come_about(
 def test_ranks_that_cannot_load_leave_their_groups(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_worker, "build_verify_stage", _lost)
-    monkeypatch.setattr(draft_follower, "build_draft_shard", _lost)
+    monkeypatch.setattr(verify_worker, "load_verify_weights", _lost)
+    monkeypatch.setattr(draft_follower, "load_draft_weights", _lost)
     monkeypatch.setattr(GroupHandle, "join", lambda *_: None)
     with pytest.raises(PeerLost):
         StageVerifier(_config(), Tracing(), rank=0).join(_epoch(1, num_ranks=2))
@@ -219,6 +219,7 @@ def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: 
         store=host.at,
         num_verify_ranks=1,
         timeout_s=60.0,
+        num_pages=64,
     )
     leaving = threading.Timer(0.3, leader.disconnect)
     leaving.start()

@@ -56,6 +56,7 @@ def test_pipelines_are_a_table_or_a_json_list(
     pipeline = {
         **{"pipeline": "p1", "pid": 7, "is_ready": False, "last_trouble": "a rank died"},
         **{"epoch": 3, "num_live": 2, "weight": None, "draining": ""},
+        "kv_cache": {"num_tokens": 22528, "rank_bytes": {"verify rank 0": 512 * 2**20}},
     }
     answer = json.dumps({"pipelines": [pipeline]})
     server.status, server.answer = 200, answer.encode()  # type: ignore[attr-defined]
@@ -67,6 +68,7 @@ def test_pipelines_are_a_table_or_a_json_list(
     assert "p1" in table
     assert "a rank died" in table
     assert "not measured" in table
+    assert "22528 (512 MiB a rank)" in table
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.workers.messages import ControlReport, HeadReport, Lease
+from eesd_dist.workers.messages import ControlReport, HeadReport, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader
 from serve_app.config import PlacementConfig, SparesConfig
 from serve_app.pipeline.claim import Orphans, claim
@@ -113,13 +113,13 @@ class _SlowLeader(ToyLeader):
         self._loads = loads
         self._is_loaded = False
 
-    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
-        if self._is_loaded:
-            return
-        if self._loads.num_loaded:
-            assert self._loads.may_load.wait(20.0)
-        self._is_loaded = True
-        self._loads.num_loaded += 1
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
+        if not self._is_loaded:
+            if self._loads.num_loaded:
+                assert self._loads.may_load.wait(20.0)
+            self._is_loaded = True
+            self._loads.num_loaded += 1
+        return super().prepare(cost=cost)
 
 
 def test_a_draft_spare_is_ready_when_its_weights_are_and_its_taking_loads_nothing(

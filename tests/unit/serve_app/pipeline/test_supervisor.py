@@ -22,7 +22,7 @@ from eesd_dist.errors import (
 )
 from eesd_dist.routing.directory import Promotion
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.workers.messages import Epoch, Lease
+from eesd_dist.workers.messages import Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.pipeline.placement import placement_groups
 from serve_app.pipeline.placement.rank_slots import RankSlot
@@ -329,7 +329,7 @@ class _HeadGone(ToyStages):
 
 
 class _HeadlessLeader(ToyLeader):
-    def prepare(self, **_: object) -> None:
+    def prepare(self, **_: object) -> LoadedRank:
         raise ConfigError(f"{self._config.model.head} is gone")
 
 

@@ -16,7 +16,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineCrashed, EngineError, LeaseLost, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.epochs import joining
-from eesd_dist.workers.messages import ControlReport, Epoch, Lease
+from eesd_dist.workers.messages import ControlReport, Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
@@ -263,8 +263,9 @@ class _MeasuredLeader(ToyLeader):
         super().__init__(config)
         self._given = given
 
-    def prepare(self, *, cost: Mapping[str, object] | None = None) -> None:
+    def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
         self._given.append(cost)
+        return super().prepare(cost=cost)
 
     def control(self) -> ControlReport:
         return replace(super().control(), cost={"round_s": 0.5})

@@ -35,7 +35,7 @@ class Load:
 
 def _epoch(number: int) -> Epoch:
     store = Address(host="nowhere", port=1)
-    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0)
+    return Epoch(number=number, store=store, num_verify_ranks=1, timeout_s=1.0, num_pages=8)
 
 
 def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begins() -> None:
@@ -89,7 +89,12 @@ def test_after_leaving_the_next_epoch_is_joined_as_ever() -> None:
 
 def _report(bytes_done: int) -> LoadReport:
     return LoadReport(
-        bytes_done=bytes_done, bytes_total=8, piece="", seconds=1.0, peak_memory_bytes=1
+        bytes_done=bytes_done,
+        bytes_total=8,
+        piece="",
+        seconds=1.0,
+        waited_s=0.0,
+        peak_memory_bytes=1,
     )
 
 
