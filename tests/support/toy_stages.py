@@ -89,6 +89,7 @@ class ToyStep:
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     finished: tuple[RequestId, ...] = ()
+    features: tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
