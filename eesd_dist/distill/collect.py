@@ -97,7 +97,8 @@ class CollectRequest:
                     f"exit layer {exit_layer}: expected 1 to {spec.num_layers - 1}, since the "
                     f"target has {spec.num_layers} layers"
                 )
-        max_length = min(options.max_length, spec.max_position_embeddings)
+        # One position is left for the token after a text, which every request generates.
+        max_length = min(options.max_length, spec.max_position_embeddings - 1)
         if not 0 < options.max_tokens < max_length:
             raise ConfigError(
                 f"{options.max_tokens} tokens of an answer (max_tokens) leave no room for a prompt "

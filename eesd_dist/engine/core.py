@@ -317,4 +317,5 @@ def _feature_limits(draft: DraftStage) -> FeatureLimits:
         num_layers=span.spec.num_layers,
         hidden_size=span.spec.hidden_size,
         vocab_size=span.spec.vocab_size,
+        dtype=span.compute_dtype,
     )

@@ -35,7 +35,7 @@ class TextFeatures:
     tokens: tuple[int, ...]
     """T + 1 tokens: the prompt and what was generated."""
     hidden: dict[int, Tensor]
-    """Exit layer -> [T, D] bfloat16, on the CPU."""
+    """Exit layer -> [T, D] as they were computed, on the CPU."""
     top_ids_TK: Ints
     top_logits_TK: Floats
     lse_T: Floats
@@ -51,6 +51,8 @@ class FeatureLimits:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    dtype: torch.dtype
+    """Type in which hidden states are computed."""
     max_bytes: int = MAX_BYTES
 
     def size_of(self, request: Request) -> int:
@@ -59,7 +61,8 @@ class FeatureLimits:
         if spec is None:
             return 0
         num_rows = len(request.prompt) + request.sampling.max_tokens
-        return num_rows * (2 * self.hidden_size * len(spec.exits) + 8 * spec.top_k + 4)
+        row_bytes = self.dtype.itemsize * self.hidden_size
+        return num_rows * (row_bytes * len(spec.exits) + 8 * spec.top_k + 4)
 
     def check(self, request: Request) -> None:
         """Raises RequestError for features that no request can have here."""
@@ -110,7 +113,7 @@ class _Text:
         """`hidden`: the rows alone; `found`: a round's features, with the rows among them."""
         at, top_k = slice(rows.start, rows.stop), self.spec.top_k
         for layer, x_RD in hidden.items():
-            self._hidden[layer].append(x_RD.to("cpu", torch.bfloat16))
+            self._hidden[layer].append(x_RD.cpu())
         self._top_ids.append(found.top_ids[at, :top_k])
         self._top_logits.append(found.top_logits[at, :top_k])
         self._lse.append(found.lse[at])
@@ -189,12 +192,15 @@ class FeatureTap:
         num_again = text.num_rows - run.item.start  # computed before a preemption
         new = rows[num_again:]
         hidden = {
-            layer: torch.from_numpy(found.hidden[header.exits.index(layer)][new.start : new.stop])
+            layer: self._verified(found.hidden[header.exits.index(layer)], new)
             if layer > self._limits.split
             else self._drafted(layer, run)[num_again:]
             for layer in spec.exits
         }
         text.append(hidden, found, rows=new)
+
+    def _verified(self, hidden_RD: Floats, rows: range) -> Tensor:
+        return torch.from_numpy(hidden_RD[rows.start : rows.stop]).to(self._limits.dtype)
 
     def _drafted(self, layer: int, run: DraftRun) -> Tensor:
         """Returns a request's known rows after a layer of the draft stage."""
