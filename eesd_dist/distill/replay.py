@@ -20,6 +20,7 @@ from torch import Tensor
 from eesd_dist.config import DType
 from eesd_dist.distill.rows import TextRows
 from eesd_dist.distill.target import target_embedding
+from eesd_dist.engine.build import device_named
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.rows import RowPlan, RowSegment
@@ -30,7 +31,6 @@ from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.types import Evidence, Outcome, Request
 
 _PAGE_SIZE = 64
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +38,7 @@ class Guesses:
     """A head's guess of every token that the target wrote."""
 
     logits_GV: Tensor
+    """On the CPU."""
     tokens: Sequence[int]
     gaps: Sequence[float]
     certainty: Sequence[Certainty]
@@ -49,6 +50,7 @@ class HeadAlone:
     def __init__(self, model: Path, folder: Path, *, dtype: DType, max_length: int) -> None:
         """Raises CheckpointError for a head that is damaged or does not fit the target."""
         spec = ModelSpec.from_folder(model)
+        self._device = device_named("auto")
         self._num_pages = -(-max_length // _PAGE_SIZE)
         self._head = ExitHead.load(
             folder,
@@ -56,13 +58,15 @@ class HeadAlone:
             target_path=model,
             dtype=dtype,
             numerics="invariant",
-            device=_CPU,
+            device=self._device,
             num_pages=self._num_pages,
             page_size=_PAGE_SIZE,
         )
         self._embed = None
         if self._head.reads_embedding:
-            self._embed = target_embedding(model, spec, dtype=TORCH_DTYPES[dtype])
+            self._embed = target_embedding(
+                model, spec, device=self._device, dtype=TORCH_DTYPES[dtype]
+            )
 
     @property
     def exit_layer(self) -> int:
@@ -70,7 +74,8 @@ class HeadAlone:
 
     @property
     def vocab_ids(self) -> Tensor | None:
-        return self._head.vocab_ids
+        """The target token of each draft index; None where the head has the whole vocabulary."""
+        return None if self._head.vocab_ids is None else self._head.vocab_ids.cpu()
 
     @torch.inference_mode()
     def guesses(self, text: TextRows, request: Request) -> Guesses:
@@ -83,7 +88,7 @@ class HeadAlone:
         ]
         choice = draft_choice(logits_GV, rules, vocab_ids=self._head.vocab_ids)
         return Guesses(
-            logits_GV=logits_GV,
+            logits_GV=logits_GV.cpu(),
             tokens=choice.tokens[:, 0].tolist(),
             gaps=choice.gaps.tolist(),
             certainty=evidence_of(logits_GV),
@@ -91,14 +96,15 @@ class HeadAlone:
 
     def _logits(self, text: TextRows) -> Tensor:
         head, num_rows = self._head, text.num_rows
-        hidden_TD = text.hidden[head.exit_layer].to(head.paged.compute_dtype)
+        hidden_TD = text.hidden[head.exit_layer].to(self._device, head.paged.compute_dtype)
         embedding_TD = hidden_TD
         if self._embed is not None:
-            embedding_TD = self._embed(torch.tensor(text.tokens[:num_rows]))
+            tokens_T = torch.tensor(text.tokens[:num_rows], device=self._device)
+            embedding_TD = self._embed(tokens_T)
         rows = RowPlan.build(
             [RowSegment(0, num_rows, range(self._num_pages))],
             page_size=_PAGE_SIZE,
-            device=_CPU,
+            device=self._device,
             numerics="invariant",
         )
         return head.logits(head.forward(head.input_rows(hidden_TD, embedding_TD), rows))
