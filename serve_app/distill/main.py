@@ -12,6 +12,7 @@ from eesd_dist.distill.answers import Machine
 from eesd_dist.distill.held_out import PromptChoice
 from eesd_dist.distill.train.request import TrainRequest
 from serve_app.config import BUNDLED_MODEL
+from serve_app.distill.estimate import Rates, described, estimate
 from serve_app.distill.executor import RayExecutor
 from serve_app.distill.promote import Promotion, promote_if_better
 from serve_app.distill.served import ServiceChoice, executor_for
@@ -23,7 +24,12 @@ def step_program(name: str) -> Typer:
     return program_of(command, defaults={"model": BUNDLED_MODEL}, help=help_text)
 
 
-def _run(request: run.RunRequest, executor: RayExecutor, service: ServiceChoice) -> None:
+def _run(
+    request: run.RunRequest, executor: RayExecutor, service: ServiceChoice, rates: Rates
+) -> None:
+    if rates.dry_run:
+        sys.stdout.write(described(estimate(request, rates), request, rates) + "\n")
+        return
     with executor_for(service, executor, model=request.collect.model) as used:
         run.run(request, executor=used, say=_on_stderr)
 

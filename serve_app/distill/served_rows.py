@@ -49,6 +49,8 @@ class _Batch:
     waiting: deque[Request]
     flying: dict[Any, Request] = field(default_factory=dict)
     done: dict[RequestId, TextRows] = field(default_factory=dict)
+    limit: int | None = None
+    """Number of texts for which the service had room, once it had none for another."""
     failures: Counter[RequestId] = field(default_factory=Counter)
     """How often the engine has failed under each text."""
 
@@ -93,7 +95,8 @@ class ServedRows:
 
     def _submit(self, batch: _Batch) -> None:
         leaders = self._pipelines.leaders() if batch.waiting else ()
-        room = _PER_PIPELINE * len(leaders) - len(batch.flying)
+        limit = _PER_PIPELINE * len(leaders)
+        room = (limit if batch.limit is None else min(limit, batch.limit)) - len(batch.flying)
         for number in range(min(room, len(batch.waiting))):
             request = batch.waiting.popleft()
             # A new name for each attempt: an earlier one may still be leaving its engine.
@@ -117,6 +120,8 @@ class ServedRows:
                 raise
             except (CapacityError, EngineError) as error:
                 trouble = error
+                if isinstance(error, CapacityError):
+                    batch.limit = max(1, len(batch.flying))
                 batch.failures[request.request_id] += isinstance(error, EngineError)
                 if batch.failures[request.request_id] > _MAX_ATTEMPTS:
                     raise
