@@ -92,11 +92,11 @@ class ShardJob:
     threads: int
     """CPU threads of one worker."""
     workers: int | None
-    """Number of processes; None: one per GPU, or per `threads` CPUs."""
+    """Number of processes; None: one per GPU of the cluster, or per `threads` CPUs."""
     allowed_s: float
 
-    def num_workers(self, num_chunks: int) -> int:
-        natural = torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // self.threads)
+    def num_workers(self, num_chunks: int, *, num_gpus: int) -> int:
+        natural = num_gpus or max(1, len(os.sched_getaffinity(0)) // self.threads)
         return max(1, min(self.workers or natural, num_chunks))
 
 

@@ -31,13 +31,10 @@ class RayExecutor:
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
         # Ray's core reports as an error how Ray Data makes its own actors.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        workers = job.num_workers(len(chunks))
-        with self._ray(job.model, min_cpus=workers):
+        with self._ray(job.model, min_cpus=job.num_workers(len(chunks), num_gpus=0)):
             from serve_app.distill.collect_job import make_shards
 
-            yield from make_shards(
-                job, chunks, workers=workers, num_cpus=self._cpus_of_worker(job.threads)
-            )
+            yield from make_shards(job, chunks, num_cpus=self._cpus_of_worker(job.threads))
 
     def train(self, request: TrainRequest) -> None:
         if request.workers == 1:
