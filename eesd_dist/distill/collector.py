@@ -18,13 +18,16 @@ import torch
 from pydantic import TypeAdapter
 
 from eesd_dist.config import DType, ModelConfig, SpeculationConfig
-from eesd_dist.distill.features import FeatureSequence, ShardEntry, write_shard
+from eesd_dist.distill.features import FeatureSequence, ShardEntry, row_bytes, write_shard
 from eesd_dist.distill.rows import PLAIN, EngineRows, RowSource, TextRows, reading
 from eesd_dist.distill.writer import engine_config
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.head_config import VerifierIdentity
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, TokenId
+
+_HEADER_BYTES = 2048
+"""Header of a shard, and its sequences' lengths and classes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,11 @@ class Recipe:
     """Type in which the target is computed."""
     seed: int
 
+    def most_bytes(self, chunk: "Chunk") -> int:
+        """Returns the maximum size of a chunk's shard."""
+        size = row_bytes(self.verifier.hidden_size, num_exits=len(self.exits), top_k=self.top_k)
+        return size * chunk.most_rows(self) + _HEADER_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -62,6 +70,14 @@ class Chunk:
 
     index: int
     sources: tuple[Source, ...]
+
+    def most_rows(self, recipe: Recipe) -> int:
+        """Returns the rows of its shard if every answer is as long as it may be. The last token of
+        an answer has no row."""
+        return sum(
+            len(source.tokens) + (recipe.max_tokens - 1 if source.is_prompt else 0)
+            for source in self.sources
+        )
 
     def stamp(self, recipe: Recipe) -> str:
         # Only the hash: the verifier's name is the path of its folder.

@@ -180,6 +180,7 @@ class RunRequest:
             "max_length": recipe.max_length,
             "top_k": recipe.top_k,
             "chunk_size": asked.chunk_size,
+            "max_gb": asked.max_gb,
             "dtype": asked.dtype,
             "training": training,
         }

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from eesd_dist.checks import require_positive
 from eesd_dist.distill.collect import planned
-from eesd_dist.distill.collector import Chunk
 from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.run import RunRequest
 from eesd_dist.engine.text_features import MAX_BYTES
@@ -18,8 +17,6 @@ from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import ModelSpec
 
 _CHUNKS_AT_A_TIME = 2
-_SHARD_BYTES = 2048
-"""Header of a shard, and its sequences' lengths and classes."""
 _LOGITS_COPIES = 4
 """Tensors of the logits' size that a training step has at once, in float32."""
 _NUM_CHECKPOINTS = 3
@@ -121,9 +118,7 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
         draft_vocab=request.draft_vocab,
         embedding=request.reads_embedding,
     )
-    num_rows = [_rows_of(chunk, recipe.max_tokens) for chunk in chunks]
-    row_bytes = row_bytes_of(spec, exits=len(recipe.exits), top_k=recipe.top_k)
-    features_bytes = row_bytes * sum(num_rows) + _SHARD_BYTES * len(chunks)
+    shard_bytes = [recipe.most_bytes(chunk) for chunk in chunks]
     num_sequences = sum(len(chunk.sources) for chunk in chunks)
     num_written = recipe.max_tokens * sum(s.is_prompt for c in chunks for s in c.sources)
     num_judged = _judged_tokens(request, parts)
@@ -136,24 +131,20 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
     return Estimate(
         num_sequences=num_sequences,
         num_written=num_written,
-        num_rows=sum(num_rows),
+        num_rows=sum(chunk.most_rows(recipe) for chunk in chunks),
         num_judged=num_judged,
-        features_bytes=features_bytes,
+        features_bytes=sum(shard_bytes),
         checkpoints_bytes=_NUM_CHECKPOINTS * _checkpoint_bytes(head, request) + 2 * head.total,
         head_bytes=2 * (head.trained if head.is_shared else head.total),
-        collector_bytes=_CHUNKS_AT_A_TIME * 2 * row_bytes * max(num_rows),
-        pipeline_bytes=min(MAX_BYTES, _CHUNKS_AT_A_TIME * 2 * row_bytes * max(num_rows)),
-        training_bytes=_training_bytes(head, spec, request, features_bytes=features_bytes),
+        # Twice a shard: on a CPU hidden states are computed in float32.
+        collector_bytes=_CHUNKS_AT_A_TIME * 2 * max(shard_bytes),
+        pipeline_bytes=min(MAX_BYTES, _CHUNKS_AT_A_TIME * 2 * max(shard_bytes)),
+        training_bytes=_training_bytes(head, spec, request, features_bytes=sum(shard_bytes)),
         judging_bytes=_judging_bytes(head, spec, request, parts),
         collect_s=min(0.4 * limit_s, num_written / rates.tokens_per_s),
         train_s=train_s,
         judge_s=num_judged / rates.tokens_per_s,
     )
-
-
-def row_bytes_of(spec: ModelSpec, *, exits: int, top_k: int) -> int:
-    """Returns the bytes of one row in a store: hidden states, best tokens, token, log-sum-exp."""
-    return 2 * exits * spec.hidden_size + 6 * top_k + 8
 
 
 def described(found: Estimate, request: RunRequest, rates: Rates) -> str:
@@ -185,13 +176,6 @@ def described(found: Estimate, request: RunRequest, rates: Rates) -> str:
     ]
     lines = [f"{name:24}{size:>10}  {note}".rstrip() for name, size, note in rows]
     return "\n".join([f"{found.num_sequences:,} texts; each figure is an upper bound", *lines])
-
-
-def _rows_of(chunk: Chunk, max_tokens: int) -> int:
-    """Returns the rows of a shard: the last token of an answer has none."""
-    return sum(
-        len(source.tokens) + (max_tokens - 1 if source.is_prompt else 0) for source in chunk.sources
-    )
 
 
 def _judged_tokens(request: RunRequest, parts: PromptParts) -> int:

@@ -20,6 +20,7 @@ from eesd_dist.distill.collect import (
     plan,
     plan_sha256,
     planned,
+    within,
 )
 from eesd_dist.distill.collector import Chunk, Collector, MadeShard, Recipe, ShardJob, Source
 from eesd_dist.distill.executor import LocalExecutor
@@ -135,6 +136,19 @@ def test_the_name_of_the_targets_folder_is_no_part_of_the_recipe(recipe: Recipe)
 def test_a_chunk_survives_its_way_as_text(recipe: Recipe) -> None:
     for chunk in _plan(recipe):
         assert Chunk.from_json(chunk.to_json()) == chunk
+
+
+def test_a_limited_disk_is_never_exceeded(tmp_path: Path, target: Path, recipe: Recipe) -> None:
+    collector, _ = _collector(target, recipe)
+    chunks = _plan(recipe)
+    limit = recipe.most_bytes(chunks[0]) + recipe.most_bytes(chunks[1])
+    kept = within(chunks, recipe, max_bytes=limit)
+    assert kept == chunks[:2]
+    assert within(chunks, recipe, max_bytes=limit - 1) == chunks[:1]
+    written = sum(collector.collect(tmp_path, chunk).num_bytes for chunk in kept)
+    assert 0.5 * limit < written <= limit
+    with pytest.raises(ConfigError, match="the size of one shard"):
+        within(chunks, recipe, max_bytes=10)
 
 
 def test_nothing_that_fits_is_an_error(recipe: Recipe) -> None:

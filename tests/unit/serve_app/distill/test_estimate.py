@@ -8,6 +8,7 @@ import pytest
 
 from eesd_dist.distill.collect import CollectOptions, collect
 from eesd_dist.distill.executor import LocalExecutor
+from eesd_dist.distill.features import row_bytes
 from eesd_dist.distill.run import RunRequest
 from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.distill.train_head import train
@@ -16,7 +17,7 @@ from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import ModelSpec
 from serve_app.cli.main import main
-from serve_app.distill.estimate import HeadSize, Rates, described, estimate, row_bytes_of
+from serve_app.distill.estimate import HeadSize, Rates, described, estimate
 from tests.support.drafters import save_target
 from tests.support.tiny_tokenizer import write_byte_level
 
@@ -106,8 +107,9 @@ def test_a_70b_target_takes_what_the_documentation_says() -> None:
         head_dim=128,
         vocab_size=128_256,
     )
-    assert row_bytes_of(spec, exits=1, top_k=32) * 1_000_000 == pytest.approx(16.6e9, rel=0.005)
-    assert row_bytes_of(spec, exits=3, top_k=32) * 1_000_000 == pytest.approx(49.4e9, rel=0.005)
+    for num_exits, expected in ((1, 16.6e9), (3, 49.4e9)):
+        size = row_bytes(spec.hidden_size, num_exits=num_exits, top_k=32)
+        assert size * 1_000_000 == pytest.approx(expected, rel=0.005)
     head = HeadSize.of(spec, kind="truncated", draft_vocab=32_768, embedding=False)
     assert head.layer == pytest.approx(856e6, rel=0.002)
     assert head.lm_head == pytest.approx(268e6, rel=0.002)
