@@ -76,6 +76,16 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSpec:
+    """What to return of every row of a request's text, for training a head."""
+
+    exits: tuple[int, ...]
+    """Layers after which hidden states are returned, ascending."""
+    top_k: int
+    """Number of the target's best tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The prompt, parameters, seed and tokens so far. All other state can be recomputed."""
 
@@ -103,6 +113,8 @@ class Request:
     """How long its emissions are kept after the end of its stream, for a client that resumes it."""
     resumption: int = 0
     """When a client resumed its stream, in Unix nanoseconds: the latest one is served; 0: never."""
+    features: FeatureSpec | None = None
+    """Set by an operator's `eesd distill` only; no HTTP request can. It never changes the text."""
 
 
 class FinishReason(Enum):

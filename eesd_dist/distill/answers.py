@@ -1,6 +1,7 @@
-"""Answers prompts with a head that drafts to the full length in every round.
+"""Answers prompts, and plays the rounds of a head that drafts to the full length over the answers.
 
 Calibration and evaluation use the outcomes: judged and accepted tokens, and the head's evidence.
+The target writes plainly, wherever it runs; the head is in this process (`replay`).
 """
 
 import sys
@@ -12,30 +13,28 @@ from typing import Annotated, Literal
 from tqdm import tqdm
 
 from eesd_dist.config import DType, EngineConfig, ModelConfig, SpeculationConfig
-from eesd_dist.control.cost import CostModel
+from eesd_dist.distill.compare import Judged, judge_text
 from eesd_dist.distill.executor import Executor
+from eesd_dist.distill.replay import HeadAlone, rounds_of
+from eesd_dist.distill.rows import TextRows
+from eesd_dist.distill.train.losses import DraftVocabulary
 from eesd_dist.distill.writer import engine_config
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
+    FeatureSpec,
     Outcome,
     Request,
     RequestId,
     SamplingParams,
     SpeculationParams,
-    TokenId,
 )
 
 MAX_DRAFT_TOKENS = 8
 _BATCH = 16
-_FULL_DRAFTS = SpeculationConfig(
-    controller="fixed",
-    max_draft_tokens=MAX_DRAFT_TOKENS,
-    fixed_length=MAX_DRAFT_TOKENS,
-    log_evidence=True,
-)
-_NO_PROFILE = CostModel(draft_step_s=1.0, verify_s=(1.0,))
-"""Drafts of fixed length do not depend on cost, so that it is not measured."""
+_TOP_K = 256
+"""Best tokens of the target, with which a head's distribution is compared."""
+_PLAIN = SpeculationConfig(max_draft_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +73,7 @@ class Asked:
         max_tokens: int,
         stop_token_ids: tuple[int, ...],
         mode: Literal["off", "auto"] = "auto",
+        features: FeatureSpec | None = None,
     ) -> Request:
         return Request(
             request_id=RequestId(name),
@@ -86,16 +86,19 @@ class Asked:
             ),
             speculation=SpeculationParams(mode=mode),
             workload=self.prompt.workload,
+            features=features,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A text, and the outcomes of its rounds in order."""
+    """A text, the outcomes of its rounds in order, and how like the target's the head's
+    distributions are over it."""
 
     asked: Asked
-    tokens: Sequence[TokenId]
+    tokens: Sequence[int]
     outcomes: Sequence[Outcome]
+    judged: Judged
 
 
 def answer(
@@ -109,29 +112,57 @@ def answer(
     title: str,
 ) -> list[Answer]:
     """Answers every prompt at every temperature; `title` names progress bar and requests."""
-    stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
+    spec = ModelSpec.from_folder(machine.model)
     max_length = longest(prompts) + max_tokens
-    config = machine.engine(_FULL_DRAFTS, batch=_BATCH, max_length=max_length)
-    writer = executor.writer(config, cost=_NO_PROFILE)
+    source = executor.rows(machine.engine(_PLAIN, batch=_BATCH, max_length=max_length))
+    head = HeadAlone(machine.model, machine.head, dtype=machine.dtype, max_length=max_length)
+    vocabulary = DraftVocabulary(head.vocab_ids, vocab_size=spec.vocab_size)
+    wanted = FeatureSpec(exits=(head.exit_layer,), top_k=min(_TOP_K, spec.vocab_size))
     asked = [
         Asked(prompt=prompt, temperature=temperature, seed=seed + number)
         for temperature in temperatures
         for number, prompt in enumerate(prompts)
     ]
     requests = [
-        one.request(f"{title}-{number}", max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        one.request(
+            f"{title}-{number}",
+            max_tokens=max_tokens,
+            stop_token_ids=spec.eos_token_ids,
+            mode="off",
+            features=wanted,
+        )
         for number, one in enumerate(asked)
     ]
     answers: list[Answer] = []
     with tqdm(total=len(asked), desc=title, unit="text", file=sys.stderr, disable=None) as bar:
         for first in range(0, len(asked), _BATCH):
-            written = writer.write(requests[first : first + _BATCH])
+            some = requests[first : first + _BATCH]
             answers += [
-                Answer(asked=one, tokens=text.tokens, outcomes=text.outcomes)
-                for one, text in zip(asked[first:], written, strict=False)
+                _answered(one, request, text, head, vocabulary)
+                for one, request, text in zip(
+                    asked[first : first + _BATCH], some, source.rows_of(some), strict=True
+                )
             ]
-            bar.update(len(written))
+            bar.update(len(some))
     return answers
+
+
+def _answered(
+    asked: Asked, request: Request, text: TextRows, head: HeadAlone, vocabulary: DraftVocabulary
+) -> Answer:
+    guesses = head.guesses(text, request)
+    return Answer(
+        asked=asked,
+        tokens=text.tokens[len(request.prompt) :],
+        outcomes=rounds_of(guesses, text, request, draft_length=MAX_DRAFT_TOKENS),
+        judged=judge_text(
+            guesses.logits_GV,
+            text,
+            num_prompt=len(request.prompt),
+            temperature=asked.temperature,
+            vocabulary=vocabulary,
+        ),
+    )
 
 
 def longest(prompts: Sequence[Prompt]) -> int:

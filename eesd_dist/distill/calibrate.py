@@ -3,11 +3,12 @@
 Held-out prompts are answered with rounds drafted to the full length. A `Calibrator` is fitted to
 all of them; its error is estimated by cross-validation over prompts. In addition to
 calibration.json it writes reliability.json and reliability.png: forecasts against accepted shares,
-before (the head's top-1 probability) and after.
+before (the head's top-1 probability) and after; and the errors at each temperature and of each
+class of prompts, since errors of opposite sign cancel in a pooled figure.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,16 @@ class Reliability:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartReliability:
+    """Errors of the forecasts at one temperature, or of one class of prompts."""
+
+    num_judged: int
+    acceptance: float
+    before: Reliability
+    after: Reliability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
     num_fitted: int
     num_judged: int
@@ -70,6 +81,17 @@ class CalibrationReport:
     """Share of the judged tokens that were accepted."""
     before: Reliability
     after: Reliability
+    by_temperature: dict[str, PartReliability]
+    by_class: dict[str, PartReliability]
+
+    @property
+    def worst(self) -> tuple[str, PartReliability]:
+        """Returns the part with the largest error after calibration, and its name."""
+        parts = {
+            **{f"T = {name}": part for name, part in self.by_temperature.items()},
+            **{f"class {name}": part for name, part in self.by_class.items()},
+        }
+        return max(parts.items(), key=lambda named: named[1].after.ece)
 
 
 def calibrate(
@@ -105,7 +127,9 @@ def calibrate(
         num_judged=len(forecasts),
         acceptance=sum(accepted for _, accepted in judged) / len(judged),
         before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
-        after=_reliability(forecasts),
+        after=_reliability([(one.after, one.accepted) for one in forecasts]),
+        by_temperature=_parts(forecasts, of=lambda one: f"{one.temperature:g}"),
+        by_class=_parts(forecasts, of=lambda one: one.workload),
     )
     out = options.out or machine.head
     out.mkdir(parents=True, exist_ok=True)
@@ -125,27 +149,66 @@ def calibrate(
 
 
 def described(report: CalibrationReport) -> str:
+    name, worst = report.worst
     return (
         f"expected calibration error {report.before.ece:.4f} before (the head's top-1 probability),"
         f" {report.after.ece:.4f} after, on {report.num_judged} tokens, each forecast without its "
-        f"own prompt ({report.acceptance:.1%} accepted)"
+        f"own prompt ({report.acceptance:.1%} accepted); largest at {name}: "
+        f"{worst.before.ece:.4f} before, {worst.after.ece:.4f} after, on {worst.num_judged} tokens"
     )
 
 
-def _forecasts_of_others(
-    prompts: Sequence[Prompt], answers: Sequence[Answer]
-) -> list[tuple[float, bool]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    """The forecast of one judged token."""
+
+    temperature: float
+    workload: str
+    before: float
+    after: float
+    accepted: bool
+
+
+def _forecasts_of_others(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[_Forecast]:
     """Returns forecasts of every judged token by cross-validation: the prompts are in four folds,
     and each fold is forecast by a fit on the other three."""
     fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
-    forecasts: list[tuple[float, bool]] = []
+    forecasts: list[_Forecast] = []
     for fold in range(_FOLDS):
         seen = _judged([one for one in answers if fold_of[one.asked.prompt] != fold])
-        unseen = _judged([one for one in answers if fold_of[one.asked.prompt] == fold])
-        if seen:
-            calibrator = fit_calibrator(seen)
-            forecasts += [(calibrator.probability(e), accepted) for e, accepted in unseen]
+        if not seen:
+            continue
+        calibrator = fit_calibrator(seen)
+        forecasts += [
+            _Forecast(
+                temperature=one.asked.temperature,
+                workload=one.asked.prompt.workload,
+                before=evidence.top1_prob,
+                after=calibrator.probability(evidence),
+                accepted=accepted,
+            )
+            for one in answers
+            if fold_of[one.asked.prompt] == fold
+            for evidence, accepted in _judged([one])
+        ]
     return forecasts
+
+
+def _parts(
+    forecasts: Sequence[_Forecast], *, of: Callable[[_Forecast], str]
+) -> dict[str, PartReliability]:
+    named: dict[str, list[_Forecast]] = {}
+    for one in forecasts:
+        named.setdefault(of(one), []).append(one)
+    return {
+        name: PartReliability(
+            num_judged=len(some),
+            acceptance=sum(one.accepted for one in some) / len(some),
+            before=_reliability([(one.before, one.accepted) for one in some]),
+            after=_reliability([(one.after, one.accepted) for one in some]),
+        )
+        for name, some in sorted(named.items())
+    }
 
 
 def _judged(answers: Sequence[Answer]) -> list[tuple[Evidence, bool]]:

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -58,13 +59,16 @@ class CollectOptions:
     top_k: Annotated[int, "logits kept per token"] = 32
     chunk_size: Annotated[int, "sequences in a shard"] = 32
     dtype: Annotated[DType, "type in which the target is computed"] = "bfloat16"
+    max_gb: Annotated[
+        float | None, "maximum size of the features in GB; a fair sample of the texts is collected"
+    ] = None
     seed: int = 0
     workers: Annotated[int | None, "processes (one per GPU, or per CPU)"] = None
     threads: Annotated[int, "CPU threads per process"] = 1
 
     def __post_init__(self) -> None:
         require_positive(self, "limit", "held_out", "passes", "max_tokens", "max_length", "top_k")
-        require_positive(self, "chunk_size", "workers", "threads")
+        require_positive(self, "chunk_size", "workers", "threads", "max_gb")
         require_temperatures(self.temperatures)
 
     def prompt_choice(self) -> PromptChoice:
@@ -97,7 +101,8 @@ class CollectRequest:
                     f"exit layer {exit_layer}: expected 1 to {spec.num_layers - 1}, since the "
                     f"target has {spec.num_layers} layers"
                 )
-        max_length = min(options.max_length, spec.max_position_embeddings)
+        # One position is left for the token after a text, which every request generates.
+        max_length = min(options.max_length, spec.max_position_embeddings - 1)
         if not 0 < options.max_tokens < max_length:
             raise ConfigError(
                 f"{options.max_tokens} tokens of an answer (max_tokens) leave no room for a prompt "
@@ -153,6 +158,8 @@ def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]
         num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
     texts = [] if options.text is None else read_texts(options.model, options.text)
     chunks = plan(prompts, texts, options, recipe)
+    if options.max_gb is not None:
+        chunks = within(chunks, recipe, max_bytes=options.max_gb * 1e9)
     if num_skipped:
         say(f"collect: {num_skipped} prompts of {options.prompts} are too long and skipped")
     return chunks
@@ -200,6 +207,19 @@ def plan(
         Chunk(index=index, sources=tuple(sources[first : first + size]))
         for index, first in enumerate(range(0, len(sources), size))
     ]
+
+
+def within(chunks: Sequence[Chunk], recipe: Recipe, *, max_bytes: float) -> list[Chunk]:
+    """Returns the first chunks, of which the shards surely fit. Raises ConfigError if none does."""
+    sizes = accumulate(recipe.most_bytes(chunk) for chunk in chunks)
+    fitting = [chunk for chunk, size in zip(chunks, sizes, strict=True) if size <= max_bytes]
+    if not fitting:
+        raise ConfigError(
+            f"max_gb of {max_bytes / 1e9:g}: expected at least "
+            f"{recipe.most_bytes(chunks[0]) / 1e9:.3g}, the size of one shard; raise it, or lower "
+            "chunk_size"
+        )
+    return fitting
 
 
 def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:

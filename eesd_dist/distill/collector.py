@@ -1,17 +1,14 @@
 """Makes one shard of features from one chunk of prompts and texts.
 
-The target answers the prompts (`Writer`), then computes each whole sequence once more
-(`FrozenTarget`), and its features at every token are kept. The shard has a stamp over the recipe
-and its chunk. `collect` decides the chunks, and an `Executor` distributes them over processes.
+The target (`RowSource`) answers the prompts and reads the texts, and its features at every token
+are kept. The shard has a stamp over the recipe and its chunk. `collect` decides the chunks, and an
+`Executor` distributes them over processes.
 """
-
-# Shapes: T tokens of a sequence.
 
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,17 +18,16 @@ import torch
 from pydantic import TypeAdapter
 
 from eesd_dist.config import DType, ModelConfig, SpeculationConfig
-from eesd_dist.distill.features import FeatureSequence, ShardEntry, write_shard
-from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.writer import EngineWriter, Writer, engine_config
+from eesd_dist.distill.features import FeatureSequence, ShardEntry, row_bytes, write_shard
+from eesd_dist.distill.rows import PLAIN, EngineRows, RowSource, TextRows, reading
+from eesd_dist.distill.writer import engine_config
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.head_config import VerifierIdentity
-from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, TokenId
 
-_VIEW_TOKENS = 2048
-"""Approximate number of tokens per forward pass of the frozen target."""
+_HEADER_BYTES = 2048
+"""Header of a shard, and its sequences' lengths and classes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +58,11 @@ class Recipe:
     """Type in which the target is computed."""
     seed: int
 
+    def most_bytes(self, chunk: "Chunk") -> int:
+        """Returns the maximum size of a chunk's shard."""
+        size = row_bytes(self.verifier.hidden_size, num_exits=len(self.exits), top_k=self.top_k)
+        return size * chunk.most_rows(self) + _HEADER_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -69,6 +70,14 @@ class Chunk:
 
     index: int
     sources: tuple[Source, ...]
+
+    def most_rows(self, recipe: Recipe) -> int:
+        """Returns the rows of its shard if every answer is as long as it may be. The last token of
+        an answer has no row."""
+        return sum(
+            len(source.tokens) + (recipe.max_tokens - 1 if source.is_prompt else 0)
+            for source in self.sources
+        )
 
     def stamp(self, recipe: Recipe) -> str:
         # Only the hash: the verifier's name is the path of its folder.
@@ -99,11 +108,11 @@ class ShardJob:
     threads: int
     """CPU threads of one worker."""
     workers: int | None
-    """Number of processes; None: one per GPU, or per `threads` CPUs."""
+    """Number of processes; None: one per GPU of the cluster, or per `threads` CPUs."""
     allowed_s: float
 
-    def num_workers(self, num_chunks: int) -> int:
-        natural = torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // self.threads)
+    def num_workers(self, num_chunks: int, *, num_gpus: int) -> int:
+        natural = num_gpus or max(1, len(os.sched_getaffinity(0)) // self.threads)
         return max(1, min(self.workers or natural, num_chunks))
 
 
@@ -139,7 +148,7 @@ class ShardWorker:
 
 
 def collector_of(job: ShardJob) -> "Collector":
-    """Builds the engine that generates and the frozen target, in this process."""
+    """Builds the target in this process."""
     torch.set_num_threads(job.threads)
     config = engine_config(
         ModelConfig(path=job.model, dtype=job.recipe.dtype, numerics="fast"),
@@ -148,63 +157,33 @@ def collector_of(job: ShardJob) -> "Collector":
         max_length=job.recipe.max_length,
         threads=job.threads,
     )
-    target = FrozenTarget(
-        job.model,
-        ModelSpec.from_folder(job.model),
-        job.recipe.exits,
-        dtype=job.recipe.dtype,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-    )
-    writer = EngineWriter(build_local_engine(config, book=BeliefBook()))
-    return Collector(writer=writer, target=target, recipe=job.recipe)
+    source = EngineRows(build_local_engine(config, book=BeliefBook()))
+    return Collector(source=source, recipe=job.recipe)
 
 
 class Collector:
-    """Turns chunks into shards; one per worker, since it has the target in memory."""
+    """Turns chunks into shards."""
 
-    def __init__(self, *, writer: Writer, target: FrozenTarget, recipe: Recipe) -> None:
-        self._writer = writer
-        self._target = target
+    def __init__(self, *, source: RowSource, recipe: Recipe) -> None:
+        self._source = source
         self._recipe = recipe
+        self._spec = FeatureSpec(exits=recipe.exits, top_k=recipe.top_k)
 
     def collect(self, folder: Path, chunk: Chunk) -> ShardEntry:
-        answers = self._answers(chunk)
-        sequences = [
-            [*source.tokens, *answers.get(number, ())][: self._recipe.max_length]
-            for number, source in enumerate(chunk.sources)
+        requests = [self._request(chunk, number) for number in range(len(chunk.sources))]
+        made = [
+            _sequence(source, text)
+            for source, text in zip(chunk.sources, self._source.rows_of(requests), strict=True)
         ]
-        features: list[FeatureSequence | None] = [None] * len(sequences)
-        for numbers in _alike(sequences):
-            views = self._target.view(
-                [sequences[number] for number in numbers], top_k=self._recipe.top_k
-            )
-            for number, view in zip(numbers, views, strict=True):
-                source = chunk.sources[number]
-                features[number] = FeatureSequence(
-                    tokens_T=torch.tensor(sequences[number]),
-                    num_prompt=len(source.tokens) if source.is_prompt else 0,
-                    workload=source.workload,
-                    temperature=source.temperature,
-                    hidden={at: x_TD.bfloat16() for at, x_TD in view.hidden.items()},
-                    top_ids_TK=view.top_ids_TK,
-                    top_logits_TK=view.top_logits_TK,
-                    lse_T=view.lse_T,
-                )
-        made = [sequence for sequence in features if sequence is not None]
-        assert len(made) == len(sequences), "every sequence is in exactly one batch"
         return write_shard(folder, chunk.index, made, stamp=chunk.stamp(self._recipe))
-
-    def _answers(self, chunk: Chunk) -> dict[int, Sequence[TokenId]]:
-        """Returns answers by the source's number in its chunk."""
-        numbers = [number for number, source in enumerate(chunk.sources) if source.is_prompt]
-        requests = [self._request(chunk, number) for number in numbers]
-        written = self._writer.write(requests) if requests else []
-        return {number: w.tokens for number, w in zip(numbers, written, strict=True)}
 
     def _request(self, chunk: Chunk, number: int) -> Request:
         source = chunk.sources[number]
+        name = f"collect-{chunk.index}-{number}"
+        if not source.is_prompt:
+            return reading(source.tokens, name=name, spec=self._spec)
         return Request(
-            request_id=RequestId(f"collect-{chunk.index}-{number}"),
+            request_id=RequestId(name),
             prompt=tuple(TokenId(token) for token in source.tokens),
             sampling=SamplingParams(
                 temperature=source.temperature,
@@ -212,18 +191,21 @@ class Collector:
                 max_tokens=self._recipe.max_tokens,
                 stop_token_ids=self._recipe.stop_token_ids,
             ),
-            speculation=SpeculationParams(mode="off"),
+            speculation=PLAIN,
             workload=source.workload,
+            features=self._spec,
         )
 
 
-def _alike(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yields numbers of sequences of similar length, about `_VIEW_TOKENS` padded tokens each."""
-    batch: list[int] = []
-    for number in sorted(range(len(sequences)), key=lambda n: (len(sequences[n]), n)):
-        if batch and (len(batch) + 1) * len(sequences[number]) > _VIEW_TOKENS:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
+def _sequence(source: Source, text: TextRows) -> FeatureSequence:
+    """Returns the rows of a text, with the token of each."""
+    return FeatureSequence(
+        tokens_T=torch.tensor(text.tokens[: text.num_rows]),
+        num_prompt=len(source.tokens) if source.is_prompt else 0,
+        workload=source.workload,
+        temperature=source.temperature,
+        hidden=text.hidden,
+        top_ids_TK=text.top_ids_TK,
+        top_logits_TK=text.top_logits_TK,
+        lse_T=text.lse_T,
+    )

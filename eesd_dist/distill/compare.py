@@ -1,9 +1,8 @@
 """Estimates how often the target would accept a head's guesses, and compares two heads.
 
-`judge` uses stored features, which have the target's best logits; `overlap_of` runs the target and
-uses all logits. 1 - TV is the probability that rejection sampling accepts a guess (Leviathan et al.
-2023, arXiv 2211.17192); with coupled sampling acceptance is between (1 - TV) / (1 + TV) and 1 - TV
-(Daliri et al., arXiv 2408.07978).
+Uses features, which have the target's best logits, and no target. 1 - TV is the probability that
+rejection sampling accepts a guess (Leviathan et al. 2023, arXiv 2211.17192); with coupled sampling
+acceptance is between (1 - TV) / (1 + TV) and 1 - TV (Daliri et al., arXiv 2408.07978).
 
 A sequence is judged by its sampling: in greedy text a guess is accepted if head and target have the
 same best token; in sampled text with probability 1 - TV of the two distributions (rejection
@@ -12,9 +11,10 @@ the same for both heads). Only positions of tokens that the target generated are
 depend on training or the engine.
 """
 
-# Shapes: T positions, D hidden size, V draft vocabulary, W target vocabulary, S sequences,
-# R resamples.
+# Shapes: T positions of a sequence, G of them that the target wrote, N positions, D hidden size,
+# K best tokens, V draft vocabulary, S sequences, R resamples.
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets
+from eesd_dist.distill.rows import TextRows
+from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead
 
@@ -144,52 +144,63 @@ def _judged(
 
 
 @torch.no_grad()
-def overlap_of(
-    head: TrainableExitHead,
-    target: FrozenTarget,
-    tokens: Sequence[int],
+def judge_text(
+    guess_GV: Tensor,
+    text: TextRows,
     *,
     num_prompt: int,
     temperature: float,
-    embed: Embed | None = None,
+    vocabulary: DraftVocabulary,
 ) -> Judged:
-    """Judges one head on one text that the target generated, with 1 - TV at the text's temperature.
-
-    `embed`: needed if the head reads embeddings.
-    """
-    tokens_1T = torch.tensor([list(tokens)])
-    hidden, logits_1TW = target.forward(tokens_1T, [head.exit_layer])
-    embedding_1TD = embed(tokens_1T) if embed is not None and head.reads_embedding else None
-    guess_1TV = head.training_forward(hidden[head.exit_layer], embedding_1TD)
-    # From the prompt's last token, after which the target generated, to the second to last token.
-    written = slice(max(num_prompt - 1, 0), len(tokens) - 1)
-    guess_TV, logits_TW = guess_1TV[0, written], logits_1TW[0, written]
-    agreed = float(agrees(guess_TV, logits_TW, vocab_ids=head.vocab_ids).sum())
+    """Judges a head's logits at every token that the target wrote, at the text's temperature."""
+    written = slice(num_prompt - 1, len(text.tokens) - 1)
+    kept = KeptTargets(
+        ids_NK=text.top_ids_TK[written].long(),
+        logits_NK=text.top_logits_TK[written],
+        lse_N=text.lse_T[written],
+    )
+    agreed = float(Comparison(guess_GV, kept, vocabulary).agrees().sum())
     is_greedy = temperature == 0.0
     overlap = agreed
     if not is_greedy:
-        overlap_T = one_minus_tv(
-            guess_TV, logits_TW, vocab_ids=head.vocab_ids, temperature=temperature
-        )
-        overlap = float(overlap_T.sum())
+        overlap = float(one_minus_tv(guess_GV, kept, vocabulary, temperature=temperature).sum())
     return Judged(
-        num_positions=guess_TV.shape[0], agreed=agreed, overlap=overlap, is_greedy=is_greedy
+        num_positions=guess_GV.shape[0], agreed=agreed, overlap=overlap, is_greedy=is_greedy
     )
 
 
 def one_minus_tv(
-    guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None, temperature: float
+    guess_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary, *, temperature: float
 ) -> Tensor:
-    """Returns [T], the overlap of the two distributions; tokens that the head lacks count as 0."""
-    p_TW = torch.softmax(target_TW.float() / temperature, dim=-1)
-    q_TV = torch.softmax(guess_TV.float() / temperature, dim=-1)
-    p_TV = p_TW if vocab_ids is None else p_TW[:, vocab_ids]
-    return torch.minimum(p_TV, q_TV).sum(dim=-1)
+    """Returns [N], the overlap of both distributions at a temperature; tokens that the head lacks
+    count as 0. Exact where all of the target's logits are kept, and a lower bound otherwise: the
+    tail adds nothing, and what it takes of the target's mass is bounded from above."""
+    index_NK, shared_NK = vocabulary.find(kept.ids_NK)
+    q_NK = (guess_NV.float() / temperature).softmax(dim=-1).gather(-1, index_NK)
+    logits_NK = kept.logits_NK.float()
+    num_tail = vocabulary.vocab_size - logits_NK.shape[-1]
+    log_mass_N1 = (logits_NK / temperature).logsumexp(dim=-1, keepdim=True)
+    if num_tail:
+        log_tail_N1 = _log_tail_bound(logits_NK, kept.lse_N, temperature, num_tail=num_tail)
+        log_mass_N1 = torch.logaddexp(log_mass_N1, log_tail_N1)
+    p_NK = (logits_NK / temperature - log_mass_N1).exp()
+    return torch.minimum(p_NK, q_NK).masked_fill(~shared_NK, 0.0).sum(dim=-1)
 
 
-def agrees(guess_TV: Tensor, target_TW: Tensor, *, vocab_ids: Tensor | None) -> Tensor:
-    """Returns [T], whether both have the same best token: acceptance at temperature 0."""
-    best_T = guess_TV.argmax(dim=-1)
-    if vocab_ids is not None:
-        best_T = vocab_ids[best_T]
-    return best_T == target_TW.argmax(dim=-1)
+def _log_tail_bound(
+    logits_NK: Tensor, lse_N: Tensor, temperature: float, *, num_tail: int
+) -> Tensor:
+    """Returns [N, 1], an upper bound of the log of the tail's sum of exp(logit / temperature).
+
+    The tail's sum S at temperature 1 is known. None of its logits is above the least kept one, m:
+    for T <= 1 each exp(l / T) is at most exp(l) exp(m (1 / T - 1)). For T > 1, by Jensen's
+    inequality, the sum is at most n (S / n)^(1 / T) for n tokens.
+    """
+    lse_N1 = lse_N.float().unsqueeze(-1)
+    share_N1 = 1.0 - (logits_NK - lse_N1).exp().sum(dim=-1, keepdim=True)
+    log_sum_N1 = lse_N1 + share_N1.clamp(min=LEAST_TAIL).log()
+    if temperature <= 1.0:
+        least_N1 = logits_NK.min(dim=-1, keepdim=True).values
+        return log_sum_N1 + least_N1 * (1.0 / temperature - 1.0)
+    log_count = math.log(num_tail)
+    return log_count + (log_sum_N1 - log_count) / temperature

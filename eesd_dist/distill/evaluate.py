@@ -7,27 +7,22 @@ model; and the measured one, the default controller against plain decoding on th
 alternating by prompt. Texts that differ from plain decoding are counted. The figures and their
 settings go to evaluation.json.
 
-Speed is wall time, so that other processes on the machine affect it.
+Speed is wall time, so that other processes on the machine affect it. Where the target runs in a
+service there is none: that service drafts with another head, or with none.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
-
-import torch
-from tqdm import tqdm
 
 from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Machine, answer, longest
-from eesd_dist.distill.compare import Judged, overlap_of
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json
-from eesd_dist.distill.target import FrozenTarget, target_embedding
-from eesd_dist.distill.timing import Speed, Timing, speed_of, time_head
+from eesd_dist.distill.timing import Speed, TimedHead, time_head
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
@@ -35,6 +30,7 @@ from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome
 
 EVALUATION_FILE = "evaluation.json"
+_NOT_TIMED = "speed: not measured, since the target runs in a service; serve it with this head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +87,8 @@ class AtTemperature:
     by_class: dict[str, Acceptance]
     likeness: Likeness
     likeness_by_class: dict[str, Likeness]
-    prediction: Prediction
-    speed: Speed
+    prediction: Prediction | None
+    speed: Speed | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +98,9 @@ class Evaluation:
     num_parameters: int
     """Parameters of the head, without a shared LM head."""
     temperatures: tuple[AtTemperature, ...]
-    speed: Speed
-    """Speed over all temperatures."""
-    cost_model: CostModel
+    speed: Speed | None
+    """Speed over all temperatures; None where it was not measured, as the next field."""
+    cost_model: CostModel | None
 
 
 def evaluate(
@@ -129,8 +125,7 @@ def evaluate(
         seed=seed,
         title="acceptance",
     )
-    compared = list(_compared(machine, spec, head, answers))
-    timings, cost = time_head(
+    timed = time_head(
         executor,
         machine,
         prompts[: options.timed_prompts],
@@ -144,15 +139,14 @@ def evaluate(
         head_kind=head.config.kind,
         num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
         temperatures=tuple(
-            _at(temperature, compared, timings, cost=cost, seed=seed)
-            for temperature in options.temperatures
+            _at(temperature, answers, timed, seed=seed) for temperature in options.temperatures
         ),
-        speed=speed_of(timings, cost=cost, seed=seed),
-        cost_model=cost,
+        speed=None if timed is None else timed.speed(seed=seed),
+        cost_model=None if timed is None else timed.cost,
     )
     content = {
         **asdict(evaluation),
-        "cost_model": cost.to_json(),
+        "cost_model": None if timed is None else timed.cost.to_json(),
         "settings": {
             "prompts": len(prompts),
             "max_tokens": options.max_tokens,
@@ -187,78 +181,46 @@ def _drafted(answers: Sequence[Answer]) -> list[Outcome]:
     return [outcome for one in answers for outcome in one.outcomes if outcome.num_drafted]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compared:
-    """One text, and the similarity of the head's and the target's distributions over it."""
-
-    answer: Answer
-    judged: Judged
-
-
-def _compared(
-    machine: Machine, spec: ModelSpec, head: TrainableExitHead, answers: Sequence[Answer]
-) -> Iterator[_Compared]:
-    """Yields comparisons of all logits over the text generated at each temperature."""
-    torch.set_num_threads(machine.threads)
-    target = FrozenTarget(machine.model, spec, [head.exit_layer], dtype=machine.dtype)
-    embed = target_embedding(machine.model, spec) if head.reads_embedding else None
-    for one in tqdm(answers, desc="likeness", unit="text", file=sys.stderr, disable=None):
-        prompt = one.asked.prompt.tokens
-        judged = overlap_of(
-            head,
-            target,
-            [*prompt, *one.tokens],
-            num_prompt=len(prompt),
-            temperature=one.asked.temperature,
-            embed=embed,
-        )
-        yield _Compared(answer=one, judged=judged)
-
-
-def _likeness_of(compared: Sequence[_Compared]) -> Likeness:
-    positions = max(sum(one.judged.num_positions for one in compared), 1)
+def _likeness_of(answers: Sequence[Answer]) -> Likeness:
+    positions = max(sum(one.judged.num_positions for one in answers), 1)
     return Likeness(
         num_positions=positions,
-        agreement=sum(one.judged.agreed for one in compared) / positions,
-        one_minus_tv=sum(one.judged.accepted for one in compared) / positions,
+        agreement=sum(one.judged.agreed for one in answers) / positions,
+        one_minus_tv=sum(one.judged.accepted for one in answers) / positions,
     )
 
 
 def _at(
-    temperature: float,
-    compared: Sequence[_Compared],
-    timings: Sequence[Timing],
-    *,
-    cost: CostModel,
-    seed: int,
+    temperature: float, answers: Sequence[Answer], timed: TimedHead | None, *, seed: int
 ) -> AtTemperature:
-    here = [one for one in compared if one.answer.asked.temperature == temperature]
-    answers = [one.answer for one in here]
+    here = [one for one in answers if one.asked.temperature == temperature]
     by_class = {
-        name: [one for one in here if one.answer.asked.prompt.workload == name]
-        for name in sorted({one.asked.prompt.workload for one in answers})
+        name: [one for one in here if one.asked.prompt.workload == name]
+        for name in sorted({one.asked.prompt.workload for one in here})
     }
-    seen = hindsight(_drafted(answers), cost=cost, max_length=MAX_DRAFT_TOKENS)
-    timed = [timing for timing in timings if timing.temperature == temperature]
     return AtTemperature(
         temperature=temperature,
-        acceptance=acceptance_of(answers),
-        by_class={
-            name: acceptance_of([one.answer for one in some]) for name, some in by_class.items()
-        },
+        acceptance=acceptance_of(here),
+        by_class={name: acceptance_of(some) for name, some in by_class.items()},
         likeness=_likeness_of(here),
         likeness_by_class={name: _likeness_of(some) for name, some in by_class.items()},
-        prediction=Prediction(
-            best_fixed_length=seen.best_fixed_length,
-            best_fixed=seen.best_fixed_rate / seen.plain_rate,
-            oracle=seen.oracle_rate / seen.plain_rate,
-        ),
-        speed=speed_of(timed, cost=cost, seed=seed),
+        prediction=None if timed is None else _prediction(here, timed.cost),
+        speed=None if timed is None else timed.at(temperature).speed(seed=seed),
+    )
+
+
+def _prediction(answers: Sequence[Answer], cost: CostModel) -> Prediction:
+    seen = hindsight(_drafted(answers), cost=cost, max_length=MAX_DRAFT_TOKENS)
+    return Prediction(
+        best_fixed_length=seen.best_fixed_length,
+        best_fixed=seen.best_fixed_rate / seen.plain_rate,
+        oracle=seen.oracle_rate / seen.plain_rate,
     )
 
 
 def table(evaluation: Evaluation) -> str:
-    """Returns a table: a line per temperature and class, acceptance by position, and the speed."""
+    """Returns a table: a line per temperature and class, acceptance by position, and the speed if
+    it was measured."""
     lines = [
         f"exit layer {evaluation.exit_layer}, {evaluation.head_kind} head, "
         f"{evaluation.num_parameters:,} parameters",
@@ -277,12 +239,16 @@ def table(evaluation: Evaluation) -> str:
                 f"{likeness.agreement:>8.3f}{likeness.one_minus_tv:>8.3f}{acceptance.tokens_per_round:>10.2f}"
                 f"   {positions}"
             )
+    if evaluation.speed is None:
+        return "\n".join([*lines, "", _NOT_TIMED])
     lines += [
         "",
         f"{'T':>4} {'plain tok/s':>12}{'tok/s':>8}{'measured':>10}{'95% interval':>17}"
         f"{'predicted':>11}{'best fixed':>12}{'oracle':>8}{'unlike plain':>14}",
     ]
     for at in evaluation.temperatures:
+        assert at.speed is not None, "measured at every temperature"
+        assert at.prediction is not None
         fixed = f"{at.prediction.best_fixed:.2f}x @{at.prediction.best_fixed_length}"
         lines.append(
             f"{at.temperature:>4.1f} {_speed_cells(at.speed)}{fixed:>12}"

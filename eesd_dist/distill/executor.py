@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
+from eesd_dist.distill.rows import EngineRows, RowSource
 from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
@@ -32,8 +32,12 @@ class Executor(Protocol):
     def train(self, request: TrainRequest) -> None:
         """Trains to the end, from the last checkpoint if there is one."""
 
-    def writer(self, config: EngineConfig, *, cost: CostModel | None = None) -> Writer:
-        """Builds a target that answers requests; without `cost`, it is measured."""
+    def rows(self, config: EngineConfig) -> RowSource:
+        """Returns the target that writes and reads texts, in this process with this config."""
+
+    def writer(self, config: EngineConfig) -> Writer | None:
+        """Builds a target with a head, for timing; None where the target runs in a service, which
+        drafts with another head or none."""
 
 
 class LocalExecutor:
@@ -56,5 +60,8 @@ class LocalExecutor:
         finally:
             torch.set_num_threads(before)
 
-    def writer(self, config: EngineConfig, *, cost: CostModel | None = None) -> EngineWriter:
-        return EngineWriter(build_local_engine(config, book=BeliefBook(), cost=cost))
+    def rows(self, config: EngineConfig) -> EngineRows:
+        return EngineRows(build_local_engine(config, book=BeliefBook()))
+
+    def writer(self, config: EngineConfig) -> EngineWriter:
+        return EngineWriter(build_local_engine(config, book=BeliefBook()))

@@ -260,6 +260,11 @@ class FeatureStore:
                 yield tuple(tokens_T[:num_prompt].tolist())
 
 
+def row_bytes(hidden_size: int, *, num_exits: int, top_k: int) -> int:
+    """Returns the bytes of one row on disk: hidden states, best tokens, token, log-sum-exp."""
+    return 2 * num_exits * hidden_size + 6 * top_k + 8
+
+
 def shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 

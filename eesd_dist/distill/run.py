@@ -25,6 +25,7 @@ from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, p
 from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluate
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import only_one, require_same, write_json
+from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import ConfigError
@@ -134,8 +135,10 @@ class RunRequest:
         )
 
     def head_request(self) -> HeadRequest:
+        return self.head_request_of(self.collect.prompt_choice().read(self.collect.model))
+
+    def head_request_of(self, parts: PromptParts) -> HeadRequest:
         asked = self.collect
-        parts = asked.prompt_choice().read(asked.model)
         return HeadRequest(
             training=self.training,
             machine=Machine(
@@ -177,6 +180,7 @@ class RunRequest:
             "max_length": recipe.max_length,
             "top_k": recipe.top_k,
             "chunk_size": asked.chunk_size,
+            "max_gb": asked.max_gb,
             "dtype": asked.dtype,
             "training": training,
         }

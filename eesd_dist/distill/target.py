@@ -124,10 +124,14 @@ class FrozenTarget:
 
 
 def target_embedding(
-    path: Path, spec: ModelSpec, *, device: torch.device | None = None
+    path: Path,
+    spec: ModelSpec,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[Tensor], Tensor]:
-    """Returns a function from token ids to the target's embeddings in float32; loads only those."""
+    """Returns a function from token ids to the target's embeddings; loads only those."""
     with Checkpoint(path) as checkpoint:
-        embedding_VD = read_embedding(checkpoint, spec, dtype=torch.float32)
+        embedding_VD = read_embedding(checkpoint, spec, dtype=dtype)
     embedding_VD = embedding_VD.to(device or torch.device("cpu"))
     return lambda tokens: functional.embedding(tokens, embedding_VD)

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
@@ -58,6 +58,21 @@ class Timing:
     outcomes: tuple[Outcome, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedHead:
+    """Times of several texts, and the measured cost model of the engine that wrote them."""
+
+    timings: tuple[Timing, ...]
+    cost: CostModel
+
+    def at(self, temperature: float) -> "TimedHead":
+        here = (timing for timing in self.timings if timing.temperature == temperature)
+        return replace(self, timings=tuple(here))
+
+    def speed(self, *, seed: int) -> Speed:
+        return speed_of(self.timings, cost=self.cost, seed=seed)
+
+
 def time_head(
     executor: Executor,
     machine: Machine,
@@ -67,12 +82,14 @@ def time_head(
     max_tokens: int,
     max_length: int,
     seed: int,
-) -> tuple[list[Timing], CostModel]:
+) -> TimedHead | None:
     """Times one request after the other. The order of speculation on and off alternates, so that a
-    slower machine affects both. Also returns the writer's measured cost model."""
+    slower machine affects both. Returns None where the executor has no engine with this head."""
     stop_token_ids = ModelSpec.from_folder(machine.model).eos_token_ids
     speculation = SpeculationConfig(max_draft_tokens=MAX_DRAFT_TOKENS)
     writer = executor.writer(machine.engine(speculation, batch=1, max_length=max_length))
+    if writer is None:
+        return None
     if writer.cost is None:
         raise ConfigError(f"{machine.head}: the engine drafts nothing with this head")
 
@@ -110,7 +127,7 @@ def time_head(
                 outcomes=tuple(drafted.outcomes),
             )
         )
-    return timings, writer.cost
+    return TimedHead(timings=tuple(timings), cost=writer.cost)
 
 
 def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:

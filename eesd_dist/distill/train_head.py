@@ -7,10 +7,12 @@ command continues.
 
 from pathlib import Path
 
+import torch
+
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.folders import only_one
 from eesd_dist.distill.train.learner import load_deepspeed
-from eesd_dist.distill.train.request import TrainInputs, TrainRequest, first_head
+from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of, first_head
 from eesd_dist.distill.train.run_folder import RunFolder, require_free
 
 
@@ -26,7 +28,9 @@ def train(request: TrainRequest, *, executor: Executor) -> Path:
 def _require_fit(request: TrainRequest) -> None:
     """Raises ConfigError for errors that can be detected without training; afterwards `request.out`
     is the head of this job, or absent."""
-    inputs = TrainInputs.of(request)
+    # With several workers the cluster's resources decide, and this machine may have no GPU.
+    here = device_of(request.options) if request.workers == 1 else torch.device("cpu")
+    inputs = TrainInputs.of(request, device=here)
     job = inputs.job(request)
     RunFolder(request.run_folder).require_own(job)
     if request.start is not None:

@@ -22,6 +22,7 @@ from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
+from eesd_dist.engine.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
@@ -44,6 +45,8 @@ class StepResult:
     emissions: tuple[Emission, ...] = ()
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
+    features: tuple[TextFeatures, ...] = ()
+    """Of the texts that have ended in this turn, where they were asked for."""
 
     @property
     def finished(self) -> tuple[RequestId, ...]:
@@ -80,12 +83,14 @@ class EngineCore:
         self._overlap_policy = overlap_policy
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._recorder = None if recorder is None else RecorderTap(recorder)
+        self._features = FeatureTap(_feature_limits(draft))
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
         self._requests = EngineRequests(
             scheduler=scheduler,
             policy=self._policy,
             draft=draft,
             recorder=self._recorder,
+            features=self._features,
             book=book,
             speculation=speculation,
         )
@@ -98,6 +103,7 @@ class EngineCore:
             by_rejection=speculation.acceptance == "rejection",
             round_ids=round_ids,
             recorder=self._recorder,
+            features=self._features,
         )
         self.kv_sharing = KvSharing(
             scheduler=scheduler,
@@ -274,9 +280,15 @@ class EngineCore:
                     num_drafted=sum(outcome.num_drafted for outcome in outcomes),
                     num_requests=len(accepted),
                 )
+            features = self._features.finished(emissions, waiting.drafted.runs)
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
-        return StepResult(emissions=tuple(emissions), rounds=(stats,), outcomes=tuple(outcomes))
+        return StepResult(
+            emissions=tuple(emissions),
+            rounds=(stats,),
+            outcomes=tuple(outcomes),
+            features=tuple(features),
+        )
 
     def _settle(self, waiting: RoundInFlight, reply: VerifyReply) -> list[Accepted]:
         """Rolls every draft back to its accepted tokens, here and in the verify stage."""
@@ -292,6 +304,18 @@ class EngineCore:
                 self._draft.settle(run, path=(), next_token=-1)
         if self._recorder is not None:
             self._recorder.stage(accepted, reply)
+        self._features.take(waiting.drafted.runs, waiting.header, reply)
         self._draft.move(moves)
         self._headers.settle(reply.round_id, moves)
         return accepted
+
+
+def _feature_limits(draft: DraftStage) -> FeatureLimits:
+    span = draft.span
+    return FeatureLimits(
+        split=span.last,
+        num_layers=span.spec.num_layers,
+        hidden_size=span.spec.hidden_size,
+        vocab_size=span.spec.vocab_size,
+        dtype=span.compute_dtype,
+    )

@@ -25,7 +25,7 @@ from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.span import LayerRows, LlamaSpan
 from eesd_dist.sampling.evidence import evidence_of
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.row_rules import RowRule
@@ -188,14 +188,18 @@ class DraftStage:
         for run in fresh:
             item = run.item
             tokens.extend(item.live.tokens[item.start : item.start + item.num_known])
+        kept = _rows_to_keep(fresh)
         hidden_TD, input_TE = self._compute.run_layers(
             tokens,
             [RowSegment(run.item.start, run.item.num_known, run.item.pages) for run in fresh],
+            kept=kept,
         )
         at = 0
         for run in fresh:
             end = at + run.item.num_known
             run.rows_TD.append(hidden_TD[at:end])
+            if kept is not None:
+                run.kept_TD = {layer: x_TD[at:end] for layer, x_TD in kept.rows.items()}
             if run.item.live.request.speculation.mode == "auto":
                 self._note_lagging(run, input_TE[at:end])
             at = end
@@ -462,6 +466,12 @@ class DraftStage:
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Does KV moves in the pages of the layers and of the exit head."""
         self._compute.move(moves)
+
+
+def _rows_to_keep(runs: Sequence[DraftRun]) -> LayerRows | None:
+    wanted = [run.item.live.request.features for run in runs]
+    exits = {layer for spec in wanted if spec is not None for layer in spec.exits}
+    return LayerRows(exits) if exits else None
 
 
 def _offer(guess: _Guess) -> Offer:

@@ -22,7 +22,7 @@ from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.head_config import HeadIdentity
-from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.span import LayerRows, LlamaSpan
 from eesd_dist.transport.command_stream import CommandSink, CommandSource
 from eesd_dist.transport.commands import (
     Command,
@@ -46,7 +46,11 @@ class DraftCompute(Protocol):
     def group(self) -> TensorGroup: ...
 
     def run_layers(
-        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[RowSegment],
+        *,
+        kept: LayerRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the rows after layer N, and the exit head's input for them."""
         ...
@@ -104,11 +108,15 @@ class OwnShard:
         """Plan of `_segments`, the rows computed last; None before the first rows."""
 
     def run_layers(
-        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[RowSegment],
+        *,
+        kept: LayerRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens_T = torch.tensor(tokens, device=self._device)
         embedding_TD = self.span.embed(tokens_T)
-        hidden_TD = self.span.forward(embedding_TD, self._plan(segments))
+        hidden_TD = self.span.forward(embedding_TD, self._plan(segments), kept=kept)
         if self.head is None:
             return hidden_TD, hidden_TD
         return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
@@ -183,10 +191,15 @@ class LeadingShard:
         return self._own.group
 
     def run_layers(
-        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[RowSegment],
+        *,
+        kept: LayerRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._commands.announce(RunLayers(tokens=tokens, segments=segments))
-        return self._own.run_layers(tokens, segments)
+        # Every rank has all channels of a row: this one's copy is enough.
+        return self._own.run_layers(tokens, segments, kept=kept)
 
     def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         self._commands.announce(RunHead(segments=segments, input_TE=input_TE))

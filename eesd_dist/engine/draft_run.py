@@ -63,6 +63,8 @@ class DraftRun:
     state: DraftState
     rows_TD: list[Tensor] = field(default_factory=list)
     """Pieces [n, D]: the known rows, then the drafted ones."""
+    kept_TD: dict[int, Tensor] = field(default_factory=dict)
+    """Exit layer -> known rows after it, for a request that wants features of this stage."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     """The drafted token before each one; -1: the last known token."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from eesd_dist.engine.draft import DraftedRound, DraftRun
 from eesd_dist.engine.recorder import RecorderTap
+from eesd_dist.engine.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.types import RequestId
@@ -66,6 +67,7 @@ class HeaderWriter:
         by_rejection: bool,
         round_ids: RoundIds | None,
         recorder: RecorderTap | None,
+        features: FeatureTap,
     ) -> None:
         """`round_ids`: None without tracing."""
         self.epoch = epoch
@@ -74,11 +76,13 @@ class HeaderWriter:
         self._by_rejection = by_rejection
         self._round_ids = round_ids
         self._recorder = recorder
+        self._features = features
         self._round_id = 0
 
     def write(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
         self._round_id += 1
         trace_id, span_id = self._ids(plan)
+        exits, top_k = self._features.wanted_of(drafted.runs)
         return RoundHeader(
             epoch=self.epoch,
             round_id=self._round_id,
@@ -90,6 +94,8 @@ class HeaderWriter:
             span_id=span_id,
             wants_rejection=self._by_rejection,
             kv_moves=self._moves.take(self._round_id),
+            exits=exits,
+            top_k=top_k,
         )
 
     def settle(self, round_id: int, moves: Sequence[Move]) -> None:
@@ -137,6 +143,7 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
         min_tokens=p.min_tokens,
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
+        wants_features=live.request.features is not None,
         # The recorder's tokens are never returned: responses have what the request asked for.
         top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
     )

@@ -13,6 +13,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.recorder import RecorderTap
+from eesd_dist.engine.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler
@@ -43,6 +44,7 @@ class EngineRequests:
         policy: DraftPolicy,
         draft: DraftStage,
         recorder: RecorderTap | None,
+        features: FeatureTap,
         book: BeliefBook | None,
         speculation: SpeculationConfig,
     ) -> None:
@@ -52,6 +54,7 @@ class EngineRequests:
         self._policy = policy
         self._draft = draft
         self._recorder = recorder
+        self._features = features
         self._book = book
         self._speculation = speculation
         self._returning: dict[RequestId, tuple[Request, DraftPlan | None]] = {}
@@ -65,6 +68,7 @@ class EngineRequests:
         self._refuse_odd_tree(request)
         with self.lock:
             self._policy.check(request.speculation.controller)
+            self._features.check(request)
             before = self._scheduler.live(request.request_id)
             self._scheduler.add(request)
             if before is None:
@@ -153,10 +157,12 @@ class EngineRequests:
         )
         if self._recorder is not None:
             self._recorder.admit(request)
+        self._features.admit(request)
 
     def _end(self, request_id: RequestId) -> None:
         if self._recorder is not None:
             self._recorder.end(request_id)
+        self._features.end(request_id)
         self._draft.forget(request_id)
         self._policy.end(request_id)
         if self._book is not None:

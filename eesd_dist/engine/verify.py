@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.config import Numerics
+from eesd_dist.engine.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.parallel import joined_over_ranks
-from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.span import LayerRows, LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.sampling.rule import choose
@@ -72,11 +73,24 @@ class VerifyStage:
             device=self._device,
             numerics=self._numerics,
         )
+        kept = LayerRows(header.exits) if header.exits else None
         hidden_TD = self.span.forward(
-            hidden_TD.to(device=self._device, dtype=self.span.compute_dtype), rows
+            hidden_TD.to(device=self._device, dtype=self.span.compute_dtype), rows, kept=kept
         )
         reply = self._sample(header, hidden_TD, draft_probs_KV, started)
-        return reply
+        if not header.top_k:
+            return reply
+        return replace(
+            reply,
+            features=features_of(
+                header,
+                hidden_TD,
+                kept={} if kept is None else kept.rows,
+                span=self.span,
+                group=self.group,
+            ),
+            verify_s=time.perf_counter() - started,
+        )
 
     def _sample(
         self,

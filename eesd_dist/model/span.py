@@ -5,7 +5,7 @@ different bounds. A span computes the given rows over the given pages. It never 
 call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,19 @@ FINAL_NORM = "model.norm.weight"
 
 # Shapes: T rows, D hidden channels, V vocabulary (shard), B sequences, L their length, S positions,
 # P pairs of channels.
+class LayerRows:
+    """Keeps copies of a round's rows after some of the model's layers."""
+
+    def __init__(self, exits: Collection[int]) -> None:
+        self._exits = frozenset(exits)
+        self.rows: dict[int, Tensor] = {}
+        """Number of layers, from the model's first on -> [T, D]."""
+
+    def take(self, num_layers: int, hidden_TD: Tensor) -> None:
+        if num_layers in self._exits:
+            self.rows[num_layers] = hidden_TD.clone()
+
+
 class PagedLayers:
     """Layers ready to run, each with its pages; shared by spans and exit heads."""
 
@@ -75,11 +88,20 @@ class PagedLayers:
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
 
-    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        rows: RowPlan,
+        *,
+        after_layer: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """`after_layer` is called with the number of layers done and the rows after them."""
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
-        for layer, pages in zip(self._layers, self._pages, strict=True):
+        for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
             x_TD = layer.forward(x_TD, rotation_T1P, partial(pages.attend, rows))
+            if after_layer is not None:
+                after_layer(done, x_TD.narrow(0, 0, rows.num_rows))
         return x_TD.narrow(0, 0, rows.num_rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -324,9 +346,15 @@ class LlamaSpan:
             raise ConfigError(f"a span that starts at layer {self.first} has no embedding")
         return functional.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
 
-    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rows: RowPlan, *, kept: LayerRows | None = None) -> Tensor:
         """Computes the rows of one round; writes their keys and values."""
-        return self._layers.forward(hidden_TD, rows)
+        if kept is None:
+            return self._layers.forward(hidden_TD, rows)
+        return self._layers.forward(
+            hidden_TD,
+            rows,
+            after_layer=lambda done, x_TD: kept.take(self.first + done, x_TD),
+        )
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots, (from, to) each; reads all sources before it writes any target."""

@@ -423,7 +423,8 @@ class Scheduler:
 
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
         """Starts a request if its known tokens and one more page fit; returns whether it did."""
-        live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
+        if live.request.features is None:  # else every row is computed, to return its features
+            live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
         num_cached = len(live.pages) * self._pages.page_size
         missing = self._num_missing(live, ahead=0)
         # With no other running request it may take the last page.

@@ -129,6 +129,8 @@ class Segment(Record, frozen=True, kw_only=True):
     parents: Parents = ()
     """In a tree, the drafted row that each drafted row follows; -1 is the last known row. Empty for
     a chain, where every row follows the one before it."""
+    wants_features: bool = False
+    """Whether the reply has features of all its rows."""
 
     @property
     def num_known(self) -> int:
@@ -150,6 +152,10 @@ class RoundHeader(Record, frozen=True, kw_only=True):
     kv_moves: tuple[Move, ...] = ()
     """Slots to copy before this round's rows: accepted branches of earlier rounds move to
     their KV slots in the text. All slots are read before any is written."""
+    exits: tuple[Count, ...] = ()
+    """Layers of the verify stage after which features have hidden states, ascending."""
+    top_k: Count = 0
+    """Number of best tokens in the round's features."""
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +164,19 @@ class RoundHeader(Record, frozen=True, kw_only=True):
     @property
     def num_sampled(self) -> int:
         return sum(s.num_sampled for s in self.segments)
+
+
+class RowFeatures(Record, frozen=True, kw_only=True):
+    """What the target computed for the rows of all segments that want features, in their order."""
+
+    hidden: tuple[Floats, ...]
+    """[R, D] per exit of the header: hidden states after that many layers."""
+    top_ids: Ints
+    """[R, K] the target's best tokens, the best first."""
+    top_logits: Floats
+    """[R, K]"""
+    lse: Floats
+    """[R] log-sum-exp of the logits over the whole vocabulary."""
 
 
 class VerifyReply(Record, frozen=True, kw_only=True):
@@ -181,6 +200,8 @@ class VerifyReply(Record, frozen=True, kw_only=True):
     """Traffic between verify rank 0 and the other verify ranks in this round."""
     wire_bytes: int = 0
     """Size of the message it arrived in; 0 in-process."""
+    features: RowFeatures | None = None
+    """None where no segment wants any."""
 
 
 class VerifyChannel(Protocol):

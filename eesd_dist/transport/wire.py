@@ -35,6 +35,7 @@ from eesd_dist.transport.contracts import (
     Parents,
     Record,
     RoundHeader,
+    RowFeatures,
     Segment,
     Unsigned,
     VerifyReply,
@@ -44,7 +45,7 @@ from eesd_dist.trees import first_misplaced
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 5
+VERSION = 6
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10
@@ -301,8 +302,24 @@ def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
             f"found {reply.top_ids.shape} alternatives with {reply.top_logprobs.shape} "
             "log-probabilities, expected one for each, [rows, alternatives]"
         )
+    if reply.features is not None:
+        _check_features(reply.features)
     size_bytes = frame.nbytes + (0 if overflow is None else overflow.nbytes)
     return msgspec.structs.replace(reply, wire_bytes=size_bytes)
+
+
+def _check_features(found: RowFeatures) -> None:
+    _check("dimensions of lse", found=found.lse.ndim, expected=1)
+    (num_rows,) = found.lse.shape
+    if found.top_ids.ndim != 2 or found.top_ids.shape != found.top_logits.shape:
+        raise WireError(
+            f"found features with {found.top_ids.shape} tokens and {found.top_logits.shape} "
+            "logits, expected one for each, [rows, tokens]"
+        )
+    _check("rows of best tokens", found=found.top_ids.shape[0], expected=num_rows)
+    for hidden_RD in found.hidden:
+        _check("dimensions of hidden states", found=hidden_RD.ndim, expected=2)
+        _check("rows of hidden states", found=hidden_RD.shape[0], expected=num_rows)
 
 
 _T = TypeVar("_T")

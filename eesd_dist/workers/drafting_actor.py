@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
@@ -49,10 +49,14 @@ from eesd_dist.workers.process import prepare_process, tracing_of
 from eesd_dist.workers.roles import EpochLeader, StageFactory, StepLike
 from eesd_dist.workers.router_client import Plans, RouterLink
 from eesd_dist.workers.streams.admission import Admission
+from eesd_dist.workers.streams.feature_calls import FeatureCalls
 from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S, Outboxes
 from eesd_dist.workers.tenure import Tenure
 from eesd_dist.workers.watch import DraftWatch
 from eesd_dist.workers.worker_actor import WorkerActor
+
+if TYPE_CHECKING:
+    from eesd_dist.engine.text_features import TextFeatures
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
 _LOOK_S = 1.0
 _LEASE_MARGIN_S = 5.0
+_ALONE = CapacityError("a request is tested alone: try again in a moment")
 _NUM_CANCELLED = 256
 """Cancelled submissions to remember: more than can be cancelled before they arrive."""
 
@@ -98,6 +103,7 @@ class DraftActor(WorkerActor):
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Outboxes()
         self._admission = Admission()
+        self._texts = FeatureCalls()
         self._waiting: dict[RequestId, Request] = {}
         """Submitted requests that the engine has not got yet."""
         self._running: RoundLoop | None = None
@@ -220,8 +226,11 @@ class DraftActor(WorkerActor):
         for request_id in self._mail.names():
             error: EesdError = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
             if is_crash and request_id in inside:
-                error = EngineCrashed(str(trouble), was_alone=len(inside) == 1)
+                was_alone = len(inside) == 1 and not self._texts
+                error = EngineCrashed(str(trouble), was_alone=was_alone)
             self._send_on(request_id, error)
+        lost = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
+        self._take_out(self._texts.fail_all(lost))
 
     async def submit(self, request: Request, client: str) -> None:
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
@@ -242,6 +251,25 @@ class DraftActor(WorkerActor):
             self._waiting[request_id] = unfinished
             self._admission.arrive(request_id, is_suspect=request.is_suspect)
         self._admit()
+
+    async def text_features(self, request: Request) -> "TextFeatures":
+        """Generates a text as a whole, and returns it with the features of its rows.
+
+        For operators: no ingress calls it. Raises RequestError for features that cannot be, and
+        CapacityError or PeerLost where the text cannot be generated now: ask again.
+        """
+        self._refuse(request)
+        if self._admission.has_suspect:
+            raise _ALONE
+        running = self._running
+        assert running is not None, "refused otherwise"
+        running.part.add(request)
+        text = self._texts.open(request.request_id)
+        try:
+            return await text
+        finally:
+            if self._texts.close(request.request_id):  # the caller has left
+                self._take_out([request.request_id])
 
     async def num_kept(self, request_id: RequestId) -> int | None:
         """Returns how many tokens of a stream are kept for a client that resumes it; None: it is
@@ -264,6 +292,8 @@ class DraftActor(WorkerActor):
         running = self._running
         if running is None:
             return
+        if self._admission.has_suspect:
+            self._take_out(self._texts.fail_all(_ALONE))
         for request_id in self._admission.to_evict():
             again = Migrated(by="", to=None, reason="a request is tested alone")
             self._send_on(request_id, again)
@@ -450,17 +480,23 @@ class DraftActor(WorkerActor):
             return
         if self._router is not None:
             self._router.observed((), (request_id,))
-        if self._running is None:
-            self._dropped.add(request_id)
-            return
-        self._running.disturb()
-        self._running.part.drop(request_id)
+        self._take_out([request_id])
+
+    def _take_out(self, request_ids: Iterable[RequestId]) -> None:
+        """Takes requests out of the engine."""
+        for request_id in request_ids:
+            if self._running is None:
+                self._dropped.add(request_id)
+            else:
+                self._running.disturb()
+                self._running.part.drop(request_id)
 
     def _apply_plans(self, plans: Plans) -> None:
         if self._running is not None:
             self._running.part.apply_plans(plans)
 
     def _deliver(self, result: StepLike) -> None:
+        self._texts.deliver(result.features)
         late = self._mail.deliver(result.emissions)
         for emission in result.emissions:
             if emission.request_id in late:

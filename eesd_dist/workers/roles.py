@@ -24,6 +24,7 @@ from eesd_dist.workers.messages import (
 )
 
 if TYPE_CHECKING:
+    from eesd_dist.engine.text_features import TextFeatures
     from eesd_dist.telemetry.tracing import Tracing
 
 
@@ -97,6 +98,10 @@ class StepLike(Protocol):
     def outcomes(self) -> tuple[Outcome, ...]: ...
     @property
     def finished(self) -> tuple[RequestId, ...]: ...
+    @property
+    def features(self) -> "tuple[TextFeatures, ...]":
+        """Of ended texts that an operator has asked for."""
+        ...
 
 
 class LoadLike(Protocol):

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import RayError
 
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
@@ -46,10 +45,10 @@ class ChunkWorker:
         return {} if made is None else asdict(made)
 
 
-def make_shards(
-    job: ShardJob, chunks: Sequence[Chunk], *, workers: int, num_cpus: float
-) -> Iterator[MadeShard]:
+def make_shards(job: ShardJob, chunks: Sequence[Chunk], *, num_cpus: float) -> Iterator[MadeShard]:
     """Yields shards in order of completion. Raises ConfigError or EngineError."""
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    workers = job.num_workers(len(chunks), num_gpus=num_gpus)
     _be_quiet()
     rows = ray.data.from_items(
         [{"chunk": chunk.to_json()} for chunk in chunks], override_num_blocks=len(chunks)
@@ -60,7 +59,7 @@ def make_shards(
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=num_cpus,
-        num_gpus=1.0 if torch.cuda.is_available() else 0.0,
+        num_gpus=1.0 if num_gpus else 0.0,
     )
     try:
         for row in answers.iter_rows():

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated
 
 from eesd_dist.config import EngineConfig, ModelConfig
-from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob
 from eesd_dist.distill.executor import LocalExecutor
+from eesd_dist.distill.rows import RowSource
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.distill.writer import Writer
 from serve_app.config import ServiceConfig
@@ -31,13 +31,10 @@ class RayExecutor:
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
         # Ray's core reports as an error how Ray Data makes its own actors.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        workers = job.num_workers(len(chunks))
-        with self._ray(job.model, min_cpus=workers):
+        with self._ray(job.model, min_cpus=job.num_workers(len(chunks), num_gpus=0)):
             from serve_app.distill.collect_job import make_shards
 
-            yield from make_shards(
-                job, chunks, workers=workers, num_cpus=self._cpus_of_worker(job.threads)
-            )
+            yield from make_shards(job, chunks, num_cpus=self._cpus_of_worker(job.threads))
 
     def train(self, request: TrainRequest) -> None:
         if request.workers == 1:
@@ -48,8 +45,11 @@ class RayExecutor:
 
             train(request, num_cpus=self._cpus_of_worker(request.threads_of_worker))
 
-    def writer(self, config: EngineConfig, *, cost: CostModel | None = None) -> Writer:
-        return LocalExecutor().writer(config, cost=cost)
+    def rows(self, config: EngineConfig) -> RowSource:
+        return LocalExecutor().rows(config)
+
+    def writer(self, config: EngineConfig) -> Writer:
+        return LocalExecutor().writer(config)
 
     def _cpus_of_worker(self, threads: int) -> float:
         """Returns logical CPUs, few on a local Ray; in a cluster they decide a worker's node."""

@@ -9,12 +9,13 @@ from eesd_dist.command_line import Run, program_of
 from eesd_dist.distill import calibrate, collect, evaluate, refresh, run, sweep
 from eesd_dist.distill import train_head as train
 from eesd_dist.distill.answers import Machine
-from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.held_out import PromptChoice
 from eesd_dist.distill.train.request import TrainRequest
 from serve_app.config import BUNDLED_MODEL
+from serve_app.distill.estimate import Rates, described, estimate
 from serve_app.distill.executor import RayExecutor
 from serve_app.distill.promote import Promotion, promote_if_better
+from serve_app.distill.served import ServiceChoice, executor_for
 
 
 def step_program(name: str) -> Typer:
@@ -23,12 +24,21 @@ def step_program(name: str) -> Typer:
     return program_of(command, defaults={"model": BUNDLED_MODEL}, help=help_text)
 
 
-def _run(request: run.RunRequest, executor: RayExecutor) -> None:
-    run.run(request, executor=executor, say=_on_stderr)
+def _run(
+    request: run.RunRequest, executor: RayExecutor, service: ServiceChoice, rates: Rates
+) -> None:
+    if rates.dry_run:
+        sys.stdout.write(described(estimate(request, rates), request, rates) + "\n")
+        return
+    with executor_for(service, executor, model=request.collect.model) as used:
+        run.run(request, executor=used, say=_on_stderr)
 
 
-def _collect(request: collect.CollectRequest, executor: RayExecutor) -> None:
-    collect.collect(request, executor=executor, say=_on_stderr)
+def _collect(
+    request: collect.CollectRequest, executor: RayExecutor, service: ServiceChoice
+) -> None:
+    with executor_for(service, executor, model=request.options.model) as used:
+        collect.collect(request, executor=used, say=_on_stderr)
 
 
 def _train(request: TrainRequest, executor: RayExecutor) -> None:
@@ -36,28 +46,42 @@ def _train(request: TrainRequest, executor: RayExecutor) -> None:
     _on_stderr(f"train: the head is in {head}")
 
 
-def _calibrate(machine: Machine, choice: PromptChoice, options: calibrate.CalibrateOptions) -> None:
+def _calibrate(
+    machine: Machine,
+    choice: PromptChoice,
+    options: calibrate.CalibrateOptions,
+    executor: RayExecutor,
+    service: ServiceChoice,
+) -> None:
     choice.require_unseen_by(machine.head)
-    calibrate.calibrate(
-        machine,
-        choice.read(machine.model).calibrated,
-        options,
-        seed=choice.seed,
-        executor=LocalExecutor(),
-        say=_on_stderr,
-    )
+    with executor_for(service, executor, model=machine.model) as used:
+        calibrate.calibrate(
+            machine,
+            choice.read(machine.model).calibrated,
+            options,
+            seed=choice.seed,
+            executor=used,
+            say=_on_stderr,
+        )
 
 
-def _evaluate(machine: Machine, choice: PromptChoice, options: evaluate.EvaluateOptions) -> None:
+def _evaluate(
+    machine: Machine,
+    choice: PromptChoice,
+    options: evaluate.EvaluateOptions,
+    executor: RayExecutor,
+    service: ServiceChoice,
+) -> None:
     choice.require_unseen_by(machine.head)
-    evaluate.evaluate(
-        machine,
-        choice.read(machine.model).judged,
-        options,
-        seed=choice.seed,
-        executor=LocalExecutor(),
-        say=_on_stderr,
-    )
+    with executor_for(service, executor, model=machine.model) as used:
+        evaluate.evaluate(
+            machine,
+            choice.read(machine.model).judged,
+            options,
+            seed=choice.seed,
+            executor=used,
+            say=_on_stderr,
+        )
 
 
 def _sweep(

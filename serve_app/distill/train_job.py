@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
-from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.errors import ConfigError, EesdError, EngineError
 
 _MAX_FAILURES = 3
 _POLL_S = 0.5
@@ -38,7 +38,7 @@ _TIMEOUT_S = 300
 def train(request: TrainRequest, *, num_cpus: float) -> None:
     """Trains with `request.workers` processes. Raises a worker's error, or EngineError."""
     request = _with_absolute_paths(request)
-    uses_gpu = request.options.device != "cpu" and torch.cuda.is_available()
+    uses_gpu = _uses_gpus(request)
     notes = request.run_folder / "ray"
     with _bar(request), _interrupts_restored():
         _be_quiet()
@@ -64,6 +64,23 @@ def train(request: TrainRequest, *, num_cpus: float) -> None:
             raise _ours(error) from error
         finally:
             shutil.rmtree(notes, ignore_errors=True)
+
+
+def _uses_gpus(request: TrainRequest) -> bool:
+    """Returns whether each worker gets a GPU of the cluster. Raises ConfigError where the cluster
+    has too few free ones: Ray would wait for them without an end."""
+    total = int(ray.cluster_resources().get("GPU", 0))
+    wanted = request.options.device
+    if wanted == "cpu" or (wanted == "auto" and not total):
+        return False
+    free = int(ray.available_resources().get("GPU", 0))
+    if free < request.workers:
+        raise ConfigError(
+            f"{request.workers} training workers need a GPU each, and {free} of the cluster's "
+            f"{total} are free: stop the service first (the features stay), use fewer workers, or "
+            "--device cpu"
+        )
+    return True
 
 
 def _work(config: dict[str, Any]) -> None:

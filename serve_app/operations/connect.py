@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from eesd_dist.errors import ConfigError, EesdError, EngineError
+from eesd_dist.routing.directory import PipelineReport
 from eesd_dist.workers.messages import HeadReport
 from serve_app.config import RouterConfig
 from serve_app.pipeline.drain import Drained
@@ -61,7 +62,7 @@ class ServiceConnection:
             self._require_drafts_with(instead_of, new=folder)
         answers = self._ask_pipelines("load_head", folder, timeout_s=_LOAD_TIMEOUT_S)
         reports = [answer for answer in answers if isinstance(answer, HeadReport)]
-        refusals = [_ours(answer) for answer in answers if isinstance(answer, Exception)]
+        refusals = [our_error(answer) for answer in answers if isinstance(answer, Exception)]
         if refusals and reports:
             raise EngineError(
                 f"{len(reports)} of {len(answers)} pipelines took {folder}, the others did not: "
@@ -72,6 +73,17 @@ class ServiceConnection:
         if not reports:
             raise EngineError(f"no pipeline of {self.app_name!r} is running")
         return reports
+
+    def leaders(self) -> list[Any]:
+        """Returns the drafting actors that take requests now."""
+        reports = self._ask_pipelines("report", timeout_s=_ANSWER_TIMEOUT_S)
+        return [
+            report.address
+            for report in reports
+            if isinstance(report, PipelineReport)
+            and report.takes_requests
+            and report.address is not None
+        ]
 
     def drain(self, pipeline: str) -> Drained:
         """Drains a pipeline: its live streams continue in others, and it takes no more requests.
@@ -89,7 +101,7 @@ class ServiceConnection:
         answers = self._ask_pipelines(method, name, timeout_s=_DRAIN_TIMEOUT_S)
         for answer in answers:
             if isinstance(answer, Exception):
-                raise _ours(answer)
+                raise our_error(answer)
             if answer is not None:
                 return answer
         raise ConfigError(
@@ -100,7 +112,7 @@ class ServiceConnection:
     def _require_drafts_with(self, expected: Collection[str], *, new: str) -> None:
         for answer in self._ask_pipelines("control", timeout_s=_ANSWER_TIMEOUT_S):
             if isinstance(answer, Exception):
-                raise _ours(answer)
+                raise our_error(answer)
             head = answer.control.head
             if head is not None and head.sha256 not in expected:
                 raise ConfigError(
@@ -126,7 +138,7 @@ class ServiceConnection:
                 getattr(self.router, method).remote(*arguments), timeout=_ANSWER_TIMEOUT_S
             )
         except ray.exceptions.RayError as error:
-            raise _ours(error) from error
+            raise our_error(error) from error
 
 
 @contextmanager
@@ -144,7 +156,8 @@ def service_connection(
         yield ServiceConnection(router=find_router(router), app_name=app_name)
 
 
-def _ours(error: Exception) -> EesdError:
+def our_error(error: Exception) -> EesdError:
+    """Returns this project's error that another process has raised, or one that names Ray's."""
     cause = getattr(error, "cause", None)
     for candidate in (cause, error):
         if isinstance(candidate, EesdError):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 from eesd_dist.config import EngineConfig
@@ -97,6 +98,7 @@ class ToyStep:
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     finished: tuple[RequestId, ...] = ()
+    features: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

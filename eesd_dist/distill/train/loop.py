@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, in_order, read_rows
 from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
-from eesd_dist.distill.train.request import TrainInputs, TrainRequest
+from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of
 from eesd_dist.distill.train.run_folder import RunFolder
 from eesd_dist.distill.train.schedule import LearningRate, Pace
 from eesd_dist.errors import ConfigError
@@ -46,7 +46,7 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
     """
     if world_size != request.workers:
         raise ConfigError(f"{world_size} processes for a run of {request.workers} workers")
-    inputs = TrainInputs.of(request)
+    inputs = TrainInputs.of(request, device=device_of(request.options))
     folder = RunFolder(request.run_folder)
     if rank == 0:
         folder.claim(inputs.job(request))

@@ -27,7 +27,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "tv"]
 
 _NOTHING = -1e4
 """Log of probability 0; finite, so that 0 times it is 0."""
-_LEAST_TAIL = 1e-7
+LEAST_TAIL = 1e-7
 """Precision of a sum of float32 probabilities."""
 
 
@@ -157,7 +157,7 @@ class Comparison:
 
 def _rest(log_probs_NK: Tensor) -> Tensor:
     """Returns [N, 1], the remaining probability."""
-    return (1.0 - log_probs_NK.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST_TAIL)
+    return (1.0 - log_probs_NK.exp().sum(dim=-1, keepdim=True)).clamp(min=LEAST_TAIL)
 
 
 def _tempered(log_probs_NB: Tensor, temperature: float) -> Tensor:

@@ -154,7 +154,8 @@ class TrainInputs:
     device: torch.device
 
     @classmethod
-    def of(cls, request: TrainRequest) -> Self:
+    def of(cls, request: TrainRequest, *, device: torch.device) -> Self:
+        """Reads the store's manifest. `device`: what this process trains on."""
         options = request.options
         store = FeatureStore.of_target(request.features, request.model)
         if request.exit_layer not in store.manifest.exits:
@@ -163,9 +164,6 @@ class TrainInputs:
                 f"after {request.exit_layer}: collect with --exits {request.exit_layer}"
             )
         learnt, held_out = store.split(options.held_out_share, request.seed)
-        device = device_of(options)
-        if options.bfloat16:
-            _require_bfloat16(device)
         return cls(
             spec=ModelSpec.from_folder(request.model),
             store=store,
@@ -221,6 +219,17 @@ def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Ten
 
 
 def device_of(options: TrainOptions) -> torch.device:
+    """Returns the device that this process trains on.
+
+    Raises ConfigError if it has none of the wanted kind, or one without the wanted type.
+    """
+    device = _device_of(options)
+    if options.bfloat16:
+        _require_bfloat16(device)
+    return device
+
+
+def _device_of(options: TrainOptions) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
         raise ConfigError("device is cuda, and torch finds no CUDA device here: use auto or cpu")

@@ -107,6 +107,7 @@ class _NoResult:
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     finished: tuple[RequestId, ...] = ()
+    features: tuple[()] = ()
 
 
 class _Spinning:

@@ -20,6 +20,7 @@ from eesd_dist.distill.collect import (
     plan,
     plan_sha256,
     planned,
+    within,
 )
 from eesd_dist.distill.collector import Chunk, Collector, MadeShard, Recipe, ShardJob, Source
 from eesd_dist.distill.executor import LocalExecutor
@@ -31,11 +32,9 @@ from eesd_dist.distill.features import (
     shard_name,
     weights_fingerprint,
 )
-from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.distill.writer import EngineWriter, Written
+from eesd_dist.distill.rows import EngineRows, TextRows
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Request
 from serve_app.config import BUNDLED_MODEL
 from tests.support.drafters import save_target
@@ -89,19 +88,17 @@ class Counted:
                 speculation=SpeculationConfig(max_draft_tokens=0),
             )
         )
-        self._writer = EngineWriter(engine)
-        self.cost = engine.cost
+        self._rows = EngineRows(engine)
         self.asked: list[Request] = []
 
-    def write(self, requests: Sequence[Request]) -> list[Written]:
+    def rows_of(self, requests: Sequence[Request]) -> list[TextRows]:
         self.asked.extend(requests)
-        return self._writer.write(requests)
+        return self._rows.rows_of(requests)
 
 
 def _collector(target: Path, recipe: Recipe) -> tuple[Collector, Counted]:
-    writer = Counted(target)
-    frozen = FrozenTarget(target, ModelSpec.from_folder(target), recipe.exits)
-    return Collector(writer=writer, target=frozen, recipe=recipe), writer
+    source = Counted(target)
+    return Collector(source=source, recipe=recipe), source
 
 
 def _plan(recipe: Recipe, *, passes: int = 2, chunk_size: int = 3) -> list[Chunk]:
@@ -141,6 +138,19 @@ def test_a_chunk_survives_its_way_as_text(recipe: Recipe) -> None:
         assert Chunk.from_json(chunk.to_json()) == chunk
 
 
+def test_a_limited_disk_is_never_exceeded(tmp_path: Path, target: Path, recipe: Recipe) -> None:
+    collector, _ = _collector(target, recipe)
+    chunks = _plan(recipe)
+    limit = recipe.most_bytes(chunks[0]) + recipe.most_bytes(chunks[1])
+    kept = within(chunks, recipe, max_bytes=limit)
+    assert kept == chunks[:2]
+    assert within(chunks, recipe, max_bytes=limit - 1) == chunks[:1]
+    written = sum(collector.collect(tmp_path, chunk).num_bytes for chunk in kept)
+    assert 0.5 * limit < written <= limit
+    with pytest.raises(ConfigError, match="the size of one shard"):
+        within(chunks, recipe, max_bytes=10)
+
+
 def test_nothing_that_fits_is_an_error(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match="none of which fits: expected a prompt of at most 20"):
         plan([("chat", [3] * 21)], [], CollectOptions(model=Path()), recipe)
@@ -167,10 +177,11 @@ def test_features_are_the_targets_own_words_and_thoughts(
             pad_token_id=0,
         )
         out = theirs(answered.tokens_T.unsqueeze(0), output_hidden_states=True)
-    assert torch.equal(answered.tokens_T, expected[0])
+    # Nothing is computed after the last token: it has no row.
+    assert torch.equal(answered.tokens_T, expected[0, :-1])
     assert (answered.num_prompt, read.num_prompt) == (4, 0)
     assert read.tokens_T.tolist() == [20, 21, 22]
-    assert len(writer.asked) == 1  # a text is read, not continued
+    assert [one.sampling.max_tokens for one in writer.asked] == [12, 1]
     for at in recipe.exits:
         close = torch.testing.assert_close
         close(answered.hidden[at].float(), out.hidden_states[at][0], atol=1e-2, rtol=1e-2)

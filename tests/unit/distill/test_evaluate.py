@@ -8,6 +8,7 @@ import pytest
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Asked
+from eesd_dist.distill.compare import Judged
 from eesd_dist.distill.evaluate import EvaluateOptions, acceptance_of, evaluate, table
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.timing import Timing, speed_of
@@ -63,7 +64,8 @@ def _outcome(num_drafted: int, num_accepted: int) -> Outcome:
 def test_acceptance_counts_judged_tokens_alone() -> None:
     asked = Asked(prompt=prompts_of(1)[0], temperature=0.0, seed=0)
     rounds = [_outcome(8, 3), _outcome(8, 0), _outcome(2, 2), _outcome(0, 0)]
-    found = acceptance_of([Answer(asked=asked, tokens=(), outcomes=rounds)])
+    nothing = Judged(num_positions=0, agreed=0.0, overlap=0.0, is_greedy=True)
+    found = acceptance_of([Answer(asked=asked, tokens=(), outcomes=rounds, judged=nothing)])
     # 4 judged of the first, 1 of the second, 2 of the third; a round without a draft does not
     # count.
     assert (found.num_rounds, found.num_judged) == (3, 7)

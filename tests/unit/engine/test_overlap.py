@@ -209,9 +209,9 @@ def test_work_done_ahead_is_used_with_overlap_on(make_config: MakeConfig) -> Non
     asked: list[int] = []
 
     def forward(span_forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def counted(hidden_td: torch.Tensor, rows: RowPlan) -> torch.Tensor:
+        def counted(hidden_td: torch.Tensor, rows: RowPlan, **kept: Any) -> torch.Tensor:
             asked.append(rows.num_rows)
-            return span_forward(hidden_td, rows)
+            return span_forward(hidden_td, rows, **kept)
 
         return counted
 

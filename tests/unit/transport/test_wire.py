@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
-from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.contracts import RoundHeader, RowFeatures, VerifyReply
 from eesd_dist.types import Traffic
 from tests.unit.transport.rounds import header, headers, hidden, reply_with, segment
 
@@ -77,6 +77,43 @@ def test_every_reply_arrives_as_it_left(
     for name in VerifyReply.__struct_fields__:
         a, b = getattr(got, name), getattr(sent, name)
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
+
+
+FEATURES = RowFeatures(
+    hidden=(np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)),
+    top_ids=np.array([[7, 8], [9, 10]], np.int32),
+    top_logits=np.array([[0.5, 0.25], [1.5, -2.0]], np.float32),
+    lse=np.array([1.0, 2.0], np.float32),
+)
+
+
+def test_features_arrive_as_they_left_however_large() -> None:
+    for width in (3, 4000):
+        wide = replace(FEATURES, hidden=(np.random.rand(2, width).astype(np.float32),))
+        sent = replace(reply_with([1, 2]), features=wide)
+        got = reply_through_the_wire(wire.encode_reply(sent, epoch=3)).features
+        assert got is not None
+        np.testing.assert_array_equal(got.hidden[0], wide.hidden[0], strict=True)
+        for name in ("top_ids", "top_logits", "lse"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(wide, name), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"lse": np.zeros((2, 1), np.float32)}, "dimensions of lse: found 2, expected 1"),
+        ({"lse": np.zeros(3, np.float32)}, "rows of best tokens: found 2, expected 3"),
+        ({"top_ids": np.zeros((2, 3), np.int32)}, r"\(2, 3\) tokens and \(2, 2\) logits"),
+        ({"hidden": (np.zeros((1, 3), np.float32),)}, "rows of hidden states: found 1"),
+        ({"hidden": (np.zeros(2, np.float32),)}, "dimensions of hidden states: found 1"),
+    ],
+)
+def test_features_that_contradict_each_other_are_refused(
+    odd: dict[str, object], reason: str
+) -> None:
+    broken = replace(reply_with([1, 2]), features=replace(FEATURES, **odd))
+    with pytest.raises(WireError, match=reason):
+        reply_through_the_wire(wire.encode_reply(broken, epoch=3))
 
 
 def test_a_reply_that_counts_backwards_is_refused() -> None:

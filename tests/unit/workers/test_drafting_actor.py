@@ -765,3 +765,92 @@ def test_a_connection_waits_for_the_one_before_it_and_outlives_it() -> None:
         assert await actor.leave()
 
     asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class _ToyText:
+    """Stands for the features of a text."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+class _Featuring(ToyDrafter):
+    """A drafter that also returns ended texts as a whole."""
+
+    def step(self, *, wait_s: float) -> ToyStep:
+        result = super().step(wait_s=wait_s)
+        ended = [one for one in result.emissions if one.finish_reason is not None]
+        return replace(
+            result,
+            features=tuple(_ToyText(one.request_id, len(one.tokens)) for one in ended),
+        )
+
+
+def test_a_text_with_features_has_no_stream_and_answers_its_call() -> None:
+    async def run() -> None:
+        drafter, router = _Featuring(CONFIG), Router()
+        async with _joined(drafter, ask_router=router) as (actor, client):
+            text = await actor.text_features(_request("text", max_tokens=4))
+            assert text == _ToyText(RequestId("text"), TOKENS_PER_ROUND)  # type: ignore[comparison-overlap]
+            assert await actor.live() == ()
+            assert router.met == []
+            stream = _request("stream", max_tokens=4)
+            await client.submit(stream)
+            assert len(await client.tokens(stream)) == 4, "others are dropped where none waits"
+
+    asyncio.run(run())
+
+
+def test_a_text_whose_caller_has_left_is_not_generated_further() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(CONFIG)
+        async with _joined(drafter) as (actor, _):
+            call = asyncio.ensure_future(actor.text_features(_request("text", max_tokens=10**6)))
+            await until(lambda: drafter.load().num_running == 1)
+            call.cancel()
+            await until(lambda: drafter.load().num_running == 0)
+
+    asyncio.run(run())
+
+
+def test_a_lost_epoch_ends_texts_with_the_reason_and_the_next_one_begins_without_them() -> None:
+    async def run() -> None:
+        drafter = ToyDrafter(CONFIG)
+        async with _joined(drafter) as (actor, client):
+            text = asyncio.ensure_future(actor.text_features(_request("text", max_tokens=10**6)))
+            stream = _request("stream", max_tokens=10**6)
+            await client.submit(stream)
+            await until(lambda: drafter.load().num_running == 2)
+            assert await actor.leave(EngineError("index out of range"), True)
+            with pytest.raises(PeerLost, match="index out of range"):
+                await text
+            error = await client.error(stream)
+            assert isinstance(error, EngineCrashed)
+            assert not error.was_alone, "the text may have been the cause"
+            with pytest.raises(PeerLost, match="between two epochs"):
+                await actor.text_features(_request("text"))
+            await actor.join(_epoch(2))
+            assert drafter.load().num_running == 0
+
+    asyncio.run(run())
+
+
+def test_texts_leave_the_engine_for_a_request_that_is_tested_alone() -> None:
+    async def run() -> None:
+        drafter = _Slow(CONFIG)
+        drafter.may_leave.set()
+        async with _joined(drafter) as (actor, client):
+            text = asyncio.ensure_future(actor.text_features(_request("text", max_tokens=10**6)))
+            await until(lambda: drafter.load().num_running == 1)
+            drafter.may_leave.clear()
+            suspect = replace(_request("suspect", max_tokens=4), is_suspect=True)
+            await client.submit(suspect)
+            with pytest.raises(CapacityError, match="tested alone"):
+                await text
+            with pytest.raises(CapacityError, match="tested alone"):
+                await actor.text_features(_request("another"))
+            drafter.may_leave.set()
+            assert len(await client.tokens(suspect)) == 4
+
+    asyncio.run(run())

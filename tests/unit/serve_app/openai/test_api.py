@@ -373,8 +373,10 @@ def test_all_sampling_fields_reach_the_engine(api: Api) -> None:
         "seed": None,
         "user": "somebody",
         "unknown_thing": 1,
+        "features": {"exits": [1], "top_k": 4},
     }
     assert api.post("/v1/completions", body).status_code == 200
+    assert api.engine.requests[0].features is None, "only an operator can ask for features"
     sampling = api.engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)

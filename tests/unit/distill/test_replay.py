@@ -1,0 +1,117 @@
+"""Rounds played over recorded rows are the rounds that an engine with the head runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control.cost import CostModel
+from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.replay import HeadAlone, rounds_of
+from eesd_dist.distill.rows import PLAIN, EngineRows
+from eesd_dist.distill.writer import EngineWriter
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.types import FeatureSpec, Outcome, Request, RequestId, SamplingParams
+from tests.support.drafters import EXIT_LAYER, save_head, save_target
+from tests.support.judged_heads import prompts_of
+
+LENGTH = 5
+COST = CostModel(draft_step_s=1.0, verify_s=(1.0,))
+DRAFTING = SpeculationConfig(
+    controller="fixed", max_draft_tokens=LENGTH, fixed_length=LENGTH, log_evidence=True
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), later=0.5)
+
+
+def head_that_reads_embeddings(target: Path, folder: Path) -> Path:
+    head = TrainableExitHead.from_target(
+        target, ModelSpec.from_folder(target), EXIT_LAYER, reads_embedding=True
+    )
+    assert head.embedding_DD is not None
+    with torch.no_grad():
+        head.embedding_DD.add_(0.1 * torch.eye(len(head.embedding_DD)))
+    head.save(folder, dtype="float32")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["own", "truncated", "reads embeddings"])
+def test_replayed_rounds_are_those_of_an_engine_with_the_head(
+    target: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    if kind == "reads embeddings":
+        folder = head_that_reads_embeddings(target, tmp_path / "head")
+    else:
+        drafted = list(range(0, 96, 2)) if kind == "truncated" else None
+        folder = save_head(target, tmp_path / "head", "sometimes", draft_vocab=drafted)
+    machine = Machine(model=target, head=folder, dtype=dtype)  # type: ignore[arg-type]
+    requests = [
+        Request(
+            request_id=RequestId(f"r{number}"),
+            prompt=prompt.tokens,
+            sampling=SamplingParams(
+                temperature=(0.0, 0.7, 1.0)[number % 3], seed=number, max_tokens=40
+            ),
+        )
+        for number, prompt in enumerate(prompts_of(9))
+    ]
+    drafting = build_local_engine(machine.engine(DRAFTING, batch=9, max_length=64), cost=COST)
+    written = EngineWriter(drafting).write(requests)
+
+    plain = build_local_engine(machine.engine(DRAFTING, batch=9, max_length=64), cost=COST)
+    spec = FeatureSpec(exits=(EXIT_LAYER,), top_k=4)
+    recorded = [replace(one, speculation=PLAIN, features=spec) for one in requests]
+    texts = EngineRows(plain).rows_of(recorded)
+    head = HeadAlone(target, folder, dtype=machine.dtype, max_length=64)
+    ours, theirs = [], []
+    for request, text, told in zip(recorded, texts, written, strict=True):
+        assert list(text.tokens[len(request.prompt) :]) == told.tokens
+        guesses = head.guesses(text, request)
+        ours += rounds_of(guesses, text, request, draft_length=LENGTH)
+        theirs += [structs.replace(one, evidence=one.evidence[: judged(one)]) for one in told.outcomes]
+    num_accepted = sum(one.num_accepted for one in theirs)
+    assert 0 < num_accepted < LENGTH * len(theirs)
+    for mine, engine in zip(ours, theirs, strict=True):
+        assert mine == engine
+
+
+def judged(outcome: Outcome) -> int:
+    return min(outcome.num_accepted + 1, outcome.num_drafted)
+
+
+def test_a_draft_cut_by_the_end_of_the_text_counts_judged_tokens_only(
+    target: Path, tmp_path: Path
+) -> None:
+    """A text that ends with a stop token was not continued, so that the rest was not judged."""
+    folder = save_head(target, tmp_path / "head", "always")
+    machine = Machine(model=target, head=folder, dtype="float32")
+    source = EngineRows(
+        build_local_engine(machine.engine(DRAFTING, batch=1, max_length=64), cost=COST)
+    )
+    spec = FeatureSpec(exits=(EXIT_LAYER,), top_k=4)
+    asked = Request(
+        request_id=RequestId("r"),
+        prompt=prompts_of(1)[0].tokens,
+        sampling=SamplingParams(temperature=0.0, max_tokens=30),
+        speculation=PLAIN,
+        features=spec,
+    )
+    (whole,) = source.rows_of([asked])
+    written = whole.tokens[len(asked.prompt) :]
+    stop = next(token for at, token in enumerate(written) if token not in written[:at] and at > 1)
+    stopping = replace(asked, sampling=replace(asked.sampling, stop_token_ids=(stop,)))
+    (text,) = source.rows_of([stopping])
+    head = HeadAlone(target, folder, dtype="float32", max_length=64)
+    played = rounds_of(head.guesses(text, stopping), text, stopping, draft_length=LENGTH)
+    num_written = len(text.tokens) - len(asked.prompt)
+    assert sum(one.num_accepted + 1 for one in played) == num_written + 1
+    last = played[-1]
+    assert last.num_drafted == last.num_accepted == len(last.evidence)

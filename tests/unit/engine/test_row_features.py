@@ -1,0 +1,89 @@
+"""Ranks that each have a part of the vocabulary return the features that one rank computes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eesd_dist.engine.row_features import feature_rows, features_of
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.contracts import RoundHeader, RowFeatures, Segment, TensorGroup
+from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.transport.thread_group import on_ranks
+from tests.support.drafters import save_target
+
+
+def segment(num_rows: int, *, wants_features: bool) -> Segment:
+    return Segment(
+        start=0,
+        num_rows=num_rows,
+        num_sampled=0,
+        pages=(0,),
+        tokens=tuple(range(num_rows)),
+        history=(),
+        num_prompt=num_rows,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+        min_tokens=0,
+        stop_token_ids=(),
+        logit_bias=(),
+        top_logprobs=None,
+        wants_features=wants_features,
+    )
+
+
+SEGMENTS = (
+    segment(3, wants_features=True),
+    segment(2, wants_features=False),
+    segment(4, wants_features=True),
+)
+
+
+def test_rows_of_segments_that_want_none_are_left_out() -> None:
+    assert feature_rows(SEGMENTS) == [0, 1, 2, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("top_k", [1, 5, 60, 97])
+def test_ranks_agree_with_one_rank_on_every_best_token(
+    tmp_path: Path, num_ranks: int, top_k: int
+) -> None:
+    """With an uneven vocabulary, and more best tokens than a rank has tokens."""
+    target = save_target(tmp_path, vocab_size=97)
+    spec = ModelSpec.from_folder(target)
+    header = RoundHeader(epoch=1, round_id=1, segments=SEGMENTS, exits=(3,), top_k=top_k)
+    generator = torch.Generator().manual_seed(0)
+    last_TD = torch.randn(9, spec.hidden_size, generator=generator)
+    kept = {3: torch.randn(9, spec.hidden_size, generator=generator)}
+
+    def on(group: TensorGroup) -> RowFeatures:
+        span = LlamaSpan.load(
+            target,
+            spec,
+            3,
+            4,
+            group=group,
+            dtype="float32",
+            numerics="fast",
+            device=torch.device("cpu"),
+            num_pages=1,
+            page_size=16,
+        )
+        return features_of(header, last_TD, kept=kept, span=span, group=group)
+
+    alone = on(SingleGroup())
+    assert alone.top_ids.shape == (7, top_k)
+    assert np.array_equal(alone.hidden[0], kept[3][feature_rows(SEGMENTS)].numpy())
+    for found in on_ranks(num_ranks, on):
+        assert np.array_equal(found.top_ids, alone.top_ids)
+        assert np.array_equal(found.hidden[0], alone.hidden[0])
+        np.testing.assert_allclose(found.top_logits, alone.top_logits, atol=1e-5)
+        np.testing.assert_allclose(found.lse, alone.lse, atol=1e-5)
