@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
@@ -76,7 +77,9 @@ def test_replayed_rounds_are_those_of_an_engine_with_the_head(
         assert list(text.tokens[len(request.prompt) :]) == told.tokens
         guesses = head.guesses(text, request)
         ours += rounds_of(guesses, text, request, draft_length=LENGTH)
-        theirs += [structs.replace(one, evidence=one.evidence[: judged(one)]) for one in told.outcomes]
+        theirs += [
+            structs.replace(one, evidence=one.evidence[: judged(one)]) for one in told.outcomes
+        ]
     num_accepted = sum(one.num_accepted for one in theirs)
     assert 0 < num_accepted < LENGTH * len(theirs)
     for mine, engine in zip(ours, theirs, strict=True):
