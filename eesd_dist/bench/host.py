@@ -78,14 +78,15 @@ class NoModel:
     """Layers and exit head that compute nothing; `DraftCompute` in shape and order."""
 
     def __init__(self) -> None:
-        self.span = SimpleNamespace(spec=SimpleNamespace(vocab_size=_VOCABULARY))
+        spec = SimpleNamespace(vocab_size=_VOCABULARY, hidden_size=_HIDDEN, num_layers=80)
+        self.span = SimpleNamespace(spec=spec, last=2, compute_dtype=torch.bfloat16)
         self.head = SimpleNamespace(vocab_ids=None)
         self.group = SimpleNamespace(rank=0, size=1)
         self._hidden_TD = torch.zeros(1 << 14, _HIDDEN, dtype=torch.bfloat16)
         self._logits_AV = torch.randn(1 << 10, _VOCABULARY)
 
     def run_layers(
-        self, tokens: Sequence[int], segments: Sequence[RowSegment]
+        self, tokens: Sequence[int], segments: Sequence[RowSegment], *, kept: None = None
     ) -> tuple[Tensor, Tensor]:
         torch.tensor(tokens)
         _plan_of(segments)

@@ -25,6 +25,7 @@ from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.page_table import PageTable
 from eesd_dist.sampling.evidence import Certainty, evidence_of
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
@@ -102,7 +103,7 @@ class HeadAlone:
             tokens_T = torch.tensor(text.tokens[:num_rows], device=self._device)
             embedding_TD = self._embed(tokens_T)
         rows = RowPlan.build(
-            [RowSegment(0, num_rows, range(self._num_pages))],
+            [RowSegment(0, num_rows, PageTable(range(self._num_pages)))],
             page_size=_PAGE_SIZE,
             device=self._device,
             numerics="invariant",

@@ -22,7 +22,14 @@ from eesd_dist.config import TreeConfig
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
-from eesd_dist.engine.draft_run import Candidate, DraftRun, DraftState, roll_back
+from eesd_dist.engine.draft_run import (
+    Candidate,
+    DraftRun,
+    DraftState,
+    RowSlice,
+    joined,
+    roll_back,
+)
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.span import LayerRows, LlamaSpan
@@ -156,7 +163,7 @@ class DraftStage:
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
             runs=tuple(runs),
-            hidden_TD=pieces[0] if len(pieces) == 1 else torch.cat(pieces),
+            hidden_TD=joined(pieces),
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
 
@@ -179,7 +186,7 @@ class DraftStage:
             if run.prefetched:
                 known = run.prefetched.popleft()
                 assert known.hidden_D is not None
-                run.rows_TD.append(known.hidden_D.unsqueeze(0))
+                run.rows_TD.append(RowSlice.all_of(known.hidden_D.unsqueeze(0)))
             else:
                 fresh.append(run)
         if not fresh:
@@ -197,14 +204,14 @@ class DraftStage:
         at = 0
         for run in fresh:
             end = at + run.item.num_known
-            run.rows_TD.append(hidden_TD[at:end])
+            run.rows_TD.append(RowSlice(hidden_TD, at, end))
             if kept is not None:
                 run.kept_TD = {layer: x_TD[at:end] for layer, x_TD in kept.rows.items()}
             if run.item.live.request.speculation.mode == "auto":
-                self._note_lagging(run, input_TE[at:end])
+                self._note_lagging(run, RowSlice(input_TE, at, end))
             at = end
 
-    def _note_lagging(self, run: DraftRun, input_TE: Tensor) -> None:
+    def _note_lagging(self, run: DraftRun, input_TE: RowSlice) -> None:
         state, item = run.state, run.item
         if self.head is None:
             return
@@ -216,18 +223,17 @@ class DraftStage:
 
     def _catch_up(self, runs: list[DraftRun]) -> None:
         """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
-        pieces: list[Tensor] = []
+        pieces: list[RowSlice] = []
         segments: list[RowSegment] = []
         for run in runs:
             unseen, segment = run.unseen()
             pieces.extend(unseen)
             segments.append(segment)
-        input_TE = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        out_TD = self._compute.run_head(input_TE, segments)
+        out_TD = self._compute.run_head(joined(pieces), segments)
         end = 0
         for run, segment in zip(runs, segments, strict=True):
             end += segment.num_rows
-            run.note_seen(out_TD[end - segment.num_rows : end])
+            run.note_seen(RowSlice(out_TD, end - segment.num_rows, end))
 
     def _draft_on(self, runs: list[DraftRun], policy: DraftPolicy) -> None:
         active = self._worth_guessing(runs, policy)
@@ -257,8 +263,8 @@ class DraftStage:
         wanted = policy.worth_a_guess([run.request_id for run in runs])
         going_on = [run for run in runs if run.request_id in wanted or run.prefetched]
         for run in runs:
-            lags = run.state.num_lagging >= _CATCH_UP_ROWS
-            if lags and run.request_id not in wanted and not run.prefetched:
+            ends = run.request_id not in wanted and not run.prefetched
+            if ends and run.state.num_lagging >= _CATCH_UP_ROWS:
                 self._catch_up([run])
         return going_on
 
@@ -269,7 +275,7 @@ class DraftStage:
             if candidate.hidden_D is None:
                 fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
             else:
-                run.rows_TD.append(candidate.hidden_D.unsqueeze(0))
+                run.rows_TD.append(RowSlice.all_of(candidate.hidden_D.unsqueeze(0)))
             run.append(candidate, parent=parent, rank=rank)
         if not fresh:
             return
@@ -281,7 +287,7 @@ class DraftStage:
         at = 0
         for run, tokens in levels:
             end = at + len(tokens)
-            run.note_level(hidden_AD[at:end], input_AE[at:end])
+            run.note_level(RowSlice(hidden_AD, at, end), RowSlice(input_AE, at, end))
             at = end
 
     def _guesses(self, runs: list[DraftRun], *, with_evidence: bool) -> list[_Guess]:
@@ -303,8 +309,7 @@ class DraftStage:
             self._catch_up(behind)
         exit_rows = [run.exit_AD for run in runs if run.exit_AD is not None]
         assert len(exit_rows) == len(runs)
-        exit_AD = exit_rows[0] if len(exit_rows) == 1 else torch.cat(exit_rows)
-        logits_AV = self._compute.logits(exit_AD)
+        logits_AV = self._compute.logits(joined(exit_rows))
         widths = [
             self._tree.width_at(run.depth_of(run.frontier[0]), run.item.live.tree) for run in runs
         ]
@@ -424,7 +429,7 @@ class DraftStage:
             hidden_1D, input_1E = self._compute.run_layers(
                 [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
             )
-            run.state.lagging_TE.append(input_1E)
+            run.state.lagging_TE.append(RowSlice.all_of(input_1E))
             run.exit_AD = None
             guess = Candidate(
                 token=guess.token,

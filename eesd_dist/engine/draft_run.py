@@ -4,7 +4,7 @@ Tracks which token follows which, the slots of their rows, and which rows the ex
 Does not depend on models, policies or sampling rules.
 """
 
-# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary.
+# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary, X either size.
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,9 +15,61 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
+
+_FEW = 3
+"""With more slices of each tensor, one gathering copy is faster than a copy of each."""
+
+
+class RowSlice(Value, frozen=True, eq=False):
+    """Some rows of a tensor, which is cut only when they are needed: a slice of a tensor takes ten
+    times as long to make."""
+
+    source: Tensor
+    first: int
+    end: int
+
+    @classmethod
+    def all_of(cls, rows_TX: Tensor) -> "RowSlice":
+        return cls(rows_TX, 0, rows_TX.shape[0])
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.source[self.first : self.end]
+
+
+def joined(slices: Sequence[RowSlice]) -> Tensor:
+    """Returns all rows in order; without a copy if they are side by side in one tensor."""
+    merged: list[RowSlice] = []
+    for piece in slices:
+        last = merged[-1] if merged else None
+        if last is not None and piece.source is last.source and piece.first == last.end:
+            merged[-1] = RowSlice(last.source, last.first, piece.end)
+        else:
+            merged.append(piece)
+    if len(merged) == 1:
+        return merged[0].tensor
+    sources = {id(piece.source): piece.source for piece in merged}
+    if len(merged) <= _FEW * len(sources):
+        return torch.cat([piece.tensor for piece in merged])
+    first_of: dict[int, int] = {}
+    num_rows = 0
+    for name, source in sources.items():
+        first_of[name] = num_rows
+        num_rows += source.shape[0]
+    rows: list[int] = []
+    for piece in merged:
+        first = first_of[id(piece.source)]
+        rows.extend(range(first + piece.first, first + piece.end))
+    every_TX = torch.cat(list(sources.values()))
+    return every_TX.index_select(0, torch.tensor(rows, device=every_TX.device))
 
 
 class Candidate(Value, frozen=True, kw_only=True):
@@ -41,10 +93,10 @@ class DraftState:
 
     exit_len: int = 0
     """Number of positions with valid keys and values of the exit head."""
-    lagging_TE: list[Tensor] = field(default_factory=list)
+    lagging_TE: list[RowSlice] = field(default_factory=list)
     """Inputs that the exit head has not read yet, from position exit_len on."""
     ahead_from: int = 0
-    ahead_pages: tuple[int, ...] = ()
+    ahead_pages: PageTable = NO_PAGES
     """The page table that `ahead` was computed in; with another one it is invalid."""
     ahead: deque[Candidate] = field(default_factory=deque)
     """Candidates drafted while the last verdict was pending: the token at position `ahead_from` and
@@ -52,7 +104,7 @@ class DraftState:
 
     @property
     def num_lagging(self) -> int:
-        return sum(piece.shape[0] for piece in self.lagging_TE)
+        return sum(piece.end - piece.first for piece in self.lagging_TE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +113,11 @@ class DraftRun:
 
     item: PlanItem
     state: DraftState
-    rows_TD: list[Tensor] = field(default_factory=list)
-    """Pieces [n, D]: the known rows, then the drafted ones."""
+    request_id: RequestId = field(init=False)
+    is_tree: bool = field(init=False)
+    """Whether alternatives may be drafted; without any the rows still form a chain."""
+    rows_TD: list[RowSlice] = field(default_factory=list)
+    """The known rows, then the drafted ones."""
     kept_TD: dict[int, Tensor] = field(default_factory=dict)
     """Exit layer -> known rows after it, for a request that wants features of this stage."""
     tokens: list[int] = field(default_factory=list)
@@ -77,21 +132,16 @@ class DraftRun:
     prefetched: deque[Candidate] = field(default_factory=deque)
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     """The newest tokens, which the next guesses follow."""
-    exit_AD: Tensor | None = None
+    exit_AD: RowSlice | None = None
     """The exit head's output at the frontier; None until it has seen those rows."""
-    level_TE: list[Tensor] = field(default_factory=list)
+    level_TE: list[RowSlice] = field(default_factory=list)
     """For a tree: the exit head's inputs of its tokens, level by level."""
     num_seen: int = 0
     """For a tree: number of its tokens that the exit head has seen."""
 
-    @property
-    def request_id(self) -> RequestId:
-        return self.item.live.request.request_id
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether alternatives may be drafted; without any the rows still form a chain."""
-        return self.item.live.tree != "none"
+    def __post_init__(self) -> None:
+        self.request_id = self.item.live.request_id
+        self.is_tree = self.item.live.tree != "none"
 
     @property
     def first_position(self) -> int:
@@ -116,7 +166,7 @@ class DraftRun:
     @property
     def branching(self) -> tuple[int, ...]:
         """The tree's parents; empty if every token follows the one before it."""
-        return () if is_chain(self.parents) else tuple(self.parents)
+        return () if not self.is_tree or is_chain(self.parents) else tuple(self.parents)
 
     def depth_of(self, frontier_node: int) -> int:
         return 0 if frontier_node == ROOT else self.depths[frontier_node]
@@ -145,7 +195,7 @@ class DraftRun:
         """Returns the newest `count` drafted tokens as rows to compute."""
         return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
 
-    def note_level(self, hidden_AD: Tensor, input_AE: Tensor) -> None:
+    def note_level(self, hidden_AD: RowSlice, input_AE: RowSlice) -> None:
         """Stores the newest tokens' rows and exit head inputs after they were computed."""
         self.rows_TD.append(hidden_AD)
         self.exit_AD = None
@@ -159,21 +209,21 @@ class DraftRun:
         """Whether there are rows that the exit head has not read."""
         return bool(self.state.lagging_TE) or self.num_seen < len(self.tokens) * self.is_tree
 
-    def unseen(self) -> tuple[list[Tensor], RowSegment]:
+    def unseen(self) -> tuple[list[RowSlice], RowSegment]:
         """Returns the inputs and rows that the exit head has not read. A tree's first level is
         drafted after the known rows were read."""
         state = self.state
         if state.lagging_TE:
             return state.lagging_TE, RowSegment(state.exit_len, state.num_lagging, self.item.pages)
-        return self.level_TE[-1:], self.last_rows(self.level_TE[-1].shape[0])
+        return self.level_TE[-1:], self.last_rows(self.level_TE[-1].count)
 
-    def note_seen(self, out_TD: Tensor) -> None:
+    def note_seen(self, out_TD: RowSlice) -> None:
         """Marks the `unseen` rows as read, with the exit head's output for them."""
         state = self.state
         if state.lagging_TE:
-            state.exit_len += out_TD.shape[0]
+            state.exit_len += out_TD.count
             state.lagging_TE.clear()
-            self.exit_AD = out_TD[-1:]
+            self.exit_AD = RowSlice(out_TD.source, out_TD.end - 1, out_TD.end)
             return
         self.num_seen = len(self.tokens)
         self.exit_AD = out_TD
@@ -186,8 +236,8 @@ class DraftRun:
         num_seen = sum(node < self.num_seen for node in path)
         state.exit_len += num_seen
         if num_seen < len(path):
-            input_TE = torch.cat(self.level_TE)
-            state.lagging_TE.append(input_TE[list(path[num_seen:])])
+            input_TE = joined(self.level_TE)
+            state.lagging_TE.append(RowSlice.all_of(input_TE[list(path[num_seen:])]))
 
     def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
         """Returns the KV moves, (from, to) slots, of an accepted branch to its KV slots."""
@@ -209,7 +259,7 @@ def roll_back(state: DraftState, keep: int) -> None:
         return
     surplus = state.exit_len + state.num_lagging - keep
     while surplus > 0:
-        last_TE = state.lagging_TE.pop()
-        if last_TE.shape[0] > surplus:
-            state.lagging_TE.append(last_TE[: last_TE.shape[0] - surplus])
-        surplus -= last_TE.shape[0]
+        last = state.lagging_TE.pop()
+        if last.count > surplus:
+            state.lagging_TE.append(RowSlice(last.source, last.first, last.end - surplus))
+        surplus -= last.count

@@ -128,7 +128,7 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
         num_rows=num_rows,
         parents=run.branching,
         num_sampled=1 + len(run.tokens) if item.is_final else 0,
-        pages=tuple(item.pages[: -(-end // page_size)]),
+        pages=item.pages[: -(-end // page_size)],
         tokens=(*live.tokens[item.start : item.start + item.num_known], *run.tokens),
         history=tuple(live.tokens[: item.start]) if p.needs_history else (),
         num_prompt=live.num_prompt,

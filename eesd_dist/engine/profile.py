@@ -19,10 +19,11 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
+from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
-from eesd_dist.types import PageId, Request, RequestId, SamplingParams, TokenId
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 
 _REPEATS = 15
 _FEWEST = 3
@@ -54,7 +55,7 @@ def measure_cost(
     num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
     positions = draft.span.spec.max_position_embeddings
     start = max(0, min(num * page_size - page_size // 2, positions) - longest)
-    kv_range = _KvRange(start=start, pages=tuple(PageId(page) for page in range(num)))
+    kv_range = _KvRange(start=start, pages=PageTable(range(num)))
     fitting = min(longest, min(num * page_size, positions) - start)
     bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
     sizes = _batch_sizes(max_running)
@@ -97,7 +98,7 @@ class _KvRange:
     """The pages that measured rounds write to, shared by all requests: their content is unused."""
 
     start: int
-    pages: tuple[PageId, ...]
+    pages: PageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,13 +194,13 @@ def _usual(run: Callable[[], None]) -> float:
     return statistics.quantiles(settled, n=4, method="inclusive")[0]
 
 
-def greedy_segment(*, start: int, num_rows: int, pages: tuple[int, ...]) -> Segment:
+def greedy_segment(*, start: int, num_rows: int, pages: Sequence[int]) -> Segment:
     """Returns rows of a greedy request without further options, all of them sampled."""
     return Segment(
         start=start,
         num_rows=num_rows,
         num_sampled=num_rows,
-        pages=pages,
+        pages=PageTable.of(pages),
         tokens=(0,) * num_rows,
         history=(),
         num_prompt=start,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eesd_dist.engine.acceptance import Accepted
 from eesd_dist.engine.draft import DraftRun
+from eesd_dist.engine.draft_run import joined
 from eesd_dist.transport.contracts import Floats, Ints, VerifyReply
 from eesd_dist.types import Request, RequestId
 
@@ -87,7 +88,7 @@ def verified_rows(
     item = run.item
     last = item.num_known - 1
     index = torch.tensor([last, *(item.num_known + i for i in path)])
-    rows_TD = run.rows_TD[0] if len(run.rows_TD) == 1 else torch.cat(run.rows_TD)
+    rows_TD = joined(run.rows_TD)
     verdicts = [first, *(first + 1 + i for i in path)]
     return VerifiedRows(
         position=item.start + last,

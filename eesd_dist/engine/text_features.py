@@ -204,7 +204,7 @@ class FeatureTap:
 
     def _drafted(self, layer: int, run: DraftRun) -> Tensor:
         """Returns a request's known rows after a layer of the draft stage."""
-        rows_RD = run.rows_TD[0] if layer == self._limits.split else run.kept_TD[layer]
+        rows_RD = run.rows_TD[0].tensor if layer == self._limits.split else run.kept_TD[layer]
         return rows_RD[: run.item.num_known]
 
     def finished(

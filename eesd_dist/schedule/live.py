@@ -5,6 +5,7 @@ Decides when the text ends. Independent of other requests and of page allocation
 
 from collections.abc import Sequence
 
+from eesd_dist.page_table import PageTable
 from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId, TreeShape
 
 
@@ -15,6 +16,7 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "_table",
         "arrival_s",
         "drafter",
         "first_scheduled_s",
@@ -65,12 +67,33 @@ class LiveRequest:
         self.num_computed = 0
         """Number of positions with valid keys and values in every stage."""
         self.pages: list[PageId] = []
+        """Changed by `add_pages` and `drop_pages`."""
+        self._table: PageTable | None = None
         self.microbatch = 0
         self.num_cached_prompt_tokens = 0
         self.last_turn = 0
         """When it last ran, in turns of all requests; if not all fit, the lowest goes first."""
         self.in_flight = False
         self.is_aborted = False
+
+    def add_pages(self, pages: Sequence[PageId]) -> None:
+        self.pages += pages
+        self._table = None
+
+    def drop_pages(self, count: int) -> list[PageId]:
+        """Removes and returns the last `count` pages."""
+        first = len(self.pages) - count
+        dropped = self.pages[first:]
+        del self.pages[first:]
+        self._table = None
+        return dropped
+
+    @property
+    def table(self) -> PageTable:
+        """The pages as an array, which does not change with them."""
+        if self._table is None:
+            self._table = PageTable(self.pages)
+        return self._table
 
     @property
     def request_id(self) -> RequestId:

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import QueueFull, RequestError
+from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.gate import Gate
 from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageLeases, PageReservation
@@ -31,7 +32,7 @@ class PlanItem(Value, frozen=True, kw_only=True, eq=False):
     """The last known token is the request's last token: its row gets a verdict and may draft."""
     max_draft: int
     """Maximum length of a chain of drafted tokens."""
-    pages: tuple[PageId, ...]
+    pages: PageTable
     """Page table covering KV slots [0, start + num_known + max_draft), or max_nodes for a tree."""
     max_nodes: int = 0
     """Maximum tokens of the draft when it is a tree; 0 for a chain."""
@@ -424,14 +425,13 @@ class Scheduler:
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
         """Starts a request if its known tokens and one more page fit; returns whether it did."""
         if live.request.features is None:  # else every row is computed, to return its features
-            live.pages = self._pages.match_prefix(live.tokens, salt=live.salt)
+            live.add_pages(self._pages.match_prefix(live.tokens, salt=live.salt))
         num_cached = len(live.pages) * self._pages.page_size
         missing = self._num_missing(live, ahead=0)
         # With no other running request it may take the last page.
         num_kept = 1 if self._running else 0
         if missing + num_kept > self._pages.num_free or not self._grow(live, missing):
-            self._pages.release(live.pages)
-            live.pages = []
+            self._pages.release(live.drop_pages(len(live.pages)))
             return False
         live.num_computed = num_cached
         live.microbatch = microbatch
@@ -457,7 +457,7 @@ class Scheduler:
             after=live.pages[-1] if live.pages else None,
             expected=self._fair_need(live) - len(live.pages),
         )
-        live.pages += added or ()
+        live.add_pages(added or ())
         return added is not None
 
     def _secure(self, live: LiveRequest) -> bool:
@@ -485,8 +485,7 @@ class Scheduler:
         for live in lives:
             surplus = -self._num_missing(live, ahead=0)
             if surplus > 0 and not live.in_flight:
-                self._pages.release(live.pages[-surplus:])
-                del live.pages[-surplus:]
+                self._pages.release(live.drop_pages(surplus))
 
     def _preempt(self, live: LiveRequest) -> None:
         self._leave(live)
@@ -497,8 +496,7 @@ class Scheduler:
     def _leave(self, live: LiveRequest) -> None:
         """Removes a request from the running ones and releases its pages; its tokens stay."""
         del self._running[live.request_id]
-        self._pages.release(live.pages)
-        live.pages = []
+        self._pages.release(live.drop_pages(len(live.pages)))
         live.num_computed = 0
         live.in_flight = False
 
@@ -539,7 +537,7 @@ class Scheduler:
             num_known=num_known,
             is_final=is_final,
             max_draft=max_draft,
-            pages=tuple(live.pages[: self._pages.pages_for(end + max_nodes)]),
+            pages=live.table[: self._pages.pages_for(end + max_nodes)],
             max_nodes=0 if live.tree == "none" else max_nodes,
         )
 

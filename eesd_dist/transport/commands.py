@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor, empty
 
 from eesd_dist.errors import WireError
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import Count, Move, Record, RowSegment
 
@@ -63,7 +64,14 @@ Command = RunLayers | RunHead | RunLogits | MoveSlots | TakeHead
 
 _TO_COME = empty(0)
 """Placeholder for a tensor while its command is decoded."""
-_commands: Decoder[Command] = Decoder(Command, dec_hook=lambda *_: _TO_COME)
+
+
+def _later_or_decoded(kind: object, found: object) -> object:
+    """Decodes page tables; tensors follow the payload."""
+    return wire.decoded(kind, found) if kind is PageTable else _TO_COME
+
+
+_commands: Decoder[Command] = Decoder(Command, dec_hook=_later_or_decoded)
 
 
 def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:

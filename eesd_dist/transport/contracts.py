@@ -8,7 +8,6 @@ Messages are `Record`s. `transport.wire` enforces the bounds in their annotation
 message; building a record checks nothing.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 from torch import Tensor
 
+from eesd_dist.page_table import PageTable
 from eesd_dist.trees import depths_of, is_chain
 from eesd_dist.types import NO_TRAFFIC, Traffic
 
@@ -62,7 +62,7 @@ class RowSegment(Record, frozen=True):
 
     start: Count
     num_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    pages: Sequence[Count]
+    pages: PageTable
     """Page table covering KV slots [0, start + num_rows), in order."""
     parents: Parents = ()
     """The parent of each token of a drafted tree that ends with this segment's last row; -1 is the
@@ -104,7 +104,7 @@ class Segment(Record, frozen=True, kw_only=True):
     start: Count
     num_rows: Count
     num_sampled: Count
-    pages: tuple[Count, ...]
+    pages: PageTable
     """Page table covering KV slots [0, start + num_rows)."""
     tokens: tuple[Count, ...]
     """The input token of each row; part of the history of the rows after it."""

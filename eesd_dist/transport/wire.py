@@ -29,6 +29,7 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from eesd_dist.errors import WireError
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import (
     Count,
     Ints,
@@ -45,7 +46,7 @@ from eesd_dist.trees import first_misplaced
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 6
+VERSION = 7
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10
@@ -128,9 +129,11 @@ class _Array(Record, frozen=True):
     data: bytes
 
 
-def _array_to_record(x: object) -> _Array | None:
-    """Encodes types that MessagePack lacks: arrays as records; tensors as None, since they travel
-    outside of the payload."""
+def _encoded(x: object) -> _Array | bytes | None:
+    """Encodes types that MessagePack lacks: arrays as records, page tables as bytes; tensors as
+    None, since they travel outside of the payload."""
+    if isinstance(x, PageTable):
+        return x.to_bytes()
     if isinstance(x, np.ndarray):
         return _Array(x.dtype.str, x.shape, x.tobytes())
     if isinstance(x, Tensor):
@@ -138,7 +141,12 @@ def _array_to_record(x: object) -> _Array | None:
     raise TypeError(f"a {type(x).__name__} cannot travel")
 
 
-def _array_from_record(kind: Any, found: object) -> object:
+def decoded(kind: Any, found: object) -> object:
+    """Decodes what `_encoded` encodes, as msgspec's hook for the annotated type."""
+    if kind is PageTable:
+        if not isinstance(found, bytes):
+            raise ValueError(f"Expected pages as bytes, got {type(found).__name__}")
+        return PageTable.from_bytes(found)
     array = msgspec.convert(found, _Array)
     expected = "<i4" if kind == Ints else "<f4"
     if array.dtype != expected:
@@ -146,10 +154,10 @@ def _array_from_record(kind: Any, found: object) -> object:
     return np.frombuffer(array.data, expected).reshape(array.shape)
 
 
-_encoder = Encoder(enc_hook=_array_to_record)
+_encoder = Encoder(enc_hook=_encoded)
 _prefixes = Decoder(Prefix)
-_rounds = Decoder(RoundHeader)
-_replies = Decoder(VerifyReply, dec_hook=_array_from_record)
+_rounds = Decoder(RoundHeader, dec_hook=decoded)
+_replies = Decoder(VerifyReply, dec_hook=decoded)
 
 
 def round_frame() -> Tensor:

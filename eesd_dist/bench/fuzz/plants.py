@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RoundHeader, Segment, TensorGroup, VerifyReply
 from eesd_dist.transport.memory import Verify
 
@@ -87,7 +88,7 @@ def _wrong_page(segment: Segment, rng: Random, *, page_size: int, num_pages: int
     pages = list(segment.pages)
     others = sorted(set(range(num_pages)) - {pages[at]})
     pages[at] = rng.choice(others)
-    return replace(segment, pages=tuple(pages))
+    return replace(segment, pages=PageTable(pages))
 
 
 def _wrong_seed(segment: Segment, rng: Random) -> Segment | None:

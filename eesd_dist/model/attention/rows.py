@@ -15,6 +15,7 @@ import torch
 from eesd_dist.config import Numerics
 from eesd_dist.model.attention.layout import Ints, RowArrays
 from eesd_dist.model.kernels import padded_rows
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RowSegment as RowSegment
 from eesd_dist.trees import path_to
 
@@ -76,11 +77,8 @@ class DeviceRows:
 
 
 def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
-    tables_BW = np.zeros((len(segments), max(len(s.pages) for s in segments)), np.int32)
-    for at, segment in enumerate(segments):
-        tables_BW[at, : len(segment.pages)] = segment.pages
-    num_rows_B = np.array([segment.num_rows for segment in segments], np.int32)
-    start_B = np.array([segment.start for segment in segments], np.int32)
+    tables_BW = _tables([PageTable.of(segment.pages).array for segment in segments])
+    num_rows_B, start_B = np.array([(s.num_rows, s.start) for s in segments], np.int32).T
     first_row_B = num_rows_B.cumsum(dtype=np.int32) - num_rows_B
     table_R = np.repeat(np.arange(len(segments), dtype=np.int32), num_rows_B)
     kv_slot_R = np.arange(len(table_R), dtype=np.int32) + (start_B - first_row_B)[table_R]
@@ -112,6 +110,14 @@ def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
         branch_R=branch_R,
         branch_slots=_ints(branch_slots),
     )
+
+
+def _tables(pages: Sequence[Ints]) -> Ints:
+    """Returns the tables one below the other, with zeros after their ends."""
+    length_B = np.array([len(table) for table in pages])
+    tables_BW = np.zeros((len(pages), length_B.max()), np.int32)
+    tables_BW[np.arange(tables_BW.shape[1]) < length_B[:, None]] = np.concatenate(pages)
+    return tables_BW
 
 
 def _ints(values: Sequence[int]) -> Ints:

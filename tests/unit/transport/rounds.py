@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyReply
 
 _i32 = st.integers(0, 2**31 - 1)
@@ -23,7 +24,7 @@ def segments(draw: st.DrawFn) -> Segment:
         start=draw(_i32),
         num_rows=num_rows,
         num_sampled=num_sampled,
-        pages=draw(_ids),
+        pages=PageTable(draw(_ids)),
         tokens=draw(_ids),
         history=draw(_ids),
         num_prompt=draw(_i32),
@@ -61,7 +62,7 @@ def segment(*, num_rows: int = 4, start: int = 100, history: tuple[int, ...] = (
         start=start,
         num_rows=num_rows,
         num_sampled=num_rows,
-        pages=tuple(range(8)),
+        pages=PageTable(range(8)),
         tokens=tuple(range(num_rows)),
         history=history,
         num_prompt=50,

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.errors import WireError
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport import wire
 from eesd_dist.transport.commands import (
     Command,
@@ -30,7 +31,7 @@ def rows(draw: st.DrawFn) -> RowSegment:
     return RowSegment(
         start=draw(st.integers(0, 5000)),
         num_rows=draw(st.integers(1, 5)),
-        pages=draw(st.lists(counts, max_size=9)),
+        pages=PageTable(draw(st.lists(counts, max_size=9))),
         parents=tuple(draw(st.integers(-1, node - 1)) for node in range(num_drafted)),
     )
 
@@ -105,7 +106,7 @@ GOOD = RowSegment(3, 2, (1, 0), (-1, 0))
     [
         (replace(GOOD, start=-1), r"Expected `int` >= 0 .*\[0\]"),
         (replace(GOOD, num_rows=0), r"Expected `int` >= 1 .*\[1\]"),
-        (replace(GOOD, pages=(1, -3)), r"Expected `int` >= 0 .*\[2\]"),
+        (replace(GOOD, pages=PageTable((1, -3))), r"Expected pages >= 0, got -3 .*\[2\]"),
         (replace(GOOD, parents=(-1, 1)), "a drafted row before it"),
         (replace(GOOD, num_rows=3), "found 2 tokens in a command, expected 3"),
     ],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.page_table import PageTable
 
 PAGE_SIZE = 32
 _CHUNK = 256
@@ -98,7 +99,7 @@ class _Trial:
 
     def _attend(self, pieces: Sequence[tuple[int, int]], *tables: tuple[int, ...]) -> Tensor:
         segments = [
-            RowSegment(start, count, pages)
+            RowSegment(start, count, PageTable(pages))
             for (start, count), pages in zip(pieces, tables, strict=True)
         ]
         rows_THE = torch.cat([self._heads_THE[start : start + count] for start, count in pieces])
@@ -107,7 +108,7 @@ class _Trial:
     def _attend_tree(self, at: int) -> Tensor:
         """Attends the next four tokens as two equal branches with interleaved tokens."""
         parents = (-1, -1, *range(6))
-        segment = RowSegment(at, 8, self._side_by_side, parents)
+        segment = RowSegment(at, 8, PageTable(self._side_by_side), parents)
         return self._run([segment], _twice(self._heads_THE[at : at + 4]))
 
     def _run(self, segments: Sequence[RowSegment], rows_THE: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from eesd_dist.config import DType
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.page_table import PageTable
 
 FLOAT32_BOUND = 5e-5
 _BFLOAT16_FACTOR = 2.0
@@ -139,7 +140,7 @@ def _head_logits(folder: Path, dtype: DType, device: torch.device, hidden_TD: Te
         page_size=PAGE_SIZE,
     )
     plan = RowPlan.build(
-        [RowSegment(0, len(hidden_TD), range(num_pages))],
+        [RowSegment(0, len(hidden_TD), PageTable(range(num_pages)))],
         page_size=PAGE_SIZE,
         device=device,
         numerics="fast",

@@ -13,6 +13,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.group_handles import SingleGroup
 
 PAGE_SIZE = 16
@@ -70,7 +71,7 @@ class TwoSpans:
         between, logits, start = [], [], 0
         for count in pieces:
             rows = RowPlan.build(
-                [RowSegment(start, count, self.pages)],
+                [RowSegment(start, count, PageTable(self.pages))],
                 page_size=PAGE_SIZE,
                 device=self.device,
                 numerics=self.numerics,
