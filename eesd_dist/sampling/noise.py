@@ -67,8 +67,9 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     which decides an argmax, has float32's full relative resolution.
     """
     blocks = row_blocks((len(keys), len(ids_V)), ids_V.device)
-    parts = [neg_log(exponential(hash_ids(keys[block], ids_V))) for block in blocks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(blocks) == 1:
+        return neg_log(exponential(hash_ids(keys, ids_V)))
+    return torch.cat([neg_log(exponential(hash_ids(keys[block], ids_V))) for block in blocks])
 
 
 def uniform(key: int) -> float:

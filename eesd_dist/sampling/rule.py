@@ -162,10 +162,26 @@ def first_max(x_SV: Tensor) -> Tensor:
 
 def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns columns and values [S, B] of each row's largest, best first, ties by column."""
+    count = min(count, x_SV.shape[-1])
+    if x_SV.device.type != "cpu":
+        return _first_maxima_on_device(x_SV, count)
+    rest_SV = x_SV.detach().numpy().copy()
+    rows_S = np.arange(rest_SV.shape[0])
+    best_SB = np.empty((rest_SV.shape[0], count), dtype=np.int64)
+    values_SB = np.empty((rest_SV.shape[0], count), dtype=rest_SV.dtype)
+    for rank in range(count):
+        best_SB[:, rank] = rest_SV.argmax(axis=-1)
+        values_SB[:, rank] = rest_SV[rows_S, best_SB[:, rank]]
+        rest_SV[rows_S, best_SB[:, rank]] = -np.inf
+    return torch.from_numpy(best_SB), torch.from_numpy(values_SB)
+
+
+def _first_maxima_on_device(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    best_B: list[Tensor] = []
+    values_B: list[Tensor] = []
     rest_SV = x_SV.clone()
-    best_B, values_B = [], []
-    for _ in range(min(count, x_SV.shape[-1])):
-        best_S1 = first_max(rest_SV).unsqueeze(-1)
+    for _ in range(count):
+        best_S1 = rest_SV.argmax(dim=-1, keepdim=True)
         best_B.append(best_S1)
         values_B.append(rest_SV.gather(-1, best_S1))
         rest_SV.scatter_(-1, best_S1, -torch.inf)
@@ -184,11 +200,7 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 
 
 def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
-    columns = _columns_of(logits_SV, None)
-    blocks = row_blocks(logits_SV.shape, logits_SV.device)
-    tokens_S = torch.cat(
-        [first_max(perturbed(logits_SV[block], rules[block], columns)) for block in blocks]
-    )
+    tokens_S = _tokens(logits_SV, rules)
     num_top = _num_top(rules)
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
@@ -202,6 +214,16 @@ def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
         logprobs=logprobs_SV.gather(-1, tokens_S.unsqueeze(-1)).squeeze(-1).cpu().numpy(),
         top_ids=top_ids.astype(np.int32),
         top_logprobs=top_logprobs.astype(np.float32),
+    )
+
+
+def _tokens(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
+    columns = _columns_of(logits_SV, None)
+    blocks = row_blocks(logits_SV.shape, logits_SV.device)
+    if len(blocks) == 1:
+        return first_max(perturbed(logits_SV, rules, columns))
+    return torch.cat(
+        [first_max(perturbed(logits_SV[block], rules[block], columns)) for block in blocks]
     )
 
 

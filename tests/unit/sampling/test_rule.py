@@ -19,6 +19,8 @@ from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     RowRule,
     TokenChoice,
+    _first_maxima,
+    _first_maxima_on_device,
     choose,
     draft_choice,
     evidence_of,
@@ -327,6 +329,13 @@ def test_a_draft_sorts_no_row_to_find_two_maxima(device: str) -> None:
             assert sorts.found == []
             logits_SV.sort(dim=-1)
     assert len(sorts.found) == 1
+
+
+def test_maxima_are_found_on_a_device_as_on_the_host() -> None:
+    x_SV = random_logits(14, 5, V).round()
+    found, expected = _first_maxima_on_device(x_SV, 4), _first_maxima(x_SV, 4)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 def test_equal_maxima_of_a_draft_are_in_the_order_of_their_columns() -> None:
