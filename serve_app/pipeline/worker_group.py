@@ -11,7 +11,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -320,7 +329,7 @@ class WorkerGroup:
     async def _gather(self, operation: str) -> None:
         self.spawned_s = time.monotonic()
         slots = self.workers.slots
-        loaded = await _results({p.name: self._fill(p, operation) for p in slots})
+        loaded = await _results({p.name: self._filled(p, operation) for p in slots})
         num_pages = self._agreement.settle(loaded)
         leader, *ranks = [self.workers.at(slot) for slot in slots]
         await self._meet(leader, ranks, operation, num_pages=num_pages)
@@ -334,6 +343,10 @@ class WorkerGroup:
         assert capacity is not None, "a full epoch came before"
         leader, *followers = self._fallbacks
         await self._meet(leader, [*followers, *verify], operation, num_pages=capacity.num_pages)
+
+    async def _filled(self, slot: RankSlot, operation: str) -> LoadedRank:
+        with self._blaming(slot.name):
+            return await self._fill(slot, operation)
 
     async def _fill(self, slot: RankSlot, operation: str) -> LoadedRank:
         """Fills an empty slot, and waits until its worker has loaded."""
@@ -375,15 +388,21 @@ class WorkerGroup:
             worker.joined(self._epoch)
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
-        """Marks a worker that fails by itself as broken, since it would fail in the next epoch too;
-        not a fallback, which has no slot and a host that may be in good health."""
-        try:
+        """A fallback that fails has no slot, and a host that may be in good health."""
+        with self._blaming(None if worker.host is not None else worker.slot.name):
             await worker.ask(method, operation, epoch)
+
+    @contextmanager
+    def _blaming(self, slot: str | None) -> Iterator[None]:
+        """Marks the worker of this slot as broken if it fails by itself, since it would fail in the
+        next epoch too."""
+        try:
+            yield
         except (PeerLost, ConfigError):
             raise
         except EesdError:
-            if worker.host is None:
-                self._broken.add(worker.slot.name)
+            if slot is not None:
+                self._broken.add(slot)
             raise
 
     async def _within(

@@ -44,3 +44,24 @@ def test_a_fallback_costs_the_layers_before_the_exit_and_the_embedding() -> None
         with_fallbacks(
             memory_of(LLAMA_3_70B, split=narrow, load=load), LLAMA_3_70B, split=narrow, load=load
         )
+
+
+def test_a_rank_has_a_table_of_rotations_for_its_layers_and_one_for_its_exit_head() -> None:
+    split, load = Split(exit_layer=4, verify_tensor_parallel_size=8), Load()
+    longer = replace(LLAMA_3_70B, max_positions=131_072)
+    table = 131_072 * 64 * 8  # complex64 for each pair of channels
+    for short, tall, tables in zip(
+        memory_of(LLAMA_3_70B, split=split, load=load),
+        memory_of(longer, split=split, load=load),
+        (2, 1),
+        strict=True,
+    ):
+        assert tall.weights_bytes - short.weights_bytes == tables * table
+
+
+def test_a_cpu_keeps_keys_and_values_in_float32_and_weights_as_a_gpu_does() -> None:
+    split, load = Split(exit_layer=4, verify_tensor_parallel_size=8), Load()
+    gpu = memory_of(LLAMA_3_70B, split=split, load=load)
+    cpu = memory_of(replace(LLAMA_3_70B, bytes_per_kv=4), split=split, load=load)
+    assert [row.kv_bytes for row in cpu] == [2 * row.kv_bytes for row in gpu]
+    assert [row.weights_bytes for row in cpu] == [row.weights_bytes for row in gpu]

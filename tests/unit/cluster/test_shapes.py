@@ -46,4 +46,7 @@ def test_weights_are_as_wide_as_the_checkpoint_says(
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**FIELDS, **said}))
-    assert read_shape(config).bytes_per_weight == expected
+    shape = read_shape(config)
+    assert (shape.bytes_per_weight, shape.bytes_per_kv) == (expected, expected)
+    shape = read_shape(config, on_cpu=True)
+    assert (shape.bytes_per_weight, shape.bytes_per_kv) == (expected, 4)

@@ -1,13 +1,15 @@
 """Pages of real stages are sized from the bytes that the stages would take."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
-from eesd_dist.engine.kv_room import fallback_bytes
+from eesd_dist.engine.kv_room import fallback_bytes, kv_room
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import ConfigError, PromptTooLong
@@ -97,3 +99,30 @@ def test_an_engine_has_the_pages_that_fit_and_answers_only_what_they_hold(folder
                 model={"max_model_len": 193},
             )
         )
+
+
+def test_on_a_gpu_pages_get_what_weights_activations_and_a_fallback_leave(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(folder, cache={"gpu_memory_utilization": 0.5})
+    layers = load_verify_weights(config, SingleGroup()).span.layers
+    on_gpu = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        spec=layers.spec,
+        num_ranks=1,
+        dtype=layers.dtype,
+    )
+    # Figures of a card of 8 GB; there is none here.
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * 10**9, 8 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10**9)
+
+    def room(**later: int) -> int:
+        return kv_room(config, on_gpu, page_bytes=1000, **later).budget_bytes  # type: ignore[arg-type]
+
+    assert 2.9 * 10**9 < room() < 3 * 10**9, "half of the card, less the weights and activations"
+    assert room() - room(later_bytes=10**9) == 10**9
+    fixed = config.model_copy(
+        update={"cache": config.cache.model_copy(update={"kv_cache_bytes": 12345})}
+    )
+    assert kv_room(fixed, on_gpu, page_bytes=1000).budget_bytes == 12345  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ class World:
         age_s: float = 0.0,
         leader: str = "",
         start_s: float | None = None,
+        kv_tokens: int | None = None,
     ) -> None:
         report = PipelineReport(
             pipeline_id=PipelineId(name),
@@ -49,6 +50,7 @@ class World:
             num_running=running,
             weight=weight,
             start_s=start_s,
+            kv_tokens=kv_tokens,
             is_ready=is_ready,
             draining=draining,
         )
@@ -315,3 +317,21 @@ def test_the_slowest_start_is_that_of_the_pipelines_that_have_measured_one() -> 
     world.say("b", start_s=40.0)
     world.say("c", start_s=70.0, is_ready=False)
     assert world.chooser.slowest_start_s() == 70.0
+
+
+def test_a_pipeline_is_expected_to_cache_as_much_as_its_pages_hold() -> None:
+    world = World(max_blocks=3)
+    assert world.chooser.kv_tokens() is None
+    world.say("a")
+    assert world.send(prompt(1)).num_cached_tokens == 0
+    assert world.send(prompt(1)).num_cached_tokens == 3 * BLOCK, "none has reported its pages"
+    assert world.chooser.kv_tokens() is None
+    world.say("a", kv_tokens=8 * BLOCK)
+    world.send(prompt(1))
+    assert world.send(prompt(1)).num_cached_tokens == 8 * BLOCK
+    world.say("b", kv_tokens=6 * BLOCK)
+    assert world.chooser.kv_tokens() == 6 * BLOCK
+    uncached = World(max_blocks=0)
+    uncached.say("a", kv_tokens=8 * BLOCK)
+    uncached.send(prompt(1))
+    assert uncached.send(prompt(1)).num_cached_tokens == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eesd_dist.errors import PromptTooLong
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
@@ -89,3 +90,23 @@ def test_everything_that_a_template_may_render_counts_as_its_size(body: dict[str
 def test_a_short_conversation_is_short() -> None:
     fields = ChatFields.model_validate({"messages": [{"role": "user", "content": "x"}]})
     assert size_of_chat(fields.messages, fields.chat_template_kwargs) < 100
+
+
+def test_a_text_may_be_as_long_as_the_model_and_the_kv_pages_allow() -> None:
+    held: list[int] = []
+    preparation = Preparation(
+        ByteCodec(),
+        model_name="toy",
+        max_model_len=100,
+        kv_tokens=lambda: held[-1] if held else None,
+    )
+    fields = CompletionFields(model="toy", prompt="x" * 60, max_tokens=None)
+    for kv_tokens, limit in ((None, 100), (64, 64), (400, 100)):
+        held += [] if kv_tokens is None else [kv_tokens]
+        assert preparation.max_model_len == limit
+        (choice,) = preparation.completion(fields).choices
+        num_prompt = len(choice.request.prompt)
+        assert choice.request.sampling.max_tokens == min(16, limit - num_prompt)
+    held.append(60)
+    with pytest.raises(PromptTooLong, match="59"):
+        preparation.completion(fields)

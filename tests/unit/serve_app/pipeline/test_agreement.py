@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import ConfigError
+from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.messages import Epoch, LoadedRank
@@ -137,6 +137,29 @@ def test_a_rank_with_other_weights_is_refused_by_name_and_digest_at_the_next_epo
             match="verify rank 1 has read other weights than drafting actor: f00df00df0",
         ):
             await group.start_epoch(timeout_s=10.0)
+        await group.stop()
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_fails_to_load_is_replaced_for_the_next_epoch(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        group = WorkerGroup(ToyWorkers(cluster, tmp_path, fallback=False))
+        await group.start_epoch(timeout_s=10.0)
+        await lose(group, "drafting actor")
+        rank = next(m for m in group.workers if m.slot.name == "verify rank 1")
+
+        def fails() -> LoadedRank:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        rank.handle.actor._worker.prepare = fails
+        with pytest.raises(EngineError, match="illegal memory access") as caught:
+            await group.start_epoch(timeout_s=10.0)
+        await group.end_epoch(caught.value)
+        assert rank.handle.killed.is_set()
+        await group.start_epoch(timeout_s=10.0)
         await group.stop()
 
     asyncio.run(run())

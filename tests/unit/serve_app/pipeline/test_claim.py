@@ -116,6 +116,9 @@ def test_a_stream_does_not_notice_that_the_supervisor_of_its_workers_was_replace
         assert group.claimed_trouble is None
         assert group.workers.start_s == 12.0
         assert [worker.handle for worker in group.workers] == handles
+        assert first.kv_capacity is not None
+        assert group.kv_capacity is not None
+        assert group.kv_capacity.num_pages == first.kv_capacity.num_pages == 100
         supervisor = supervised(group)
         await supervisor.check()
         assert supervisor.is_ready
