@@ -74,7 +74,7 @@ def test_a_command_arrives_as_it_was_announced(command: Command) -> None:
 
 
 def test_a_command_longer_than_a_frame_travels_in_a_second_message() -> None:
-    segment = RowSegment(0, 20_000, list(range(300)))
+    segment = RowSegment(0, 20_000, PageTable(range(300)))
     command = RunLayers(tokens=list(range(20_000)), segments=[segment])
     message = encode_command(command, epoch=4, number=1)
     assert message.overflow is not None
@@ -98,7 +98,7 @@ def test_a_command_with_a_broken_bit_is_refused(command: Command, data: st.DataO
         decoded(message)
 
 
-GOOD = RowSegment(3, 2, (1, 0), (-1, 0))
+GOOD = RowSegment(3, 2, PageTable((1, 0)), (-1, 0))
 
 
 @pytest.mark.parametrize(
