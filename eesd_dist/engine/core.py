@@ -303,6 +303,7 @@ class EngineCore:
             if not run.item.is_final:
                 self._draft.settle(run, path=(), next_token=-1)
         if self._recorder is not None:
+            self._recorder.take_prompts(waiting.drafted.runs, waiting.header, reply)
             self._recorder.stage(accepted, reply)
         self._features.take(waiting.drafted.runs, waiting.header, reply)
         self._draft.move(moves)

@@ -83,13 +83,12 @@ class HeaderWriter:
         self._round_id += 1
         trace_id, span_id = self._ids(plan)
         exits, top_k = self._features.wanted_of(drafted.runs)
+        if self._recorder is not None:
+            top_k = max(top_k, self._recorder.prompt_top_k(drafted.runs))
         return RoundHeader(
             epoch=self.epoch,
             round_id=self._round_id,
-            segments=tuple(
-                _segment(run, self._page_size, num_recorded=self._num_recorded(run.request_id))
-                for run in drafted.runs
-            ),
+            segments=tuple(self._segment(run) for run in drafted.runs),
             trace_id=trace_id.to_bytes(16),
             span_id=span_id,
             wants_rejection=self._by_rejection,
@@ -113,12 +112,21 @@ class HeaderWriter:
             return 0, 0
         return self._round_ids([item.live.request.traceparent for item in plan.items])
 
+    def _segment(self, run: DraftRun) -> Segment:
+        records_prompt = self._recorder is not None and self._recorder.wants_prompt(run)
+        return _segment(
+            run,
+            self._page_size,
+            num_recorded=self._num_recorded(run.request_id),
+            wants_features=records_prompt or run.item.live.request.features is not None,
+        )
+
     def _num_recorded(self, request_id: RequestId) -> int:
         """Returns how many of the target's best tokens the recorder needs per row of a request."""
         return 0 if self._recorder is None else self._recorder.top_k(request_id)
 
 
-def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
+def _segment(run: DraftRun, page_size: int, *, num_recorded: int, wants_features: bool) -> Segment:
     item = run.item
     live, p = item.live, item.live.request.sampling
     num_rows = item.num_known + len(run.tokens)
@@ -143,7 +151,7 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int) -> Segment:
         min_tokens=p.min_tokens,
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
-        wants_features=live.request.features is not None,
+        wants_features=wants_features,
         # The recorder's tokens are never returned: responses have what the request asked for.
         top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
     )

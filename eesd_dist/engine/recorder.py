@@ -1,8 +1,10 @@
 """Records what verification computes anyway, for training: rows, tokens, the target's best tokens.
 
-Selects the rows of a round that belong to the emitted text, and limits the length of a piece of one
-text (OSD, arXiv 2310.07177, trains on such pieces). A `RecorderSink` is passed in to store the
-pieces; without one nothing is recorded.
+Selects the rows of a round that belong to the text, and limits the length of a piece of one text
+(OSD, arXiv 2310.07177, trains on such pieces). Of a prompt, the rows that are computed here are
+recorded, so that a head is trained and judged in the context of the answer; only for them the
+target's best tokens are computed in addition. A `RecorderSink` is passed in to store the pieces;
+without one nothing is recorded.
 """
 
 # Shapes: T verified positions of one text, D hidden size, K best tokens.
@@ -19,7 +21,8 @@ from torch import Tensor
 from eesd_dist.engine.acceptance import Accepted
 from eesd_dist.engine.draft import DraftRun
 from eesd_dist.engine.draft_run import joined
-from eesd_dist.transport.contracts import Floats, Ints, VerifyReply
+from eesd_dist.engine.text_features import featured
+from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, RowFeatures, VerifyReply
 from eesd_dist.types import Request, RequestId
 
 MAX_POSITIONS = 512
@@ -31,7 +34,9 @@ class VerifiedPiece:
     """Consecutive verified positions of one text, without request id and without text."""
 
     tokens_T: Ints
-    """The token at each row; the first one was known, the others were drafted or verified."""
+    """The token at each row."""
+    num_prompt: int
+    """How many of the tokens were known: those of the prompt, at least one."""
     hidden_TD: Tensor
     """The rows after the draft stage's layers, on the device that computed them."""
     top_ids_TK: Ints
@@ -70,6 +75,10 @@ class VerifiedRows:
     top_ids_TK: Ints
     top_logprobs_TK: Floats
 
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
+
     def first(self, count: int) -> "VerifiedRows":
         return VerifiedRows(
             position=self.position,
@@ -99,10 +108,29 @@ def verified_rows(
     )
 
 
+def prompt_rows(
+    run: DraftRun, found: RowFeatures, *, rows: range, first: int, top_k: int
+) -> VerifiedRows:
+    """Returns a request's known rows from position `first` on, without the last known token's,
+    which has a verdict. `rows`: its known rows in the reply's features."""
+    item = run.item
+    skipped = first - item.start
+    count = item.num_known - item.is_final
+    at = slice(rows.start + skipped, rows.start + count)
+    return VerifiedRows(
+        position=first,
+        tokens=tuple(item.live.tokens[first : item.start + count]),
+        hidden_TD=run.rows_TD[0].tensor[skipped:count].clone(),
+        top_ids_TK=found.top_ids[at, :top_k].copy(),
+        top_logprobs_TK=found.top_logits[at, :top_k] - found.lse[at, None],
+    )
+
+
 class _Text:
     """The recorded rows of one request so far."""
 
     def __init__(self, request: Request) -> None:
+        self.num_prompt = len(request.prompt)
         self.workload = request.workload
         self.temperature = request.sampling.temperature
         self.parts: deque[VerifiedRows] = deque()
@@ -114,7 +142,7 @@ class _Text:
     def next_position(self) -> int | None:
         if not self.parts:
             return None
-        return self.parts[-1].position + len(self.parts[-1].tokens)
+        return self.parts[-1].end
 
     def append(self, rows: VerifiedRows) -> None:
         self.parts.append(rows)
@@ -124,9 +152,11 @@ class _Text:
 
     def piece(self) -> VerifiedPiece:
         """Returns all recorded rows, at most the last MAX_POSITIONS."""
-        tokens = [token for part in self.parts for token in part.tokens]
+        tokens = [token for part in self.parts for token in part.tokens][-MAX_POSITIONS:]
+        first = self.parts[-1].end - len(tokens)
         return VerifiedPiece(
-            tokens_T=np.asarray(tokens, dtype=np.int32)[-MAX_POSITIONS:],
+            tokens_T=np.asarray(tokens, dtype=np.int32),
+            num_prompt=min(max(self.num_prompt - first, 1), len(tokens)),
             hidden_TD=torch.cat([part.hidden_TD for part in self.parts])[-MAX_POSITIONS:],
             top_ids_TK=np.concatenate([p.top_ids_TK for p in self.parts])[-MAX_POSITIONS:],
             top_logprobs_TK=np.concatenate([p.top_logprobs_TK for p in self.parts])[
@@ -145,12 +175,39 @@ class RecorderTap:
         self._texts: dict[RequestId, _Text] = {}
 
     def admit(self, request: Request) -> None:
-        if self._sink.wants(request):
+        if request.features is None and self._sink.wants(request):
             self._texts[request.request_id] = _Text(request)
 
     def top_k(self, request_id: RequestId) -> int:
         """Returns how many best tokens to record per row of this request; 0 if not recorded."""
         return self._sink.top_k if request_id in self._texts else 0
+
+    def wants_prompt(self, run: DraftRun) -> bool:
+        """Returns whether a round computes rows to record that get no verdict."""
+        text = self._texts.get(run.request_id)
+        if text is None:
+            return False
+        end = run.item.start + run.item.num_known - run.item.is_final
+        return end > max(run.item.start, text.next_position or 0)
+
+    def prompt_top_k(self, runs: Iterable[DraftRun]) -> int:
+        """Returns how many best tokens to record of each such row; 0 if there is none."""
+        return self._sink.top_k if any(self.wants_prompt(run) for run in runs) else 0
+
+    def take_prompts(
+        self, runs: Sequence[DraftRun], header: RoundHeader, reply: VerifyReply
+    ) -> None:
+        """Keeps the rows of prompts. Rows computed again, after a preemption, are known already."""
+        if reply.features is None:
+            return
+        for run, rows in featured(runs, header):
+            text = self._texts.get(run.request_id)
+            if text is None:
+                continue
+            first = max(run.item.start, text.next_position or 0)
+            found = prompt_rows(run, reply.features, rows=rows, first=first, top_k=self._sink.top_k)
+            if found.tokens:
+                self._append(text, found)
 
     def stage(self, accepted: Iterable[Accepted], reply: VerifyReply) -> None:
         """Stages the rows that a verdict confirmed, until `commit` has the number emitted."""
@@ -167,6 +224,10 @@ class RecorderTap:
         if text is None or text.staged is None:
             return
         rows, text.staged = text.staged.first(num_left), None
+        self._append(text, rows)
+
+    def _append(self, text: _Text, rows: VerifiedRows) -> None:
+        """Appends rows; those after a gap begin another piece."""
         if text.next_position is not None and text.next_position != rows.position:
             self._hand_on(text)
         if rows.tokens:

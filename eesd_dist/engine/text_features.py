@@ -9,7 +9,7 @@ keeps never grows beyond the limit in the middle of it.
 
 # Shapes: T rows of a text, R rows of one request in one round, D hidden size, K best tokens.
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,15 +175,10 @@ class FeatureTap:
         """Takes a round's rows."""
         if reply.features is None:
             return
-        start = 0
-        for run in runs:
-            if run.item.live.request.features is None:
-                continue
-            end = start + run.item.num_known
+        for run, rows in featured(runs, header):
             text = self._texts.get(run.request_id)
             if text is not None:
-                self._append(text, run, header, reply.features, rows=range(start, end))
-            start = end
+                self._append(text, run, header, reply.features, rows=rows)
 
     def _append(
         self, text: _Text, run: DraftRun, header: RoundHeader, found: RowFeatures, *, rows: range
@@ -217,3 +212,12 @@ class FeatureTap:
             for run in runs
             if run.request_id in over and run.request_id in self._texts
         ]
+
+
+def featured(runs: Sequence[DraftRun], header: RoundHeader) -> Iterator[tuple[DraftRun, range]]:
+    """Yields the requests of a round with features in its reply, and their known rows there."""
+    start = 0
+    for run, segment in zip(runs, header.segments, strict=True):
+        if segment.wants_features:
+            yield run, range(start, start + run.item.num_known)
+            start += segment.num_rows

@@ -89,7 +89,7 @@ class Estimate:
     checkpoints_bytes: int
     head_bytes: int
     collector_bytes: int
-    """Features in the memory of the collecting process; without a service beside the target."""
+    """Features in the memory of the collecting process, without the target."""
     pipeline_bytes: int
     """Features in the memory of a drafting actor."""
     training_bytes: int
@@ -158,7 +158,7 @@ def described(found: Estimate, request: RunRequest, rates: Rates) -> str:
         ("disk: checkpoints", _size(found.checkpoints_bytes), "two and an incomplete one"),
         ("disk: head", _size(found.head_bytes), ""),
         ("disk: together", _size(found.disk_bytes), ""),
-        ("memory: collecting", _size(found.collector_bytes), "of features, beside libraries"),
+        ("memory: collecting", _size(found.collector_bytes), "of features, without libraries"),
         ("memory: drafting actor", _size(found.pipeline_bytes), "more than for serving"),
         ("memory: training", _size(found.training_bytes), training),
         ("memory: calibrating", _size(found.judging_bytes), "without the target"),

@@ -2,7 +2,7 @@
 
 Texts go to the drafting actors of the service's pipelines, over Ray like every operator's call, and
 come back with their features. What a pipeline cannot answer now (it recovers, drains, or has no
-room) is asked again, there or elsewhere: a text depends on its request alone.
+room) is asked again, there or from another one: a text depends on its request alone.
 """
 
 import logging

@@ -218,7 +218,7 @@ class RecorderFolder:
         (exit_layer,) = self._empty.exits
         return FeatureSequence(
             tokens_T=torch.from_numpy(piece.tokens_T).long(),
-            num_prompt=1,  # the first row was known; each later one is of an emitted token
+            num_prompt=piece.num_prompt,
             workload=piece.workload,
             temperature=piece.temperature,
             hidden={exit_layer: piece.hidden_TD.to("cpu", torch.bfloat16)},

@@ -110,12 +110,15 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     left = run(engine, requests)
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
     assert len(kept.pieces) == 6
+    assert sum(len(piece.tokens_T) for piece in kept.pieces) > sum(map(len, prompts(6)))
     for one in requests:
         served = tokens(left[one.request_id])
-        expected = [one.prompt[-1], *served[:-1]]
-        (piece,) = [p for p in kept.pieces if p.tokens_T.tolist() == expected]
-        (view,) = frozen.view([[*one.prompt, *served[:-1]]], top_k=TOP_K)
-        first = len(one.prompt) - 1
+        text = [*one.prompt, *served[:-1]]
+        # Rows of a prefix that another request left in the cache are computed by none.
+        (piece,) = [p for p in kept.pieces if text[-len(p.tokens_T) :] == p.tokens_T.tolist()]
+        first = len(text) - len(piece.tokens_T)
+        assert piece.num_prompt == len(one.prompt) - first
+        (view,) = frozen.view([text], top_k=TOP_K)
         torch.testing.assert_close(
             piece.hidden_TD, view.hidden[EXIT_LAYER][first:], atol=1e-4, rtol=1e-4
         )
@@ -154,7 +157,9 @@ def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
     engine.abort(RequestId("mine"))
     while engine.has_work:
         engine.step(wait_s=0.0)
-    assert [piece.tokens_T.tolist()[1:] for piece in kept.pieces] == [left[:-1]]
+    (piece,) = kept.pieces
+    assert piece.tokens_T.tolist() == [*prompts(2)[1], *left[:-1]]
+    assert piece.num_prompt == len(prompts(2)[1])
 
 
 def test_of_a_long_text_the_last_positions_are_kept(
@@ -168,6 +173,7 @@ def test_of_a_long_text_the_last_positions_are_kept(
     (piece,) = kept.pieces
     assert piece.tokens_T.tolist() == served[-65:-1]
     assert len(piece.hidden_TD) == len(piece.top_ids_TK) == 64
+    assert piece.num_prompt == 1  # the first row was known
 
 
 def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(

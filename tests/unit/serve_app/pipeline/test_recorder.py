@@ -47,6 +47,7 @@ def piece(seed: int, length: int = 40, *, width: int) -> VerifiedPiece:
     rng = np.random.default_rng(seed)
     return VerifiedPiece(
         tokens_T=rng.integers(0, 96, length, dtype=np.int32),
+        num_prompt=1 + seed % 3,
         hidden_TD=torch.randn(length, width, generator=torch.Generator().manual_seed(seed)),
         top_ids_TK=rng.integers(0, 96, (length, TOP_K), dtype=np.int32),
         top_logprobs_TK=-np.sort(rng.random((length, TOP_K), dtype=np.float32)),
