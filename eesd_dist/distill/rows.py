@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.text_features import TextFeatures
+from eesd_dist.engine.recording.text_features import TextFeatures
 from eesd_dist.errors import CapacityError
 from eesd_dist.types import (
     FeatureSpec,

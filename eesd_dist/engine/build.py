@@ -22,7 +22,7 @@ from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, 
 from eesd_dist.engine.headers import RoundIds
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
 from eesd_dist.engine.profile import measure_cost
-from eesd_dist.engine.recorder import RecorderSink
+from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype

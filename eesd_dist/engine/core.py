@@ -19,10 +19,10 @@ from eesd_dist.engine.draft import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
 from eesd_dist.engine.kv_sharing import KvSharing
-from eesd_dist.engine.recorder import RecorderSink, RecorderTap
+from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
+from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
-from eesd_dist.engine.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from eesd_dist.engine.draft import DraftedRound, DraftRun
-from eesd_dist.engine.recorder import RecorderTap
-from eesd_dist.engine.text_features import FeatureTap
+from eesd_dist.engine.recording.recorder import RecorderTap
+from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.types import RequestId

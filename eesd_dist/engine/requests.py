@@ -12,8 +12,8 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
-from eesd_dist.engine.recorder import RecorderTap
-from eesd_dist.engine.text_features import FeatureTap
+from eesd_dist.engine.recording.recorder import RecorderTap
+from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler

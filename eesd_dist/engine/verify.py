@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.config import Numerics
-from eesd_dist.engine.row_features import features_of
+from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.span import LayerRows, LlamaSpan

@@ -26,7 +26,7 @@ from eesd_dist.engine.build import (
 )
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.page_store import PageStore, kv_layout
-from eesd_dist.engine.recorder import RecorderSink
+from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
 from eesd_dist.model.head_config import HeadConfig, head_digest

@@ -56,7 +56,7 @@ from eesd_dist.workers.watch import DraftWatch
 from eesd_dist.workers.worker_actor import WorkerActor
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.text_features import TextFeatures
+    from eesd_dist.engine.recording.text_features import TextFeatures
 
 logger = logging.getLogger(__name__)
 

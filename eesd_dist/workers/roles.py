@@ -24,7 +24,7 @@ from eesd_dist.workers.messages import (
 )
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.text_features import TextFeatures
+    from eesd_dist.engine.recording.text_features import TextFeatures
     from eesd_dist.telemetry.tracing import Tracing
 
 

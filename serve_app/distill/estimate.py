@@ -12,7 +12,7 @@ from eesd_dist.checks import require_positive
 from eesd_dist.distill.collect import planned
 from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.run import RunRequest
-from eesd_dist.engine.text_features import MAX_BYTES
+from eesd_dist.engine.recording.text_features import MAX_BYTES
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import ModelSpec
 

@@ -31,7 +31,7 @@ from eesd_dist.distill.features import (
     write_shard,
 )
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.recorder import MAX_POSITIONS, VerifiedPiece
+from eesd_dist.engine.recording.recorder import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import RecorderCounts, Request
 from serve_app.config import RecorderConfig

@@ -1,6 +1,6 @@
 """Attention over pages on a CPU: one compiled call for all rows of a layer.
 
-Every number of a row is computed by a fixed sequence of operations, whatever is computed beside it:
+Every number of a row is computed by a fixed sequence of operations, whatever else is computed:
 a score is a chain of `fma` over the channels, a sum of values a chain over the keys in the order of
 positions, and the softmax sums 16 lanes of keys and then the lanes. Rows of a request share the
 loads of keys and values, which changes no chain. So a row has the same bits alone, in a verify

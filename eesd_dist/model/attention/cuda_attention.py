@@ -63,7 +63,7 @@ class CudaAttention:
         return pad_rows(mixed_RD, heads_THE.shape[0])
 
     def attend_rows(self, rows: RowPlan, heads_THE: Tensor, *, first: int, count: int) -> Tensor:
-        """Attends rows [first, first + count), whose keys and values are stored."""
+        """Attends rows [first, first + count) after `_store`."""
         mixed_RD = heads_THE.new_empty(count, self._num_queries * self._head_dim)
         placed = rows.on_device
         attend_kernel[(count, self._num_kv)](

@@ -12,7 +12,7 @@ from eesd_dist.errors import EesdError
 from eesd_dist.types import RequestId
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.text_features import TextFeatures
+    from eesd_dist.engine.recording.text_features import TextFeatures
 
 
 class FeatureCalls:

@@ -13,10 +13,10 @@ from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine import recorder as recorder_module
 from eesd_dist.engine.build import build_local_engine, layout_of, load_next_head
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.recorder import VerifiedPiece
+from eesd_dist.engine.recording import recorder as recorder_module
+from eesd_dist.engine.recording.recorder import VerifiedPiece
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eesd_dist.engine.row_features import feature_rows, features_of
+from eesd_dist.engine.recording.row_features import feature_rows, features_of
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, RowFeatures, Segment, TensorGroup

@@ -12,7 +12,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.text_features import FeatureLimits, FeatureTap, TextFeatures
+from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.errors import CapacityError, RequestError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import (

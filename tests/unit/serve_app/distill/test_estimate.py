@@ -12,7 +12,7 @@ from eesd_dist.distill.features import row_bytes
 from eesd_dist.distill.run import RunRequest
 from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.distill.train_head import train
-from eesd_dist.engine.text_features import MAX_BYTES
+from eesd_dist.engine.recording.text_features import MAX_BYTES
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.head_config import HeadKind
 from eesd_dist.model.spec import ModelSpec

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eesd_dist.distill.features import FeatureManifest, FeatureStore, identity_of
-from eesd_dist.engine.recorder import VerifiedPiece
+from eesd_dist.engine.recording.recorder import VerifiedPiece
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.stage_factory import EngineStages

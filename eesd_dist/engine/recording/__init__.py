@@ -1,0 +1,1 @@
+"""What an engine keeps of a round besides tokens: rows of texts for training."""
