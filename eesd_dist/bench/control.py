@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from eesd_dist.bench.charts.pictures import draw_all
 from eesd_dist.bench.control_report import (
     CONTENDERS,
     LiveRaces,
@@ -31,7 +32,6 @@ from eesd_dist.bench.judging import (
 from eesd_dist.bench.live import PLAIN, Race, Track
 from eesd_dist.bench.options import ControlOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.pictures import draw_all
 from eesd_dist.bench.replay import ReplaySetting, Variant
 from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (

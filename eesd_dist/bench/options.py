@@ -98,6 +98,22 @@ class ExactOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedOptions:
+    """Tokens per second of many requests at once.
+
+    Requests of a batch start together and have the same number of tokens. Plain decoding,
+    speculation and transformers' batched generation take turns, greedy, on the same weights.
+    """
+
+    model: Model = BUNDLED_MODEL
+    prompts: Prompts = SHIPPED_PROMPTS
+    batches: Annotated[tuple[int, ...], "requests at once"] = (1, 8, 32, 64)
+    max_tokens: Annotated[int, "length of each text"] = 64
+    repeats: Annotated[int, "runs of every variant"] = 3
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
     """The host's time in a round, by batch, without a model.
 

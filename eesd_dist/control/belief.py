@@ -11,17 +11,15 @@ reached them.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 from eesd_dist.errors import ConfigError
-from eesd_dist.types import Outcome
+from eesd_dist.types import Outcome, Value
 
 _UNIFORM = 1.0
 """Both parameters of the uniform prior; the excess over it are counts, which are discounted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
+class Belief(Value, frozen=True, kw_only=True):
     """Beta posterior of "the next drafted token is accepted", and the counts it is based on."""
 
     alpha: float = _UNIFORM
@@ -82,11 +80,11 @@ class Belief:
         )
 
     def to_json(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in self.__struct_fields__}
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "Belief":
-        numbers = {field.name: _number(data, field.name) for field in fields(Belief)}
+        numbers = {name: _number(data, name) for name in Belief.__struct_fields__}
         if numbers["alpha"] <= 0 or numbers["beta"] <= 0:
             raise ConfigError(f"belief: found {dict(data)}, expected positive alpha and beta")
         return Belief(

@@ -4,6 +4,7 @@ Pure: compares the drafts of a round with the verifier's tokens.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from eesd_dist.engine.draft import DraftRun
 from eesd_dist.schedule.scheduler import Committed, PlanItem
@@ -45,42 +46,46 @@ class Accepted(Value, frozen=True, kw_only=True):
 def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Accepted]:
     """Yields the verdict on every run that samples; of a draft the longest agreeing branch is
     accepted."""
-    tokens: list[int] = reply.tokens.tolist()
+    tokens: list[TokenId] = reply.tokens.tolist()
+    flags: list[int] = reply.accepted.tolist()
     at = 0
     for run in runs:
         if not run.item.is_final:
             continue
         k = len(run.tokens)
         chosen = tokens[at : at + k + 1]
-        path = _accepted_path(run, chosen, reply.accepted[at : at + k].tolist())
-        rows = [0, *(1 + node for node in path)]
+        path = _accepted_path(run, chosen, flags[at : at + k])
+        rows = (0, *(1 + node for node in path)) if run.is_tree else range(len(path) + 1)
         yield Accepted(
             run=run,
             first_row=at,
-            path=tuple(path),
+            path=path,
             committed=Committed(
-                tokens=tuple(TokenId(chosen[row]) for row in rows),
+                tokens=tuple(map(chosen.__getitem__, rows)),
                 num_drafted=k,
                 num_accepted=len(path),
-                logprobs=_logprobs(run.item, reply, [at + row for row in rows]),
+                logprobs=_logprobs(run.item, reply, at, rows),
             ),
         )
         at += k + 1
 
 
-def _accepted_path(run: DraftRun, chosen: list[int], flags: list[int]) -> list[int]:
+def _accepted_path(run: DraftRun, chosen: Sequence[int], flags: Sequence[int]) -> tuple[int, ...]:
     """Returns the accepted drafted tokens, from the root on. `chosen`: the verifier's tokens after
     the last known row and after each drafted one; `flags`: verdicts of rejection sampling, empty
     with other rules."""
     if flags:
-        return list(range(flags.index(0) if 0 in flags else len(flags)))
+        return tuple(range(flags.index(0) if 0 in flags else len(flags)))
+    if not run.is_tree:
+        agreeing = takewhile(lambda pair: pair[0] == pair[1], zip(run.tokens, chosen, strict=False))
+        return tuple(range(sum(1 for _ in agreeing)))
     path: list[int] = []
     last = ROOT
     for node, parent in enumerate(run.parents):
         if parent == last and run.tokens[node] == chosen[1 + last]:
             path.append(node)
             last = node
-    return path
+    return tuple(path)
 
 
 def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
@@ -100,8 +105,11 @@ def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
     return tuple(found)
 
 
-def _logprobs(item: PlanItem, reply: VerifyReply, rows: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Returns log-probabilities of the committed tokens; empty if the request did not ask."""
+def _logprobs(
+    item: PlanItem, reply: VerifyReply, first: int, rows: Sequence[int]
+) -> tuple[TokenLogprobs, ...]:
+    """Returns log-probabilities of the committed tokens, at `rows` after the first; empty if the
+    request did not ask."""
     wanted = item.live.request.sampling.top_logprobs
     if wanted is None:
         return ()
@@ -115,5 +123,5 @@ def _logprobs(item: PlanItem, reply: VerifyReply, rows: Sequence[int]) -> tuple[
                 )
             ),
         )
-        for row in rows
+        for row in (first + row for row in rows)
     )

@@ -270,7 +270,7 @@ class EngineCore:
         waiting.received_at = self._meter.now()
         del self._in_flight[waiting.plan.microbatch]
         accepted = self._settle(waiting, reply)
-        outcomes = [a.outcome for a in accepted if a.outcome is not None]
+        outcomes = [outcome for a in accepted if (outcome := a.outcome) is not None]
         with self._requests.lock:
             emissions = self._scheduler.commit(
                 waiting.plan, {a.run.request_id: a.committed for a in accepted}

@@ -22,6 +22,8 @@ from functools import reduce
 from itertools import islice
 from pathlib import Path
 
+from msgspec import structs
+
 from eesd_dist.control.belief import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.types import Outcome, RequestId
@@ -151,7 +153,7 @@ class BeliefBook:
         pool = self._pools.get(workload)
         if pool is None:
             pool = self._all_together()
-        return replace(pool.bounded(self._prior_weight), num_rounds=0)
+        return structs.replace(pool.bounded(self._prior_weight), num_rounds=0)
 
     def pools(self) -> Mapping[str, Belief]:
         """Returns a copy of the pooled beliefs by class."""

@@ -39,6 +39,7 @@ add_module(
     "eesd_dist.bench.fuzz.command",
     defaults={"model": (BUNDLED_MODEL,)},
 )
+add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched")
 add_module(app, "host", engine.HostOptions, "eesd_dist.bench.host")
 add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
 add_module(app, "filters", engine.FiltersOptions, "eesd_dist.bench.filters")

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge, Rates
-from eesd_dist.bench.live import PLAIN, Race
-from eesd_dist.bench.plots import (
+from eesd_dist.bench.charts.plots import (
     Band,
     Line,
     draw_lengths,
@@ -19,6 +17,8 @@ from eesd_dist.bench.plots import (
     draw_reliability,
     lines_of,
 )
+from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge, Rates
+from eesd_dist.bench.live import PLAIN, Race
 from eesd_dist.bench.replay import lengths_by_position
 from eesd_dist.control.belief import Belief
 

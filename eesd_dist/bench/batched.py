@@ -1,0 +1,120 @@
+"""`eesd bench batch`: tokens per second of many requests at once, in one process.
+
+Requests of one batch start together and end after the same number of tokens. Plain decoding,
+speculation and transformers' batched generation take turns on the same weights and prompts.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from eesd_dist.bench.options import BatchedOptions
+from eesd_dist.bench.output import print_report, say_unless
+from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from eesd_dist.engine.local import LocalEngine
+from eesd_dist.provenance import collect_provenance
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
+
+Generate = Callable[[Sequence[Prompt]], list[list[int]]]
+"""Prompts -> the new tokens of each."""
+
+_PAGE_SIZE = 32
+
+
+def main(options: BatchedOptions) -> None:
+    """Prints a table and the report."""
+    say = say_unless(options.json)
+    torch.set_num_threads(1)
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    variants = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    say(f"{'requests':>9}" + "".join(f"{name:>16}" for name in variants) + "   tokens/s")
+    for batch in options.batches:
+        wanted = list(islice(cycle(prompts), batch))
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        texts: dict[str, list[list[int]]] = {}
+        for _ in range(options.repeats):
+            for name, generate in variants.items():
+                started = time.perf_counter()
+                texts[name] = generate(wanted)
+                seconds[name].append(time.perf_counter() - started)
+        found[str(batch)] = {
+            name: {
+                "tokens_per_s": round(batch * options.max_tokens / statistics.median(took), 1),
+                "texts_unlike_plain": sum(
+                    text != plain for text, plain in zip(texts[name], texts["plain"], strict=True)
+                ),
+            }
+            for name, took in seconds.items()
+        }
+        rates = (found[str(batch)][name]["tokens_per_s"] for name in variants)
+        say(f"{batch:>9}" + "".join(f"{rate:>16.1f}" for rate in rates))
+    print_report({"batches": found, "provenance": collect_provenance().as_json()})
+
+
+def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate]:
+    most = max(options.batches)
+    pages_each = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
+    engine = LocalEngine(
+        EngineConfig(
+            model=ModelConfig(path=options.model),
+            cache=CacheConfig(
+                page_size=_PAGE_SIZE, num_pages=most * pages_each, prefix_caching=False
+            ),
+            scheduler=SchedulerConfig(max_running=most),
+        )
+    )
+    ours = partial(_ours, engine, options.max_tokens)
+    return {
+        "plain": partial(ours, SpeculationParams(mode="off")),
+        "speculation": partial(ours, SpeculationParams()),
+        "transformers": _transformers(options),
+    }
+
+
+def _ours(
+    engine: LocalEngine, max_tokens: int, speculation: SpeculationParams, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    requests = [
+        Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple(prompt.tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            speculation=speculation,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    return [list(generation.tokens) for generation in engine.generate(requests)]
+
+
+def _transformers(options: BatchedOptions) -> Generate:
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype="auto", local_files_only=True
+    ).eval()
+
+    def generate(prompts: Sequence[Prompt]) -> list[list[int]]:
+        width = max(len(prompt.tokens) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left, as generation needs
+            ids[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+            mask[row, width - len(prompt.tokens) :] = 1
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=options.max_tokens,
+                min_new_tokens=options.max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return [row[width:].tolist() for row in out]
+
+    return generate

@@ -1,0 +1,1 @@
+"""PNG pictures of reports, drawn with matplotlib."""
