@@ -1,5 +1,6 @@
 """Attention over one layer's pages on a CPU: calls the compiled kernel, in one or more threads."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.model.attention.cpu_kernel import Geometry, attend_kernel
+from eesd_dist.model.attention.layout import LANES, RowArrays
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.families.family import Scores
 
@@ -45,6 +47,7 @@ class CpuAttention:
             scale=np.float32(scale),
             softcap=np.float32(scores.softcap or 0.0),
         )
+        ready_kernel()  # compiled while weights are loaded, not by the first request
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Returns [T, D]; zeros in padding rows."""
@@ -53,7 +56,7 @@ class CpuAttention:
         mixed = mixed_TD.view(-1).numpy()
         num_rows, arrays = rows.num_rows, rows.arrays
         num_parts = self._num_parts(rows)
-        kernel = attend_kernel()
+        kernel = ready_kernel()
         if num_parts == 1:
             kernel(self._geometry, arrays, heads, self._pages, mixed, 0, num_rows, 0, num_rows)
         else:
@@ -75,6 +78,17 @@ class CpuAttention:
             return 1
         num_products = int(rows.arrays.position_R.sum()) * self._width
         return max(1, min(num_threads, rows.num_rows, num_products // _WORTH_A_THREAD))
+
+
+@cache
+def ready_kernel() -> Callable[..., None]:
+    """Returns the kernel, which has been called once: Numba compiles at the first call."""
+    kernel = attend_kernel()
+    geometry = Geometry(1, 1, LANES, LANES, 0, np.float32(1.0), np.float32(0.0))
+    none, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    rows = RowArrays(np.zeros((1, 1), np.int32), none, none, none, none, none, none)
+    kernel(geometry, rows, numbers, numbers, numbers, 0, 0, 0, 0)
+    return kernel
 
 
 @cache

@@ -172,6 +172,15 @@ def test_rows_have_the_same_bits_in_several_threads(monkeypatch: pytest.MonkeyPa
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
 
 
+def test_no_call_compiles_the_kernel_again() -> None:
+    """Numba compiles for each combination of types, which takes seconds."""
+    for shape in SHAPES:
+        heads_RHE = torch.randn(12, shape.num_heads, shape.head_dim)
+        tree = RowSegment(0, 9, tuple(range(9)), (-1, -1, 0, 1))
+        attend(shape.pages(), plan_of([tree, RowSegment(0, 3, (9, 8))], shape.page_size), heads_RHE)
+    assert len(cpu_attention.ready_kernel().signatures) == 1
+
+
 def test_a_score_that_is_far_below_the_largest_has_no_weight() -> None:
     shape = Shape(num_kv=1, per_kv=1, head_dim=16)
     heads_RHE = torch.zeros(20, 3, 16)
@@ -191,7 +200,7 @@ def test_the_kernel_runs_where_nothing_can_be_kept(
     heads_RHE = torch.randn(5, shape.num_heads, shape.head_dim)
     plan = plan_of([RowSegment(0, 5, (0,))], 32)
     expected_RD = attend(shape.pages(), plan, heads_RHE)
-    monkeypatch.setattr(cpu_attention, "attend_kernel", attend_kernel.__wrapped__)
+    monkeypatch.setattr(cpu_attention, "ready_kernel", attend_kernel.__wrapped__)
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
 
 
