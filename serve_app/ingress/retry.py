@@ -10,6 +10,8 @@ without progress does not. Pure: it reads a clock that it is given, and waits fo
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from msgspec import structs
+
 from eesd_dist.errors import (
     CapacityError,
     EesdError,
@@ -87,7 +89,9 @@ class Attempts:
             self._lost_with.clear()
         if not self._is_resumed:
             return emissions
-        return tuple(replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions)
+        return tuple(
+            structs.replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions
+        )
 
     def failed(self, error: EesdError, *, patience_s: float) -> float:
         """Returns how many seconds to wait before the next attempt; raises what ends the stream."""

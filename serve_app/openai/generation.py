@@ -9,8 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import structs
 
 from eesd_dist.errors import EngineError
 from eesd_dist.text import TextAssembler, TextCodec, TextDelta
@@ -50,7 +52,9 @@ class ChoiceTally:
 
     def add(self, delta: Delta) -> None:
         emission = delta.emission
-        self.rounds.append(replace(emission, logprobs=()) if emission.logprobs else emission)
+        self.rounds.append(
+            structs.replace(emission, logprobs=()) if emission.logprobs else emission
+        )
         self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
         if emission.queue_s is not None:
             self.queue_s = emission.queue_s

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.command_stream import DistCommandSink, DistCommandSource
 from eesd_dist.transport.commands import Command, RunHead, RunLayers
 from eesd_dist.transport.contracts import RowSegment
@@ -14,7 +15,7 @@ from tests.unit.transport.test_commands import plain
 
 pytestmark = pytest.mark.dist
 
-LONG = RowSegment(0, 1, list(range(20_000)))
+LONG = RowSegment(0, 1, PageTable(range(20_000)))
 """Its pages alone do not fit in one frame."""
 
 
@@ -23,7 +24,7 @@ def test_commands_of_every_size_arrive_with_their_rows_and_without_any() -> None
         RunLayers(tokens=[5], segments=[LONG]),
         RunHead(segments=[LONG], input_TE=torch.rand(1, 8)),
         RunHead(segments=[LONG], input_TE=torch.rand(1, 20_000)),
-        RunLayers(tokens=[6], segments=[RowSegment(1, 1, [0])]),
+        RunLayers(tokens=[6], segments=[RowSegment(1, 1, PageTable([0]))]),
     ]
     leading, following = join_threads(2)
     found: list[Command] = []
@@ -58,7 +59,7 @@ def test_a_follower_says_which_command_it_is_in_and_none_while_it_waits_for_the_
         time.sleep(0.2)
         assert following.number is None
         assert len(found) == number - 1
-        sink.announce(RunLayers(tokens=[6], segments=[RowSegment(1, 1, [0])]))
+        sink.announce(RunLayers(tokens=[6], segments=[RowSegment(1, 1, PageTable([0]))]))
     sink.close()
     waiting.join(10.0)
     assert found == [1, 2]

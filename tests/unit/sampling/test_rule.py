@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.model.parallel import part_of
@@ -175,7 +176,7 @@ def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(
 ) -> None:
     """Of five ranks two have no token of three."""
     rules = [
-        replace(each, top_logprobs=20)
+        structs.replace(each, top_logprobs=20)
         for each in (
             rule(SamplingParams(temperature=0.0)),
             rule(SamplingParams(temperature=0.8, seed=3)),

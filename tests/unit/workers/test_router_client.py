@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec import structs
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.routing.beliefs import DraftPlan, Priors
@@ -74,7 +75,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         link.start()
         link.admitted(R, "chat")
         seen = Evidence(depth=0, top1_prob=0.5, top2_margin=0.1, entropy=1.0)
-        link.observed([replace(_outcome(), evidence=(seen,) * 3)], [])
+        link.observed([structs.replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
         await _until(lambda: router.applied)
         await asyncio.sleep(0.1)  # no further message

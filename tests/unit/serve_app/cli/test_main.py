@@ -20,7 +20,7 @@ GROUPS = {
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
-        *("offline", "online", "exact", "noise", "filters", "control"),
+        *("offline", "online", "exact", "batch", "host", "noise", "filters", "control"),
         *("router", "rounds", "chaos", "endure", "migration"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
