@@ -2,8 +2,8 @@
 
 Runs the real round loop of a 70B-shaped pipeline: scheduler, controller, drafting, headers, wire
 format, the plan of a verify rank's rows, verdicts and commit. Layers, exit head and target are
-replaced by tensors that exist already; the vocabulary is small, so that what is counted does not
-grow with a model. Every part is one process's time: a deployment does `decode`, `rows` and `rules`
+replaced by tensors that exist already; vocabulary and hidden states are small, so that what is
+counted does not grow with a model. Every part is one process's time: a deployment does `decode`, `rows` and `rules`
 in each verify rank.
 """
 
@@ -44,7 +44,8 @@ from eesd_dist.types import (
 )
 
 PAGE_SIZE = 32
-_HIDDEN = 8192
+_HIDDEN = 64
+"""Narrow: copies of hidden states are a device's work."""
 _VOCABULARY = 64
 _DRAFT_LENGTH = 4
 _ACCEPTED = 3

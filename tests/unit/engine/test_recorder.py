@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
@@ -80,7 +81,7 @@ def _untimed(
     emissions: dict[RequestId, list[Emission]],
 ) -> dict[RequestId, list[Emission]]:
     return {
-        name: [dataclasses.replace(one, queue_s=None) for one in some]
+        name: [structs.replace(one, queue_s=None) for one in some]
         for name, some in emissions.items()
     }
 
