@@ -27,9 +27,15 @@ class PageTable(Sequence[int]):
         if len(data) % _ITEM_BYTES:
             raise ValueError(f"Expected 4 bytes for each page, got {len(data)} bytes")
         array = np.frombuffer(data, "<i4")
-        if array.size and array.min() < 0:
+        if (array < 0).any():
             raise ValueError(f"Expected pages >= 0, got {array.min()}")
-        return cls(array)
+        return cls._over(array)
+
+    @classmethod
+    def _over(cls, array: npt.NDArray[np.int32]) -> "PageTable":
+        table = cls.__new__(cls)
+        table.array = array
+        return table
 
     def to_bytes(self) -> bytes:
         return self.array.astype("<i4", copy=False).tobytes()
@@ -43,7 +49,7 @@ class PageTable(Sequence[int]):
     def __getitem__(self, at: slice) -> "PageTable": ...
     def __getitem__(self, at: int | slice) -> "int | PageTable":
         found = self.array[at]
-        return PageTable(found) if isinstance(at, slice) else int(found)
+        return PageTable._over(found) if isinstance(at, slice) else int(found)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.array.tolist())

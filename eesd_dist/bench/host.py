@@ -3,8 +3,8 @@
 Runs the real round loop of a 70B-shaped pipeline: scheduler, controller, drafting, headers, wire
 format, the plan of a verify rank's rows, verdicts and commit. Layers, exit head and target are
 replaced by tensors that exist already; vocabulary and hidden states are small, so that what is
-counted does not grow with a model. Every part is one process's time: a deployment does `decode`, `rows` and `rules`
-in each verify rank.
+counted does not grow with a model. Every part is one process's time: a deployment does `decode`,
+`rows` and `rules` in each verify rank.
 """
 
 # Shapes: T rows, D hidden size, V vocabulary, S sampled rows.

@@ -135,13 +135,13 @@ class LiveRequest:
 
     def extend(self, tokens: Sequence[TokenId]) -> FinishReason | None:
         """Appends tokens up to the one that ends the text; returns why it ended, or None."""
-        sampling = self.request.sampling
+        sampling, mine = self.request.sampling, self.tokens
+        first_stop = self.num_prompt + sampling.min_tokens
         for token in tokens:
-            may_stop = self.num_generated >= sampling.min_tokens
-            self.tokens.append(token)
-            if may_stop and token in sampling.stop_token_ids:
+            mine.append(token)
+            if token in sampling.stop_token_ids and len(mine) > first_stop:
                 return FinishReason.STOP
-            if len(self.tokens) >= self.max_len:
+            if len(mine) >= self.max_len:
                 return FinishReason.LENGTH
         return None
 

@@ -4,7 +4,10 @@ The rows say which keys they see (`RowPlan`); one call of a kernel stores the ro
 and attends every row. On a CPU the pages are float32.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -14,6 +17,8 @@ from eesd_dist.model.attention.layout import part_numbers
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.families.family import PLAIN_SCORES, Scores
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -105,12 +110,18 @@ def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if device.type == "cuda" else torch.float32
 
 
+@cache
 def _attention_on(device: torch.device) -> Callable[..., Attention]:
     """Returns the kernel's class; the other one's compiler need not be installed."""
     if device.type == "cuda":
         from eesd_dist.model.attention.cuda_attention import CudaAttention
 
         return CudaAttention
+    if find_spec("numba") is None:
+        from eesd_dist.model.attention.row_by_row import RowByRowAttention
+
+        logger.warning("attention_is_slow reason=numba is not installed rows=one by one")
+        return RowByRowAttention
     from eesd_dist.model.attention.cpu_attention import CpuAttention
 
     return CpuAttention

@@ -15,6 +15,7 @@ from eesd_dist.model.attention import cpu_attention
 from eesd_dist.model.attention.cpu_kernel import attend_kernel
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.families.family import Scores
 from eesd_dist.trees import path_to
@@ -202,6 +203,31 @@ def test_the_kernel_runs_where_nothing_can_be_kept(
     expected_RD = attend(shape.pages(), plan, heads_RHE)
     monkeypatch.setattr(cpu_attention, "ready_kernel", attend_kernel.__wrapped__)
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
+
+
+@settings(max_examples=16, deadline=None)
+@given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
+def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: int) -> None:
+    rng = Random(seed)
+    free = list(range(400))
+    rng.shuffle(free)
+    text = Text.drawn(shape, rng, pages=free)
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    twin = RowByRowAttention(
+        pages_PKX=twin_PKX,
+        num_kv_heads=shape.num_kv,
+        queries_per_kv=shape.per_kv,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        window=shape.window,
+        scores=Scores(softcap=shape.softcap),
+    )
+    for segment in (*text.prefix(), text.segment):
+        plan = plan_of([segment], shape.page_size)
+        heads_RHE = text.heads_NHE[segment.start :][: segment.num_rows]
+        expected_RD = attend(pages, plan, heads_RHE)
+        assert torch.allclose(twin.attend(plan, heads_RHE), expected_RD, atol=2e-5, rtol=1e-4)
+        assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
