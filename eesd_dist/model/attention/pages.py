@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,9 +53,8 @@ class LayerPages:
         """`window`: how many of the last positions a row may see; None: all."""
         self._page_size = page_size
         part = part_numbers(head_dim=head_dim, page_size=page_size)
-        self.parts_PKX = torch.zeros(
-            num_pages, num_kv_heads, part, dtype=kv_dtype(dtype, device), device=device
-        )
+        shape = (num_pages, num_kv_heads, part)
+        self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
         self.keys_PKES = keys_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self._attention = _attention_on(device)(
@@ -103,6 +103,14 @@ class LayerPages:
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, device=self.parts_PKX.device)
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros. On a CPU the system makes them when a page is first used: torch would write
+    them all now."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
