@@ -87,9 +87,14 @@ class CollectRequest:
     out: Annotated[Path, "folder of the features; on a cluster, one shared by all nodes"]
     exits: Annotated[tuple[int, ...], "layers after which hidden states are kept"] = (1,)
     minutes: Annotated[float | None, "start no shard after this time"] = None
+    part: Annotated[
+        int, "with --max-gb: which part of the texts, each of at most this size; the first is 0"
+    ] = 0
 
     def __post_init__(self) -> None:
         require_positive(self, "minutes")
+        if self.part < 0:
+            raise ConfigError(f"part is {self.part}: expected 0 or more")
 
     def recipe(self) -> Recipe:
         """Builds the recipe; reads the target's config files and samples of its weights."""
@@ -127,7 +132,7 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
     Raises CheckpointError when the folder has features of other options.
     """
     recipe = request.recipe()
-    chunks = planned(request.options, recipe, say=say)
+    chunks = planned(request.options, recipe, part=request.part, say=say)
     with only_one(request.out):
         if (request.out / MANIFEST_FILE).exists():
             return _finished(request.out, plan_sha256(chunks, recipe), say=say)
@@ -147,8 +152,20 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
     return manifest
 
 
-def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]:
-    """Reads the prompts and returns all chunks of the plan."""
+def planned(options: CollectOptions, recipe: Recipe, *, part: int = 0, say: Say) -> list[Chunk]:
+    """Reads the prompts and returns the chunks of one part. Raises ConfigError if there is no such
+    part."""
+    parts = planned_parts(options, recipe, say=say)
+    if part >= len(parts):
+        raise ConfigError(
+            f"part {part}: the texts have {len(parts)} part(s), counted from 0; lower part or "
+            "max_gb, or collect more text"
+        )
+    return parts[part]
+
+
+def planned_parts(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[list[Chunk]]:
+    """Reads the prompts and returns all chunks of the plan, in parts of at most `max_gb`."""
     prompts: list[tuple[str, Sequence[int]]] = []
     num_skipped = 0
     if not options.text_only:
@@ -158,11 +175,11 @@ def planned(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[Chunk]
         num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
     texts = [] if options.text is None else read_texts(options.model, options.text)
     chunks = plan(prompts, texts, options, recipe)
-    if options.max_gb is not None:
-        chunks = within(chunks, recipe, max_bytes=options.max_gb * 1e9)
     if num_skipped:
         say(f"collect: {num_skipped} prompts of {options.prompts} are too long and skipped")
-    return chunks
+    if options.max_gb is None:
+        return [chunks]
+    return parts_within(chunks, recipe, max_bytes=options.max_gb * 1e9)
 
 
 def plan(
@@ -220,6 +237,16 @@ def within(chunks: Sequence[Chunk], recipe: Recipe, *, max_bytes: float) -> list
             "chunk_size"
         )
     return fitting
+
+
+def parts_within(chunks: Sequence[Chunk], recipe: Recipe, *, max_bytes: float) -> list[list[Chunk]]:
+    """Returns all chunks in order, in parts that surely fit. Raises ConfigError if one does not."""
+    parts: list[list[Chunk]] = []
+    left = list(chunks)
+    while left:
+        parts.append(within(left, recipe, max_bytes=max_bytes))
+        left = left[len(parts[-1]) :]
+    return parts
 
 
 def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:

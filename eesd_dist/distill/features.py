@@ -238,14 +238,16 @@ class FeatureStore:
         """Returns groups of sequences that answer the same prompt. A sequence with a prompt of at
         most one token, as in texts and recordings of a service, is a separate group."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for number, prompt in enumerate(self._prompts()):
+        for number, (tokens_T, num_prompt) in enumerate(self.texts()):
+            prompt = tuple(tokens_T[:num_prompt].tolist())
             # -1 is no token id.
             key = prompt if len(prompt) > 1 else (-1, number)
             groups.setdefault(key, []).append(number)
         return list(groups.values())
 
-    def _prompts(self) -> Iterator[tuple[int, ...]]:
-        """Yields the prompts of all sequences in order; reads only the tokens of the shards."""
+    def texts(self) -> Iterator[tuple[Tensor, int]]:
+        """Yields the tokens [T] of every sequence in order, and how many of them are its prompt.
+        Reads no other tensor of the shards."""
         for entry in self.manifest.shards:
             file = self.folder / entry.name
             try:
@@ -255,9 +257,7 @@ class FeatureStore:
                     )
             except SafetensorError as error:
                 raise _damaged(file, found=f"unreadable content ({error})") from error
-            parts = torch.split(tokens_N, lengths.tolist())
-            for tokens_T, num_prompt in zip(parts, counts.tolist(), strict=True):
-                yield tuple(tokens_T[:num_prompt].tolist())
+            yield from zip(torch.split(tokens_N, lengths.tolist()), counts.tolist(), strict=True)
 
 
 def row_bytes(hidden_size: int, *, num_exits: int, top_k: int) -> int:

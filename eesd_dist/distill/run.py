@@ -5,7 +5,8 @@ manifest, OUT/training with its checkpoints, then OUT/exit_N, and in it calibrat
 evaluation.json. After an interruption the same command continues; other options are refused, since
 the files would be inconsistent. `--minutes` are split: two fifths each for collecting and for
 training, the rest for calibration and evaluation. More training on less text was worse, by
-overfitting.
+overfitting. With `--ring` collecting and training alternate (`rounds`), each with its part of the
+minutes.
 """
 
 import hashlib
@@ -21,11 +22,12 @@ from eesd_dist.checks import require_positive
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.answers import Machine
 from eesd_dist.distill.calibrate import CalibrateOptions, calibrate
-from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, planned
+from eesd_dist.distill.collect import CollectOptions, CollectRequest, collect, planned_parts
 from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluate
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import only_one, require_same, write_json
 from eesd_dist.distill.held_out import PromptParts
+from eesd_dist.distill.rounds import Rounds, collect_and_train
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import ConfigError
@@ -96,10 +98,15 @@ class RunRequest:
     start: Annotated[Path | None, "a head to train further"] = None
     train_workers: Annotated[int, "training processes"] = 1
     zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
+    ring: Annotated[
+        bool, "collect and train alternately, with at most --max-gb of features at a time"
+    ] = False
     options: TrainOptions = field(default_factory=TrainOptions)
 
     def __post_init__(self) -> None:
         require_positive(self, "minutes")
+        if self.ring and self.collect.max_gb is None:
+            raise ConfigError("ring is set without max_gb: set the size of the features on disk")
 
     @property
     def head_folder(self) -> Path:
@@ -132,6 +139,17 @@ class RunRequest:
             start=self.start,
             seed=self.collect.seed,
             options=self.options,
+        )
+
+    def rounds(self) -> Rounds:
+        """Reads the prompts, and returns the rounds of a ring."""
+        collection = self.collection
+        parts = planned_parts(self.collect, collection.recipe(), say=lambda _: None)
+        return Rounds(
+            folder=self.out / "rounds",
+            collection=collection,
+            training=self.training,
+            count=len(parts),
         )
 
     def head_request(self) -> HeadRequest:
@@ -181,6 +199,7 @@ class RunRequest:
             "top_k": recipe.top_k,
             "chunk_size": asked.chunk_size,
             "max_gb": asked.max_gb,
+            "ring": self.ring or None,  # None: also of folders from before there was a ring
             "dtype": asked.dtype,
             "training": training,
         }
@@ -190,8 +209,12 @@ def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
     """Returns the finished head's folder. Raises ConfigError if OUT belongs to another run."""
     with only_one(request.out):
         _claim(request)
-        with _timed("collect", say):
-            collect(request.collection, executor=executor, say=say)
+        if request.ring:
+            with _timed("rounds", say):
+                collect_and_train(request.rounds(), executor=executor, say=say)
+        else:
+            with _timed("collect", say):
+                collect(request.collection, executor=executor, say=say)
         head = make_head(request.head_request(), executor=executor, say=say)
     say(f"run: the head is in {head}: eesd serve --model {request.collect.model} --head {head}")
     return head
@@ -205,7 +228,9 @@ def _claim(request: RunRequest) -> None:
         return
     # Checked before claiming: a folder claimed with unusable prompts would refuse corrected ones.
     request.collect.prompt_choice()
-    planned(request.collect, request.collection.recipe(), say=lambda _: None)
+    planned_parts(request.collect, request.collection.recipe(), say=lambda _: None)
+    if request.ring:
+        request.rounds()
     write_json(file, asked)
 
 

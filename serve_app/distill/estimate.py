@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from eesd_dist.checks import require_positive
-from eesd_dist.distill.collect import planned
+from eesd_dist.distill.collect import planned_parts
 from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.run import RunRequest
 from eesd_dist.engine.recording.text_features import MAX_BYTES
@@ -79,6 +79,8 @@ class HeadSize:
 class Estimate:
     """Disk, memory and time of a run, each at most."""
 
+    num_rounds: int
+    """Rounds of collecting and training; 1 without a ring."""
     num_sequences: int
     num_written: int
     """Tokens that the target writes for the features."""
@@ -86,6 +88,7 @@ class Estimate:
     num_judged: int
     """Tokens that it writes for calibration and evaluation."""
     features_bytes: int
+    """At a time; a ring replaces them in each round."""
     checkpoints_bytes: int
     head_bytes: int
     collector_bytes: int
@@ -110,7 +113,10 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
     options = request.collect
     spec = ModelSpec.from_folder(options.model)
     recipe = request.collection.recipe()
-    chunks = planned(options, recipe, say=lambda _: None)
+    parts_of_text = planned_parts(options, recipe, say=lambda _: None)
+    if not request.ring:
+        del parts_of_text[1:]
+    chunks = [chunk for part in parts_of_text for chunk in part]
     parts = options.prompt_choice().read(options.model)
     head = HeadSize.of(
         spec,
@@ -119,6 +125,7 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
         embedding=request.reads_embedding,
     )
     shard_bytes = [recipe.most_bytes(chunk) for chunk in chunks]
+    features_bytes = max(sum(map(recipe.most_bytes, part)) for part in parts_of_text)
     num_sequences = sum(len(chunk.sources) for chunk in chunks)
     num_written = recipe.max_tokens * sum(s.is_prompt for c in chunks for s in c.sources)
     num_judged = _judged_tokens(request, parts)
@@ -129,17 +136,19 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
     if request.max_steps is not None:
         train_s = min(train_s, step_s * request.max_steps)
     return Estimate(
+        num_rounds=len(parts_of_text),
         num_sequences=num_sequences,
         num_written=num_written,
         num_rows=sum(chunk.most_rows(recipe) for chunk in chunks),
         num_judged=num_judged,
-        features_bytes=sum(shard_bytes),
-        checkpoints_bytes=_NUM_CHECKPOINTS * _checkpoint_bytes(head, request) + 2 * head.total,
+        features_bytes=features_bytes,
+        checkpoints_bytes=_NUM_CHECKPOINTS * _checkpoint_bytes(head, request)
+        + _heads_of_training_bytes(head, num_rounds=len(parts_of_text)),
         head_bytes=2 * (head.trained if head.is_shared else head.total),
         # Twice a shard: on a CPU hidden states are computed in float32.
         collector_bytes=_CHUNKS_AT_A_TIME * 2 * max(shard_bytes),
         pipeline_bytes=min(MAX_BYTES, _CHUNKS_AT_A_TIME * 2 * max(shard_bytes)),
-        training_bytes=_training_bytes(head, spec, request, features_bytes=sum(shard_bytes)),
+        training_bytes=_training_bytes(head, spec, request, features_bytes=features_bytes),
         judging_bytes=_judging_bytes(head, spec, request, parts),
         collect_s=min(0.4 * limit_s, num_written / rates.tokens_per_s),
         train_s=train_s,
@@ -150,11 +159,12 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
 def described(found: Estimate, request: RunRequest, rates: Rates) -> str:
     """Returns the estimate as a table."""
     training = "for each of " + str(request.train_workers) if request.train_workers > 1 else ""
+    rounds = f" in {found.num_rounds} rounds" if found.num_rounds > 1 else ""
     steps = ""
     if request.max_steps is not None:
         steps = f"{request.max_steps} steps at {rates.tflops:g} Tflop/s, or "
     rows = [
-        ("disk: features", _size(found.features_bytes), f"{found.num_rows:,} rows"),
+        ("disk: features", _size(found.features_bytes), f"{found.num_rows:,} rows{rounds}"),
         ("disk: checkpoints", _size(found.checkpoints_bytes), "two and an incomplete one"),
         ("disk: head", _size(found.head_bytes), ""),
         ("disk: together", _size(found.disk_bytes), ""),
@@ -189,6 +199,11 @@ def _checkpoint_bytes(head: HeadSize, request: RunRequest) -> int:
     """Weights, master weights where they are in bfloat16, and Adam's two moments."""
     weight_bytes = 2 + 4 if request.options.bfloat16 else 4
     return head.trained * (weight_bytes + 8)
+
+
+def _heads_of_training_bytes(head: HeadSize, *, num_rounds: int) -> int:
+    """The best head; between rounds in float32, with the heads of two rounds."""
+    return 2 * head.total if num_rounds == 1 else 3 * 4 * head.total
 
 
 def _training_bytes(

@@ -1,6 +1,8 @@
 """A tiny target and its features of some random texts: a real store, made without an engine."""
 
 import random
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -32,12 +34,14 @@ def write_tiny_features(
     *,
     num_sequences: int = 48,
     num_shards: int = 3,
+    shard_sizes: Sequence[int] | None = None,
     top_k: int = 16,
 ) -> FeatureStore:
-    """Collects texts of 12 to 24 tokens, in shards of equal numbers."""
+    """Collects texts of 12 to 24 tokens, in shards of equal numbers, or of the given ones."""
+    sizes = shard_sizes or [num_sequences // num_shards] * num_shards
     rng = random.Random(7)
     texts = [
-        [rng.randrange(3, 96) for _ in range(rng.randrange(12, 25))] for _ in range(num_sequences)
+        [rng.randrange(3, 96) for _ in range(rng.randrange(12, 25))] for _ in range(sum(sizes))
     ]
     target = FrozenTarget(target_path, ModelSpec.from_folder(target_path), [EXIT_LAYER])
     sequences = [
@@ -53,9 +57,9 @@ def write_tiny_features(
         )
         for text, view in zip(texts, target.view(texts, top_k=top_k), strict=True)
     ]
-    size = num_sequences // num_shards
+    parts = iter(sequences)
     entries = tuple(
-        write_shard(folder, at, sequences[at * size : (at + 1) * size]) for at in range(num_shards)
+        write_shard(folder, at, list(islice(parts, size))) for at, size in enumerate(sizes)
     )
     FeatureManifest(
         verifier=identity_of(target_path),

@@ -1,28 +1,31 @@
-"""Plans batches of rows of text, and the share of each rank.
+"""Reads the batches of one rank from a store of features.
 
-A pass over a store reads windows of as many shards as fit into memory; shards and rows are shuffled
-by (seed, epoch, window). Texts longer than a row are split into rows; rows of similar length are
-batched together to limit padding, and no row has two texts. The position is three numbers, which
-are stored in a checkpoint: the same batches follow them.
+The shards are shuffled in every pass and divided among the ranks (`division`). A rank reads windows
+of as many of its shards as fit into memory, and shuffles their rows by (seed, epoch, window), as
+every rank does, so that rows of similar length meet in a step. Texts longer than a row are split
+into rows; rows of similar length are batched together to limit padding, and no row has two texts.
 
-Every rank plans the same batches and takes its share of the rows, so that two ranks with half a
-batch each compute the same as one rank with a whole one. Does not depend on model, loss or
-optimizer.
+The position is the pass and the step in it, the same on every rank, and is stored in a checkpoint:
+the same batches follow it. Does not depend on model, loss or optimizer.
 """
 
 # Shapes: B rows, T positions of the longest row, D hidden size, K best tokens of the target.
 
+import logging
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eesd_dist.distill.features import FeatureSequence, FeatureStore
+from eesd_dist.distill.train.division import Piece, divided
 from eesd_dist.distill.train.losses import KeptTargets
 from eesd_dist.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _POOL_BATCHES = 16
 """Number of batches within which rows are sorted by length."""
@@ -56,8 +59,10 @@ class Position:
     """Position of the next batch."""
 
     epoch: int = 0
-    window: int = 0
-    batch: int = 0
+    step: int = 0
+    """Steps of this pass before it."""
+    num_ranks: int | None = None
+    """Number of ranks that took them; None at the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +80,17 @@ class Row:
     @property
     def length(self) -> int:
         return int(self.tokens_T.shape[0])
+
+    def copied(self) -> "Row":
+        """Returns a row with memory of its own; another one keeps its whole shard in memory."""
+        return replace(
+            self,
+            tokens_T=self.tokens_T.clone(),
+            hidden_TD=self.hidden_TD.clone(),
+            top_ids_TK=self.top_ids_TK.clone(),
+            top_logits_TK=self.top_logits_TK.clone(),
+            lse_T=self.lse_T.clone(),
+        )
 
     def weight(self, prompt_weight: float) -> float:
         return prompt_weight * self.num_given + (self.length - self.num_given)
@@ -115,7 +131,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedBatch:
-    """All rows of one step, and how they are split into shares."""
+    """One rank's rows of one step, and how they are split into micro-batches."""
 
     rows: Sequence[Row]
     after: Position
@@ -125,12 +141,15 @@ class PlannedBatch:
         return self.rows[index::num_shares]
 
     def weight(self, prompt_weight: float) -> float:
-        """Returns the weight of the whole batch, over all ranks."""
+        """Returns the weight of these rows."""
         return sum(row.weight(prompt_weight) for row in self.rows)
 
 
 class BatchReader:
-    """Reads an endless sequence of batches from selected sequences of a store."""
+    """Reads an endless sequence of batches: one rank's rows of selected sequences of a store.
+
+    Raises ConfigError if there are fewer rows than ranks.
+    """
 
     def __init__(
         self,
@@ -141,62 +160,105 @@ class BatchReader:
         shape: BatchShape,
         seed: int,
         window_bytes: int,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         if not only:
             raise ConfigError(f"{store.folder}: no sequence is left to train on")
         self._store = store
         self._exit_layer = exit_layer
         self._only = frozenset(only)
-        self._shape = shape
+        self._length = shape.length
+        self._rows_each = shape.rows // num_ranks
         self._seed = seed
         self._window_bytes = window_bytes
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._numbers = _numbers(store)
+        self._num_rows = self._counted()
+        if sum(self._num_rows) < num_ranks:
+            raise ConfigError(
+                f"{store.folder}: {sum(self._num_rows)} rows cannot be divided among {num_ranks} "
+                "workers: use fewer workers, or collect more text"
+            )
         self._rows_by_shard: dict[int, list[Row]] = {}
         """Rows of the last window, by shard."""
 
     def batches(self, start: Position) -> Iterator[PlannedBatch]:
-        position = start
+        """Yields this rank's batches from a position of any rank. Every rank has the same number of
+        them in a pass."""
+        epoch, done = start.epoch, self._steps_done(start)
         while True:
-            windows = self._windows(position.epoch)
-            for window in range(position.window, len(windows)):
-                rng = random.Random(f"{self._seed}/{position.epoch}/{window}")
-                planned = _planned(self._read(windows[window]), self._shape.rows, rng)
-                for batch in range(position.batch, len(planned)):
-                    after = Position(epoch=position.epoch, window=window, batch=batch + 1)
-                    yield PlannedBatch(rows=planned[batch], after=after)
-                position = Position(epoch=position.epoch, window=window + 1)
-            position = Position(epoch=position.epoch + 1)
+            for step, rows in self._one_pass(epoch, first=done):
+                after = Position(epoch=epoch, step=step + 1, num_ranks=self._num_ranks)
+                yield PlannedBatch(rows=rows, after=after)
+            epoch, done = epoch + 1, 0
 
-    def _windows(self, epoch: int) -> list[list[int]]:
-        """Returns shards with selected sequences, shuffled and grouped to fit into memory."""
-        order = [i for i, numbers in enumerate(_numbers(self._store)) if self._wants(numbers)]
+    def _steps_done(self, start: Position) -> int:
+        if start.num_ranks in (None, self._num_ranks):
+            return start.step
+        logger.warning(
+            "training was at step %d of pass %d with %d workers and goes on with %d: the rows are "
+            "divided otherwise, and this pass begins again",
+            start.step,
+            start.epoch,
+            start.num_ranks,
+            self._num_ranks,
+        )
+        return 0
+
+    def _one_pass(self, epoch: int, *, first: int) -> Iterator[tuple[int, list[Row]]]:
+        """Yields steps and their rows, from the given step on; reads no window before it."""
+        by_rank = self._windows(epoch)
+        num_steps = min(sum(map(self._num_batches, windows)) for windows in by_rank)
+        begin = 0
+        for number, window in enumerate(by_rank[self._rank]):
+            end = begin + self._num_batches(window)
+            steps = range(max(begin, first), min(end, num_steps))
+            if steps:
+                rng = random.Random(f"{self._seed}/{epoch}/{number}")
+                planned = _planned(self._read(window), self._rows_each, rng)
+                for step in steps:
+                    yield step, planned[step - begin]
+            begin = end
+
+    def _windows(self, epoch: int) -> list[list[list[Piece]]]:
+        """Returns the windows of each rank: its part of the shuffled shards, grouped to fit into
+        memory."""
+        order = [shard for shard, num_rows in enumerate(self._num_rows) if num_rows]
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        windows: list[list[int]] = []
+        counts = [(shard, self._num_rows[shard]) for shard in order]
+        return [self._grouped(pieces) for pieces in divided(counts, num_ranks=self._num_ranks)]
+
+    def _grouped(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        windows: list[list[Piece]] = []
         room = 0
-        for shard in order:
-            size = self._store.manifest.shards[shard].num_bytes
+        for piece in pieces:
+            size = self._store.manifest.shards[piece.shard].num_bytes
             if not windows or size > room:
                 windows.append([])
                 room = self._window_bytes
-            windows[-1].append(shard)
+            windows[-1].append(piece)
             room -= size
         return windows
 
-    def _wants(self, numbers: range) -> bool:
-        return not self._only.isdisjoint(numbers)
+    def _num_batches(self, window: Sequence[Piece]) -> int:
+        return max(sum(len(piece.rows) for piece in window) // self._rows_each, 1)
 
-    def _read(self, shards: Sequence[int]) -> list[Row]:
+    def _counted(self) -> list[int]:
+        """Returns the number of rows of each shard; reads no features."""
+        rows = [-(-len(tokens_T) // self._length) for tokens_T, _ in self._store.texts()]
+        return [sum(rows[n] for n in numbers if n in self._only) for numbers in self._numbers]
+
+    def _read(self, window: Sequence[Piece]) -> list[Row]:
         """Returns the rows of a window; shards of the last window are not read again."""
+        shards = {piece.shard for piece in window}
         kept = {s: rows for s, rows in self._rows_by_shard.items() if s in shards}
         self._rows_by_shard = kept
-        all_numbers = _numbers(self._store)
-        for shard in shards:
-            if shard in kept:
-                continue
-            wanted = self._only.intersection(all_numbers[shard])
-            kept[shard] = read_rows(
-                self._store, wanted, self._exit_layer, length=self._shape.length
-            )
-        return [row for shard in shards for row in kept[shard]]
+        for shard in shards - kept.keys():
+            wanted = self._only.intersection(self._numbers[shard])
+            kept[shard] = read_rows(self._store, wanted, self._exit_layer, length=self._length)
+        return [kept[piece.shard][at] for piece in window for at in piece.rows]
 
 
 def read_rows(
@@ -206,17 +268,11 @@ def read_rows(
     return [
         row
         for sequence in store.sequences(only)
-        for row in _rows_of(sequence, exit_layer, length=length)
+        for row in rows_of(sequence, exit_layer, length=length)
     ]
 
 
-def in_order(rows: Sequence[Row], num_rows: int) -> list[Sequence[Row]]:
-    """Returns batches of all rows, sorted by length; for evaluation, not for training."""
-    ordered = sorted(rows, key=lambda row: row.length)
-    return [ordered[at : at + num_rows] for at in range(0, len(ordered), num_rows)]
-
-
-def _rows_of(sequence: FeatureSequence, exit_layer: int, *, length: int) -> Iterator[Row]:
+def rows_of(sequence: FeatureSequence, exit_layer: int, *, length: int) -> Iterator[Row]:
     for start in range(0, sequence.num_tokens, length):
         stop = min(start + length, sequence.num_tokens)
         yield Row(

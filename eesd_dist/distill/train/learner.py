@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
+from eesd_dist.distill.train.held_out_rows import HeldOutBatch
 from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
 from eesd_dist.distill.train.request import (
     TrainInputs,
@@ -180,17 +181,19 @@ class DeepSpeedLearner:
     def learn(
         self, planned: PlannedBatch, *, rate: float, wants_figures: bool, flag: float
     ) -> tuple[Figures | None, float]:
-        """Takes one optimizer step. With `wants_figures` the figures are summed over all ranks, and
-        every rank gets the sum of all `flag`s, which is non-zero on the first rank only."""
+        """Takes one optimizer step over the rows of all ranks. With `wants_figures` the figures are
+        summed over all ranks, and every rank gets the sum of all `flag`s, which is non-zero on the
+        first rank only."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         options = self._options
-        num_shares = self._world_size * options.accumulation
         # DeepSpeed divides by the micro-batches and averages over the ranks.
-        scale = num_shares / max(planned.weight(options.prompt_weight), _LEAST_WEIGHT)
+        num_shares = self._world_size * options.accumulation
+        (weight,) = self.sum_over_ranks([planned.weight(options.prompt_weight)])
+        scale = num_shares / max(weight, _LEAST_WEIGHT)
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         for micro in range(options.accumulation):
-            rows = planned.share(micro * self._world_size + self._rank, num_shares)
+            rows = planned.share(micro, options.accumulation)
             loss, part = self._forward(rows, options.prompt_weight, wants_figures=wants_figures)
             self._engine.backward(loss * scale)
             self._engine.step()
@@ -200,16 +203,14 @@ class DeepSpeedLearner:
         *together, flag = self.sum_over_ranks([*sums.tolist(), flag])
         return _figures(together), flag
 
-    def judge(self, batches: Sequence[Sequence[Row]]) -> Figures:
-        """Returns figures over the target's text in these rows, without prompts."""
+    def judge(self, batches: Sequence[HeldOutBatch]) -> Figures:
+        """Returns figures over the target's text in the rows of all ranks, without prompts."""
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         self._engine.eval()
         with torch.no_grad():
-            for rows in batches:
-                mine = rows[self._rank :: self._world_size]
-                # ZeRO-3 gathers in every forward pass: all ranks need the same number of passes.
-                _, part = self._forward(mine or rows[:1], 0.0, wants_figures=True)
-                if mine:
+            for batch in batches:
+                _, part = self._forward(batch.rows, 0.0, wants_figures=True)
+                if batch.counts:
                     sums += part
         self._engine.train()
         return _figures(self.sum_over_ranks(sums.tolist()))

@@ -1,8 +1,9 @@
 """The loop of a training run: steps, log, evaluations, checkpoints, and the head.
 
 Every rank runs `train_rank`. After an interruption a run resumes from its last checkpoint with the
-same results, bit for bit on the same machine with the same number of processes and threads. The
-loop decides when a log row, evaluation or checkpoint is due; the learner updates the weights.
+same results, bit for bit on the same machine with the same number of processes and threads; at ZeRO
+stage 0 also with another number, which begins the pass over the features again. The loop decides
+when a log row, evaluation or checkpoint is due; the learner updates the weights.
 """
 
 import logging
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tqdm import tqdm
 
 from eesd_dist.distill.folders import put_in_place
-from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, in_order, read_rows
+from eesd_dist.distill.train.batches import BatchReader, PlannedBatch
+from eesd_dist.distill.train.held_out_rows import held_out_batches
 from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
 from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of
 from eesd_dist.distill.train.run_folder import RunFolder
@@ -55,7 +57,7 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
             warnings.filterwarnings("ignore", message=message, category=category)
         learner = DeepSpeedLearner(request, inputs, rank=rank, world_size=world_size)
         try:
-            Run(request, inputs, folder, learner, is_writer=rank == 0).to_the_end()
+            Run(request, inputs, folder, learner, rank=rank).to_the_end()
         finally:
             learner.close()
 
@@ -70,7 +72,7 @@ class Run:
         folder: RunFolder,
         learner: DeepSpeedLearner,
         *,
-        is_writer: bool,
+        rank: int,
     ) -> None:
         options = request.options
         self._request = request
@@ -78,8 +80,8 @@ class Run:
         self._options = options
         self._folder = folder
         self._learner = learner
-        self._is_writer = is_writer
-        self._recipe = collect_provenance(seed=request.seed).as_json() if is_writer else {}
+        self._is_writer = rank == 0
+        self._recipe = collect_provenance(seed=request.seed).as_json() if rank == 0 else {}
         self._reader = BatchReader(
             inputs.store,
             exit_layer=request.exit_layer,
@@ -87,9 +89,17 @@ class Run:
             shape=request.shape,
             seed=request.seed,
             window_bytes=options.window_mib * 2**20,
+            rank=rank,
+            num_ranks=request.workers,
         )
-        held_out = read_rows(inputs.store, inputs.judged, request.exit_layer, length=options.length)
-        self._held_out = in_order(held_out, options.rows)
+        self._held_out = held_out_batches(
+            inputs.store,
+            inputs.judged,
+            request.exit_layer,
+            shape=request.shape,
+            rank=rank,
+            num_ranks=request.workers,
+        )
         self._progress = Progress()
         if request.max_steps is not None and (
             request.minutes is None or request.max_steps <= self._last_measured

@@ -209,8 +209,11 @@ def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Ten
     vocab_size = store.manifest.verifier.vocab_size
     written_W = torch.zeros(vocab_size, dtype=torch.long)
     given_W = torch.zeros(vocab_size, dtype=torch.long)
-    for sequence in store.sequences(only):
-        prompt_T, answer_T = sequence.tokens_T.tensor_split([sequence.num_prompt])
+    wanted = frozenset(only)
+    for number, (tokens_T, num_prompt) in enumerate(store.texts()):
+        if number not in wanted:
+            continue
+        prompt_T, answer_T = tokens_T.tensor_split([num_prompt])
         written_W += torch.bincount(answer_T, minlength=vocab_size)
         given_W += torch.bincount(prompt_T, minlength=vocab_size)
     score_W = written_W * (given_W.sum() + 1) + given_W

@@ -1,20 +1,26 @@
-"""Two processes learn the same as one, with every partitioning of DeepSpeed."""
+"""Two processes, each with its own shards, learn what one learns from the rows of both, with every
+partitioning of DeepSpeed."""
 
 import json
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from eesd_dist.distill.features import FeatureStore
+from eesd_dist.distill.train import loop
+from eesd_dist.distill.train.batches import BatchReader, PlannedBatch, Position
 from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
-from tests.dist.distill.ranks import train_as_rank
+from tests.dist.distill.ranks import DIED, train_and_die, train_as_rank
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 
 pytestmark = pytest.mark.dist
@@ -23,11 +29,25 @@ STEPS = 24
 FIGURES = ("loss", "lr", "agreement", "one_minus_tv")
 
 
+class BothRanks:
+    """The batches of both ranks as one: what one process reads to take the steps of two."""
+
+    def __init__(self, store: FeatureStore, **options: Any) -> None:
+        of_two = {**options, "num_ranks": 2}
+        self._readers = [BatchReader(store, **{**of_two, "rank": rank}) for rank in range(2)]
+
+    def batches(self, start: Position) -> Iterator[PlannedBatch]:
+        for parts in zip(*(reader.batches(start) for reader in self._readers), strict=True):
+            assert parts[0].after == parts[1].after
+            yield PlannedBatch(rows=[*parts[0].rows, *parts[1].rows], after=parts[0].after)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]:
-    """The same job in one process, and in two with each stage."""
+    """The same steps in one process, and in two with each stage."""
     folder = tmp_path_factory.mktemp("runs")
-    write_tiny_features(folder / "features", write_tiny_target(folder / "target"))
+    target = write_tiny_target(folder / "target")
+    write_tiny_features(folder / "features", target, shard_sizes=(3, 25, 1, 19))
 
     def request(name: str, **changed: Any) -> TrainRequest:
         return TrainRequest(
@@ -51,21 +71,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]
     two["two, shared, stage 3"] = request(
         "two, shared, stage 3", workers=2, zero_stage=3, head="shared"
     )
+    processes = started(train_as_rank, folder / "rendezvous", list(two.values()))
+    for each in one.values():
+        with alone(each.options), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "BatchReader", BothRanks)
+            train_rank(each, rank=0, world_size=1)
+    ended(processes, exit_code=0)
+    return {**one, **two}
+
+
+def started(work: Callable[..., None], rendezvous: Path, *inputs: object) -> list[SpawnProcess]:
     processes = [
         multiprocessing.get_context("spawn").Process(
-            target=train_as_rank, args=(folder / "rendezvous", rank, 2, list(two.values()))
+            target=work, args=(rendezvous, rank, 2, *inputs)
         )
         for rank in range(2)
     ]
     for process in processes:
         process.start()
-    for each in one.values():
-        with alone(each.options):
-            train_rank(each, rank=0, world_size=1)
+    return processes
+
+
+def ended(processes: Sequence[SpawnProcess], *, exit_code: int) -> None:
     for process in processes:
         process.join(120)
-        assert process.exitcode == 0
-    return {**one, **two}
+        assert process.exitcode == exit_code
 
 
 def curve(request: TrainRequest) -> list[dict[str, Any]]:
@@ -117,6 +147,22 @@ def test_stage_3_trains_the_head_alone(runs: Mapping[str, TrainRequest]) -> None
         names = set(torch.load(state, weights_only=False)["module"])
         assert "head.norm_D" in names
         assert "head.lm_head_VD" not in names
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_two_processes_that_died_go_on_to_the_same_head(
+    runs: Mapping[str, TrainRequest], stage: int, tmp_path: Path
+) -> None:
+    whole = runs[f"two, stage {stage}"]
+    options = replace(whole.options, checkpoint_every_steps=5)  # no multiple of a pass
+    request = replace(whole, out=tmp_path / "head", checkpoints=tmp_path / "run", options=options)
+    ended(started(train_and_die, tmp_path / "first", request, 2), exit_code=DIED)
+    assert max(request.run_folder.glob("step-*")).name == "step-00000010"
+    ended(started(train_as_rank, tmp_path / "second", [request]), exit_code=0)
+    for row, twin in zip(curve(request), curve(whole), strict=True):
+        assert {**row, "seconds": 0} == {**twin, "seconds": 0}
+    found, expected = (load_file(each.out / "model.safetensors") for each in (request, whole))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_partitioned_state_is_not_resumed_by_another_number_of_processes(

@@ -1,4 +1,4 @@
-"""Batches from a store: every row once per pass, the same for any number of ranks, resumable."""
+"""Batches from a store in one process: every row once per pass, resumable."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from eesd_dist.distill.train.batches import (
     PlannedBatch,
     Position,
     Row,
-    in_order,
     read_rows,
 )
 from eesd_dist.errors import ConfigError
@@ -91,7 +90,7 @@ def test_only_the_wanted_sequences_are_read(store: FeatureStore) -> None:
         assert set(batch) <= allowed
 
 
-def test_the_shares_of_the_ranks_are_the_batch_and_weigh_as_much(store: FeatureStore) -> None:
+def test_the_micro_batches_are_the_batch_and_weigh_as_much(store: FeatureStore) -> None:
     batch = next(reader(store).batches(Position()))
     shares = [batch.share(part, 4) for part in range(4)]
     assert [len(share) for share in shares] == [2, 2, 2, 2]
@@ -125,15 +124,6 @@ def test_padding_weighs_nothing_and_changes_nothing(store: FeatureStore) -> None
         assert torch.equal(batch.hidden_BTD[at, : row.length], row.hidden_TD)
         ids = batch.kept.ids_NK.view(len(rows), longest, -1)[at, : row.length]
         assert torch.equal(ids, row.top_ids_TK.long())
-
-
-def test_judging_goes_over_every_row_once(store: FeatureStore) -> None:
-    rows = read_rows(store, range(10), EXIT_LAYER, length=LENGTH)
-    batches = in_order(rows, 4)
-    assert Counter(map(id, rows)) == Counter(id(row) for batch in batches for row in batch)
-    assert all(len(batch) == 4 for batch in batches[:-1])
-    lengths = [row.length for batch in batches for row in batch]
-    assert lengths == sorted(lengths)
 
 
 def test_a_store_with_too_few_rows_fills_its_batch_by_repeating(store: FeatureStore) -> None:

@@ -1,0 +1,70 @@
+"""The held-out rows that one rank evaluates."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eesd_dist.distill.features import FeatureStore
+from eesd_dist.distill.train.batches import BatchShape, Row, rows_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldOutBatch:
+    """One rank's rows of a batch."""
+
+    rows: list[Row]
+    counts: bool
+    """False where this rank has no row: `rows` is then one of another rank, and its figures are not
+    added. ZeRO-3 gathers in every forward pass: all ranks need the same number of passes."""
+
+
+class _RowName(NamedTuple):
+    length: int
+    sequence: int
+    number: int
+
+
+def held_out_batches(
+    store: FeatureStore,
+    only: Collection[int],
+    exit_layer: int,
+    *,
+    shape: BatchShape,
+    rank: int,
+    num_ranks: int,
+) -> list[HeldOutBatch]:
+    """Returns this rank's part of all rows of selected sequences, sorted by length. Features of
+    other ranks' sequences are not kept in memory."""
+    names = _named(store, only, length=shape.length)
+    batches = [names[at : at + shape.rows] for at in range(0, len(names), shape.rows)]
+    parts = [batch[rank::num_ranks] for batch in batches]
+    own = [part or batch[:1] for part, batch in zip(parts, batches, strict=True)]
+    found = _read(store, {name for part in own for name in part}, exit_layer, length=shape.length)
+    return [
+        HeldOutBatch(rows=[found[name] for name in names], counts=bool(part))
+        for names, part in zip(own, parts, strict=True)
+    ]
+
+
+def _named(store: FeatureStore, only: Collection[int], *, length: int) -> list[_RowName]:
+    """Returns the rows of these sequences, shorter ones first."""
+    wanted = frozenset(only)
+    return sorted(
+        _RowName(min(length, len(tokens_T) - start), sequence, start // length)
+        for sequence, (tokens_T, _) in enumerate(store.texts())
+        if sequence in wanted
+        for start in range(0, len(tokens_T), length)
+    )
+
+
+def _read(
+    store: FeatureStore, names: set[_RowName], exit_layer: int, *, length: int
+) -> dict[_RowName, Row]:
+    numbers = sorted({name.sequence for name in names})
+    found = {}
+    for number, sequence in zip(numbers, store.sequences(numbers), strict=True):
+        for at, row in enumerate(rows_of(sequence, exit_layer, length=length)):
+            name = _RowName(row.length, number, at)
+            if name in names:
+                found[name] = row.copied()
+    return found
