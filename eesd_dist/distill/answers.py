@@ -16,9 +16,9 @@ from eesd_dist.config import DType, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.compare import Judged, judge_text
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.replay import HeadAlone, rounds_of
-from eesd_dist.distill.rows import TextRows
+from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources.writer import engine_config
 from eesd_dist.distill.train.losses import DraftVocabulary
-from eesd_dist.distill.writer import engine_config
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.rows import TextRows
+from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.exit_head import TrainableExitHead

@@ -11,11 +11,11 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
-from eesd_dist.distill.rows import EngineRows, RowSource
+from eesd_dist.distill.sources.rows import EngineRows, RowSource
+from eesd_dist.distill.sources.writer import EngineWriter, Writer
 from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
-from eesd_dist.distill.writer import EngineWriter, Writer
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.routing.beliefs import BeliefBook
 

@@ -15,9 +15,9 @@ from typing import Annotated
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob
 from eesd_dist.distill.executor import LocalExecutor
-from eesd_dist.distill.rows import RowSource
+from eesd_dist.distill.sources.rows import RowSource
+from eesd_dist.distill.sources.writer import Writer
 from eesd_dist.distill.train.request import TrainRequest
-from eesd_dist.distill.writer import Writer
 from serve_app.config import ServiceConfig
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 

@@ -15,9 +15,9 @@ from typing import Annotated
 from eesd_dist.config import EngineConfig
 from eesd_dist.distill.collector import Chunk, Collector, MadeShard, ShardJob
 from eesd_dist.distill.executor import Executor
-from eesd_dist.distill.rows import RowSource
+from eesd_dist.distill.sources.rows import RowSource
+from eesd_dist.distill.sources.writer import Writer
 from eesd_dist.distill.train.request import TrainRequest
-from eesd_dist.distill.writer import Writer
 from eesd_dist.errors import ConfigError
 from serve_app.config import RouterConfig
 from serve_app.distill.executor import RayExecutor

@@ -17,7 +17,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError
 
-from eesd_dist.distill.rows import TextRows
+from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.errors import CapacityError, ConfigError, EngineError, RequestError
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.types import Request, RequestId

@@ -32,7 +32,7 @@ from eesd_dist.distill.features import (
     shard_name,
     weights_fingerprint,
 )
-from eesd_dist.distill.rows import EngineRows, TextRows
+from eesd_dist.distill.sources.rows import EngineRows, TextRows
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.types import Request

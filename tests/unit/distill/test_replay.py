@@ -11,8 +11,8 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.answers import Machine
 from eesd_dist.distill.replay import HeadAlone, rounds_of
-from eesd_dist.distill.rows import PLAIN, EngineRows
-from eesd_dist.distill.writer import EngineWriter
+from eesd_dist.distill.sources.rows import PLAIN, EngineRows
+from eesd_dist.distill.sources.writer import EngineWriter
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec

@@ -1,0 +1,1 @@
+"""Where texts and the rows of the target come from: an engine here, or a running service."""
