@@ -10,8 +10,6 @@ import torch.distributed as dist
 from eesd_dist.distill.train.loop import Run, train_rank
 from eesd_dist.distill.train.request import TrainRequest
 
-DIED = 9
-
 
 def train_and_die(
     rendezvous: Path, rank: int, world_size: int, request: TrainRequest, num_saved: int
@@ -24,7 +22,7 @@ def train_and_die(
         save(run)
         saved.append(run)
         if len(saved) == num_saved:
-            os._exit(DIED)
+            os._exit(1)
 
     Run._save = save_or_die  # type: ignore[method-assign]
     train_as_rank(rendezvous, rank, world_size, [request])

@@ -20,7 +20,7 @@ from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
-from tests.dist.distill.ranks import DIED, train_and_die, train_as_rank
+from tests.dist.distill.ranks import train_and_die, train_as_rank
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 
 pytestmark = pytest.mark.dist
@@ -76,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]
         with alone(each.options), pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "BatchReader", BothRanks)
             train_rank(each, rank=0, world_size=1)
-    ended(processes, exit_code=0)
+    ended_well(processes)
     return {**one, **two}
 
 
@@ -92,10 +92,10 @@ def started(work: Callable[..., None], rendezvous: Path, *inputs: object) -> lis
     return processes
 
 
-def ended(processes: Sequence[SpawnProcess], *, exit_code: int) -> None:
+def ended_well(processes: Sequence[SpawnProcess]) -> None:
     for process in processes:
         process.join(120)
-        assert process.exitcode == exit_code
+        assert process.exitcode == 0
 
 
 def curve(request: TrainRequest) -> list[dict[str, Any]]:
@@ -156,9 +156,12 @@ def test_two_processes_that_died_go_on_to_the_same_head(
     whole = runs[f"two, stage {stage}"]
     options = replace(whole.options, checkpoint_every_steps=5)  # no multiple of a pass
     request = replace(whole, out=tmp_path / "head", checkpoints=tmp_path / "run", options=options)
-    ended(started(train_and_die, tmp_path / "first", request, 2), exit_code=DIED)
+    for process in started(train_and_die, tmp_path / "first", request, 2):
+        process.join(120)
+        # A rank may also find that the other one has died.
+        assert process.exitcode not in (None, 0)
     assert max(request.run_folder.glob("step-*")).name == "step-00000010"
-    ended(started(train_as_rank, tmp_path / "second", [request]), exit_code=0)
+    ended_well(started(train_as_rank, tmp_path / "second", [request]))
     for row, twin in zip(curve(request), curve(whole), strict=True):
         assert {**row, "seconds": 0} == {**twin, "seconds": 0}
     found, expected = (load_file(each.out / "model.safetensors") for each in (request, whole))
