@@ -122,6 +122,7 @@ def _source(options: FuzzOptions, seed: int, shelf: ModelShelf) -> Source:
         device=options.device,
         is_on_cpu=options.device == "cpu" or (options.device == "auto" and not has_cuda),
         plant=options.plant,
+        min_verify_ranks=options.ranks,
     )
 
 

@@ -38,6 +38,7 @@ class Source:
     device: Device
     is_on_cpu: bool
     plant: str | None = None
+    min_verify_ranks: int = 1
 
     def case(self, number: int) -> Case:
         world, model, pool = self._group(number // GROUP_SIZE)
@@ -49,14 +50,14 @@ class Source:
         cycle, place = divmod(group, len(combinations))
         Random(f"{self.seed}/cycle/{cycle}").shuffle(combinations)
         rng = Random(f"{self.seed}/group/{group}")
-        least = MIN_VERIFY_RANKS.get(self.plant or "", 1)
+        least = max(MIN_VERIFY_RANKS.get(self.plant or "", 1), self.min_verify_ranks)
         # A plant may need more ranks than a model can have: try the next combination.
         for model, dtype in combinations[place:] + combinations[:place]:
             world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=least)
             if world is not None:
                 break
         else:
-            raise _no_model(self.plant, least)
+            raise _no_model(least)
         model = by_name[world.model]
         pool = draw_pool(
             rng,
@@ -125,8 +126,8 @@ def _length(request: Request, positions: int) -> int:
     return min(len(request.prompt) + request.sampling.max_tokens, positions)
 
 
-def _no_model(plant: str | None, least: int) -> ConfigError:
+def _no_model(least: int) -> ConfigError:
     return ConfigError(
-        f"the planted error {plant} needs {least} verify ranks or more, and no model has heads and "
-        "channels that they can share: add --random-models 4"
+        f"{least} verify ranks or more are needed, and no model has heads and channels that they "
+        "can share: add --random-models 4"
     )

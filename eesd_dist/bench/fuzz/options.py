@@ -30,6 +30,7 @@ class FuzzOptions:
     prompts: Annotated[Path | None, "JSON lines, for models with a tokenizer (bundled)"] = None
     device: Annotated[Device, "where to compute"] = "auto"
     dtype: Annotated[tuple[DType, ...], "only these types (all)"] = ()
+    ranks: Annotated[int, "fewest verify ranks of an engine"] = 1
     tokens: Annotated[int | None, f"approximate tokens to compare ({DEFAULT_TOKENS})"] = None
     minutes: Annotated[float | None, "time limit; with --tokens, whichever comes first"] = None
     state: Annotated[Path | None, "state file; the same command continues from it"] = None
