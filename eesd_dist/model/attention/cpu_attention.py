@@ -12,7 +12,7 @@ from torch import Tensor
 from eesd_dist.model.attention.cpu_kernel import Geometry, attend_kernel
 from eesd_dist.model.attention.layout import LANES, RowArrays
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.families.family import Scores
+from eesd_dist.model.attention.shape import AttentionShape
 
 _WORTH_A_THREAD = 1 << 21
 """Products of a query and a key's channel per thread: below, a thread costs more than it saves."""
@@ -23,29 +23,17 @@ _WORTH_A_THREAD = 1 << 21
 class CpuAttention:
     """Stores and attends rows. No result depends on the number of threads."""
 
-    def __init__(
-        self,
-        *,
-        pages_PKX: Tensor,
-        num_kv_heads: int,
-        queries_per_kv: int,
-        head_dim: int,
-        page_size: int,
-        window: int | None,
-        scores: Scores,
-    ) -> None:
+    def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
         self._pages = pages_PKX.view(-1).numpy()
-        self._num_queries = num_kv_heads * queries_per_kv
-        self._width = self._num_queries * head_dim
-        scale = head_dim**-0.5 if scores.scale is None else scores.scale
+        self._width = shape.num_queries * shape.head_dim
         self._geometry = Geometry(
-            num_kv=num_kv_heads,
-            per_kv=queries_per_kv,
-            channels=head_dim,
-            page_size=page_size,
-            window=window or 0,
-            scale=np.float32(scale),
-            softcap=np.float32(scores.softcap or 0.0),
+            num_kv=shape.num_kv_heads,
+            per_kv=shape.queries_per_kv,
+            channels=shape.head_dim,
+            page_size=shape.page_size,
+            window=shape.window or 0,
+            scale=np.float32(shape.scale),
+            softcap=np.float32(shape.scores.softcap or 0.0),
         )
         ready_kernel()  # compiled while weights are loaded, not by the first request
 

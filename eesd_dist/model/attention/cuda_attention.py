@@ -6,7 +6,7 @@ from eesd_dist.model.attention.cuda_kernel import attend_kernel
 from eesd_dist.model.attention.layout import key_width, value_width
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.families.family import Scores
+from eesd_dist.model.attention.shape import AttentionShape
 from eesd_dist.model.kernels import pad_rows
 
 _FEWEST = 16
@@ -20,37 +20,23 @@ _KEYS = 64
 class CudaAttention:
     """Stores and attends rows; nothing is copied to the host."""
 
-    def __init__(
-        self,
-        *,
-        pages_PKX: Tensor,
-        num_kv_heads: int,
-        queries_per_kv: int,
-        head_dim: int,
-        page_size: int,
-        window: int | None,
-        scores: Scores,
-    ) -> None:
+    def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
         self._pages_PKX = pages_PKX
+        head_dim, page_size = shape.head_dim, shape.page_size
         keys_PKES = keys_in(pages_PKX, head_dim=head_dim, page_size=page_size)
         values_PKSE = values_in(pages_PKX, head_dim=head_dim, page_size=page_size)
         self._keys_PSKE = keys_PKES.permute(0, 3, 1, 2)
         self._values_PSKE = values_PKSE.permute(0, 2, 1, 3)
-        self._num_kv = num_kv_heads
-        self._num_queries = num_kv_heads * queries_per_kv
-        self._head_dim = head_dim
-        self._window = window or 0
-        self._scale = head_dim**-0.5 if scores.scale is None else scores.scale
-        self._softcap = scores.softcap
+        self._shape = shape
         self._constants = {
-            "NUM_KV": num_kv_heads,
-            "PER_KV": queries_per_kv,
+            "NUM_KV": shape.num_kv_heads,
+            "PER_KV": shape.queries_per_kv,
             "CHANNELS": head_dim,
             "PAGE_SIZE": page_size,
             "KEY_WIDTH": key_width(page_size),
             "VALUE_WIDTH": value_width(head_dim),
-            "HAS_SOFTCAP": scores.softcap is not None,
-            "QUERIES": _power_of_two(queries_per_kv),
+            "HAS_SOFTCAP": shape.scores.softcap is not None,
+            "QUERIES": _power_of_two(shape.queries_per_kv),
             "PADDED_CHANNELS": _power_of_two(head_dim),
             "KEYS": _KEYS,
         }
@@ -64,9 +50,9 @@ class CudaAttention:
 
     def attend_rows(self, rows: RowPlan, heads_THE: Tensor, *, first: int, count: int) -> Tensor:
         """Attends rows [first, first + count) after `_store`."""
-        mixed_RD = heads_THE.new_empty(count, self._num_queries * self._head_dim)
+        mixed_RD = heads_THE.new_empty(count, self._shape.num_queries * self._shape.head_dim)
         placed = rows.on_device
-        attend_kernel[(count, self._num_kv)](
+        attend_kernel[(count, self._shape.num_kv_heads)](
             heads_THE.narrow(0, first, count),
             self._pages_PKX,
             mixed_RD,
@@ -77,9 +63,9 @@ class CudaAttention:
             placed.branch_R.narrow(0, first, count),
             placed.branch_slots,
             placed.tables_BW.shape[1],
-            self._window,
-            self._scale,
-            self._softcap or 0.0,
+            self._shape.window or 0,
+            self._shape.scale,
+            self._shape.scores.softcap or 0.0,
             **self._constants,
         )
         return mixed_RD
@@ -87,9 +73,8 @@ class CudaAttention:
     def _store(self, rows: RowPlan, heads_THE: Tensor) -> None:
         """Writes the keys and values of all rows but padding."""
         placed = rows.on_device
-        stored_RHE = heads_THE.narrow(0, 0, rows.num_rows).narrow(
-            1, self._num_queries, 2 * self._num_kv
-        )
+        first, count = self._shape.num_queries, 2 * self._shape.num_kv_heads
+        stored_RHE = heads_THE.narrow(0, 0, rows.num_rows).narrow(1, first, count)
         keys_RKE, values_RKE = stored_RHE.chunk(2, dim=1)
         slots = (placed.page_R, placed.within_R)
         self._keys_PSKE.index_put_(slots, keys_RKE)

@@ -17,6 +17,7 @@ from torch import Tensor
 from eesd_dist.model.attention.layout import part_numbers
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.shape import AttentionShape
 from eesd_dist.model.families.family import PLAIN_SCORES, Scores
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,7 @@ class LayerPages:
         self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
         self.keys_PKES = keys_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
-        self._attention = _attention_on(device)(
-            pages_PKX=self.parts_PKX,
+        attention_shape = AttentionShape(
             num_kv_heads=num_kv_heads,
             queries_per_kv=queries_per_kv,
             head_dim=head_dim,
@@ -66,6 +66,7 @@ class LayerPages:
             window=window,
             scores=scores,
         )
+        self._attention = _attention_on(device)(self.parts_PKX, attention_shape)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the rows' keys and values, then attends every row to its keys.
@@ -119,7 +120,7 @@ def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 @cache
-def _attention_on(device: torch.device) -> Callable[..., Attention]:
+def _attention_on(device: torch.device) -> Callable[[Tensor, AttentionShape], Attention]:
     """Returns the kernel's class; the other one's compiler need not be installed."""
     if device.type == "cuda":
         from eesd_dist.model.attention.cuda_attention import CudaAttention

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.shape import AttentionShape
 from eesd_dist.model.elementwise import soft_capped
-from eesd_dist.model.families.family import Scores
 
 
 # Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
@@ -18,40 +18,25 @@ from eesd_dist.model.families.family import Scores
 class RowByRowAttention:
     """Stores and attends rows with torch's operations."""
 
-    def __init__(
-        self,
-        *,
-        pages_PKX: Tensor,
-        num_kv_heads: int,
-        queries_per_kv: int,
-        head_dim: int,
-        page_size: int,
-        window: int | None,
-        scores: Scores,
-    ) -> None:
-        self._keys_PSKE = keys_in(pages_PKX, head_dim=head_dim, page_size=page_size).permute(
-            0, 3, 1, 2
-        )
-        self._values_PSKE = values_in(pages_PKX, head_dim=head_dim, page_size=page_size).permute(
-            0, 2, 1, 3
-        )
-        self._num_kv, self._per_kv = num_kv_heads, queries_per_kv
-        self._page_size = page_size
-        self._window = window
-        self._softcap = scores.softcap
-        self._scale = head_dim**-0.5 if scores.scale is None else scores.scale
+    def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
+        head_dim, page_size = shape.head_dim, shape.page_size
+        keys_PKES = keys_in(pages_PKX, head_dim=head_dim, page_size=page_size)
+        values_PKSE = values_in(pages_PKX, head_dim=head_dim, page_size=page_size)
+        self._keys_PSKE = keys_PKES.permute(0, 3, 1, 2)
+        self._values_PSKE = values_PKSE.permute(0, 2, 1, 3)
+        self._shape = shape
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Returns [T, D]; zeros in padding rows."""
-        num_queries, arrays = self._num_kv * self._per_kv, rows.arrays
+        num_queries, num_kv, arrays = self._shape.num_queries, self._shape.num_kv_heads, rows.arrays
         wide_THE = heads_THE.detach().float()
         keys_values_RHE = wide_THE[: rows.num_rows, num_queries:]
         own_R = self._places(rows, arrays.table_R, torch.from_numpy(arrays.kv_slot_R))
-        self._keys_PSKE.index_put_(own_R, keys_values_RHE[:, : self._num_kv])
-        self._values_PSKE.index_put_(own_R, keys_values_RHE[:, self._num_kv :])
+        self._keys_PSKE.index_put_(own_R, keys_values_RHE[:, :num_kv])
+        self._values_PSKE.index_put_(own_R, keys_values_RHE[:, num_kv:])
         mixed_TD = wide_THE.new_zeros(len(wide_THE), num_queries * wide_THE.shape[-1])
         for row in range(rows.num_rows):
-            queries_GKE = wide_THE[row, :num_queries].view(self._per_kv, self._num_kv, -1)
+            queries_GKE = wide_THE[row, :num_queries].view(self._shape.queries_per_kv, num_kv, -1)
             mixed_TD[row] = self._attended(rows, row, queries_GKE).reshape(-1)
         return mixed_TD.to(heads_THE.dtype)
 
@@ -63,20 +48,21 @@ class RowByRowAttention:
             first = int(arrays.branch_R[row])
             branch = arrays.branch_slots[first : first + num_keys - in_order]
             slots_N[in_order:] = torch.from_numpy(branch)
-        if self._window is not None:
-            slots_N = slots_N[-self._window :]
+        if self._shape.window is not None:
+            slots_N = slots_N[-self._shape.window :]
         places_N = self._places(rows, arrays.table_R[row], slots_N)
         keys_KNE, values_KNE = (
             kept_PSKE[places_N].transpose(0, 1)
             for kept_PSKE in (self._keys_PSKE, self._values_PSKE)
         )
-        scores_KGN = queries_GKE.transpose(0, 1) @ keys_KNE.transpose(1, 2) * self._scale
-        if self._softcap is not None:
-            scores_KGN = soft_capped(scores_KGN, self._softcap)
+        scores_KGN = queries_GKE.transpose(0, 1) @ keys_KNE.transpose(1, 2) * self._shape.scale
+        softcap = self._shape.scores.softcap
+        if softcap is not None:
+            scores_KGN = soft_capped(scores_KGN, softcap)
         mixed_KGE = scores_KGN.softmax(-1) @ values_KNE
         return mixed_KGE.transpose(0, 1)
 
     def _places(self, rows: RowPlan, table: object, slots_N: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the page and the slot within it of KV slots, of one table or of one each."""
-        pages = rows.arrays.tables_BW[table, (slots_N // self._page_size).numpy()]  # type: ignore[index]
-        return torch.from_numpy(pages).long(), (slots_N % self._page_size).long()
+        pages = rows.arrays.tables_BW[table, (slots_N // self._shape.page_size).numpy()]  # type: ignore[index]
+        return torch.from_numpy(pages).long(), (slots_N % self._shape.page_size).long()

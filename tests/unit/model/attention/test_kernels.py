@@ -17,6 +17,7 @@ from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.shape import AttentionShape
 from eesd_dist.model.families.family import Scores
 from eesd_dist.trees import path_to
 
@@ -35,6 +36,17 @@ class Shape:
     @property
     def num_heads(self) -> int:
         return (self.per_kv + 2) * self.num_kv
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(
+            num_kv_heads=self.num_kv,
+            queries_per_kv=self.per_kv,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            window=self.window,
+            scores=Scores(softcap=self.softcap),
+        )
 
     def pages(self, num_pages: int = 64) -> LayerPages:
         return LayerPages(
@@ -213,15 +225,7 @@ def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: in
     rng.shuffle(free)
     text = Text.drawn(shape, rng, pages=free)
     pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
-    twin = RowByRowAttention(
-        pages_PKX=twin_PKX,
-        num_kv_heads=shape.num_kv,
-        queries_per_kv=shape.per_kv,
-        head_dim=shape.head_dim,
-        page_size=shape.page_size,
-        window=shape.window,
-        scores=Scores(softcap=shape.softcap),
-    )
+    twin = RowByRowAttention(twin_PKX, shape.attention)
     for segment in (*text.prefix(), text.segment):
         plan = plan_of([segment], shape.page_size)
         heads_RHE = text.heads_NHE[segment.start :][: segment.num_rows]
@@ -238,15 +242,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(shape: Shape) -> None:
     rng.shuffle(free)
     texts = [Text.drawn(shape, rng, pages=free) for _ in range(3)]
     pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
-    twin = CudaAttention(
-        pages_PKX=twin_PKX,
-        num_kv_heads=shape.num_kv,
-        queries_per_kv=shape.per_kv,
-        head_dim=shape.head_dim,
-        page_size=shape.page_size,
-        window=shape.window,
-        scores=Scores(softcap=shape.softcap),
-    )
+    twin = CudaAttention(twin_PKX, shape.attention)
 
     def compare(segments: list[RowSegment], heads_RHE: Tensor) -> None:
         plan = plan_of(segments, shape.page_size)
