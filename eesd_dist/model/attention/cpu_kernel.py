@@ -207,6 +207,13 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @_inner
+def _scale(scores: Floats, first: int, end: int, scale: np.float32) -> None:
+    """Scales scores, not queries: rounding every channel would add up."""
+    for at in range(first, end, LANES):
+        store(scores, at, mul(load(scores, at), splat(scale)))
+
+
+@_inner
 def _cap(scores: Floats, first: int, end: int, softcap: np.float32) -> None:
     """scores = softcap * tanh(scores / softcap), with tanh(x) = 1 - 2 / (e^2x + 1)."""
     one, cap = splat(float32(1.0)), splat(softcap)
@@ -375,7 +382,7 @@ def _attend(
                 source = (row + at // per_kv) * row_numbers
                 source += (at % per_kv * num_kv + kv) * channels
                 for e in range(channels):
-                    queries[at * channels + e] = heads[source + e] * geometry.scale
+                    queries[at * channels + e] = heads[source + e]
             for page in range(first_page, end_page):
                 begin = page * size
                 num_keys = min(size, end_key - begin)
@@ -404,6 +411,7 @@ def _attend(
             for at in range(num_queries):
                 position, line = rows.position_R[row + at // per_kv], at * distance
                 own_first = _first_key(geometry, position)
+                _scale(scores, line + first_page * size, line + end_key, geometry.scale)
                 if geometry.softcap > 0.0:
                     _cap(scores, line + first_page * size, line + end_key, geometry.softcap)
                 totals[at] = _softmax(scores, line, own_first, position + 1, end_key, lanes)

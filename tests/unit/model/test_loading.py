@@ -214,7 +214,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_user() -> None:
 
 def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_path: Path) -> None:
     size = write_wide_checkpoint(
-        tmp_path, num_layers=6, hidden_size=1024, intermediate_size=4096, vocab_size=4096
+        tmp_path, num_layers=12, hidden_size=1024, intermediate_size=4096, vocab_size=4096
     )
     try:
         run = subprocess.run(
@@ -228,13 +228,13 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
         told = json.loads(run.stdout)
     finally:
         shutil.rmtree(tmp_path)
-    assert size > 190 * MIB
+    assert size > 350 * MIB
     # The embedding is replicated on every rank.
     embedding = 4096 * 1024 * 2
     assert math.isclose(told["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
     assert told["kept_bytes"] <= 1.2 * told["share_bytes"] + 8 * MIB
     # In addition: the current layer, those ahead, their mapped pages, one matrix in float32.
-    layer = told["share_bytes"] / 6
+    layer = told["share_bytes"] / 12
     assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + (2 + 2 * NUM_READERS) * layer + 8 * MIB
-    assert told["peak_bytes"] < size
+    assert told["peak_bytes"] < size / 2
     assert not told["mapped"]
