@@ -10,7 +10,8 @@ from typing import Annotated
 
 from typer import echo
 
-from cluster.options import PlanOptions, PreflightOptions
+from cluster.planning.options import PlanOptions
+from cluster.preflight.options import PreflightOptions
 from eesd_dist.command_line import add_callback, add_command, add_module, group, run_app
 from serve_app.cli import bench, controllers, distill, pipelines
 from serve_app.cli.batch import batch
@@ -50,8 +51,8 @@ app = group("eesd")
 add_callback(app, eesd)
 for _command in (serve, stop, generate, batch):
     add_command(app, _command)
-add_module(app, "plan", PlanOptions, "cluster.planner")
-add_module(app, "preflight", PreflightOptions, "cluster.preflight")
+add_module(app, "plan", PlanOptions, "cluster.planning.planner")
+add_module(app, "preflight", PreflightOptions, "cluster.preflight.command")
 add_command(app, version)
 for _group in (controllers, pipelines, bench, distill):
     app.add_typer(_group.app)

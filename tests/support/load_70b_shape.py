@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from cluster.memory import memory_of
-from cluster.shapes import Load, Split, read_shape
+from cluster.planning.memory import memory_of
+from cluster.planning.shapes import Load, Split, read_shape
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
 from eesd_dist.model.head_config import HeadConfig

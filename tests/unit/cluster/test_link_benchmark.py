@@ -1,7 +1,7 @@
 import pytest
 
-from cluster.link_benchmark import LinkRow, render, run_local
-from cluster.nccl_tests import parse_text
+from cluster.preflight.link_benchmark import LinkRow, render, run_local
+from cluster.preflight.nccl_tests import parse_text
 
 
 def _row(num_ranks: int, num_wrong: int = 0) -> LinkRow:

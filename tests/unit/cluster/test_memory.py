@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.memory import memory_of, render_memory, with_fallbacks
-from cluster.shapes import Load, Split
+from cluster.planning.memory import memory_of, render_memory, with_fallbacks
+from cluster.planning.shapes import Load, Split
 from eesd_dist.errors import ConfigError
 from tests.unit.cluster.test_planner import LLAMA_70B
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.nccl_tests import (
+from cluster.preflight.nccl_tests import (
     NcclTestsCommand,
     NcclTestsError,
     parse_json,

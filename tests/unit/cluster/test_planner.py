@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner import Plan, plan, render
-from cluster.shapes import Load, Machine, ModelShape, Split
+from cluster.planning.planner import Plan, plan, render
+from cluster.planning.shapes import Load, Machine, ModelShape, Split
 from eesd_dist.errors import ConfigError
 from serve_app.cli.main import main
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import Finding, Requirements, Severity, check_node
-from cluster.probe import NodeFacts, probe_node
+from cluster.preflight.checks import Finding, Requirements, Severity, check_node
+from cluster.preflight.probe import NodeFacts, probe_node
 from serve_app.cli.main import main
 
 GIB = 2**30

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.shapes import read_shape
+from cluster.planning.shapes import read_shape
 from eesd_dist.errors import CheckpointError
 
 FIELDS = {

@@ -119,6 +119,7 @@ def test_activations_grow_with_rows_and_shrink_with_ranks() -> None:
 
 def test_the_arithmetic_imports_no_torch() -> None:
     check = (
-        "import sys, eesd_dist.schedule.kv_pages, cluster.memory; sys.exit('torch' in sys.modules)"
+        "import sys, eesd_dist.schedule.kv_pages, cluster.planning.memory; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

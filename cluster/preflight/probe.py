@@ -1,7 +1,7 @@
 """Facts about this machine: processors, memory, limits, versions, environment.
 
-This module only reads; `cluster.checks` evaluates. A fact that may be missing on a healthy machine
-is empty or zero rather than an error.
+This module only reads; `cluster.preflight.checks` evaluates. A fact that may be missing on a
+healthy machine is empty or zero rather than an error.
 """
 
 import os

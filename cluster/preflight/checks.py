@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.probe import NodeFacts
+from cluster.preflight.probe import NodeFacts
 from cluster.topology import AuthMode
 
 MIN_PYTHON = (3, 11)

@@ -1,11 +1,11 @@
 """Measures the links between ranks, where nccl-tests cannot run.
 
-    python -m cluster.link_benchmark --ranks 2                          # processes of this machine
-    torchrun --nnodes 2 --nproc-per-node 1 ... -m cluster.link_benchmark # one process a node
+    python -m cluster.preflight.link_benchmark --ranks 2     # processes of this machine
+    torchrun --nnodes 2 ... -m cluster.preflight.link_benchmark     # one process a node
 
 send/recv is a ping-pong, of which half the round trip is reported; all_reduce is timed as in the
 model layers, one call at a time. Rows have the columns of nccl-tests, so that one parser reads
-both. The figures are inputs of `cluster.planner`.
+both. The figures are inputs of `cluster.planning.planner`.
 """
 
 import argparse
@@ -115,7 +115,9 @@ def render(rows: Sequence[LinkRow]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.link_benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.preflight.link_benchmark", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes, when not under torchrun")
     parser.add_argument("--bytes", type=int, nargs="+", default=list(DEFAULT_SIZES))
     parser.add_argument("--iterations", type=int, default=50)

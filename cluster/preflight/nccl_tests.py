@@ -158,7 +158,7 @@ def run_nccl_tests(command: NcclTestsCommand) -> BandwidthReport:
     if not Path(argv[0]).is_file():
         raise ConfigError(
             f"{argv[0]} does not exist: nccl-tests are in NVIDIA's PyTorch images or are built "
-            "from source; name their folder, or use `python -m cluster.link_benchmark`"
+            "from source; name their folder, or use `python -m cluster.preflight.link_benchmark`"
         )
     deadline_s = 2 * command.timeout_s
     try:

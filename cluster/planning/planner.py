@@ -14,9 +14,9 @@ from operator import mul
 
 from typer import echo
 
-from cluster.memory import RankMemory, memory_of, render_memory, with_fallbacks
-from cluster.options import PlanOptions
-from cluster.shapes import Load, Machine, ModelShape, Split, read_shape
+from cluster.planning.memory import RankMemory, memory_of, render_memory, with_fallbacks
+from cluster.planning.options import PlanOptions
+from cluster.planning.shapes import Load, Machine, ModelShape, Split, read_shape
 from eesd_dist.command_line import run_command
 from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import ConfigError
@@ -281,4 +281,4 @@ def main(options: PlanOptions) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_command(main, sys.argv[1:], program="python -m cluster.planner"))
+    raise SystemExit(run_command(main, sys.argv[1:], program="python -m cluster.planning.planner"))

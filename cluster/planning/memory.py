@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.shapes import Load, ModelShape, Split
+from cluster.planning.shapes import Load, ModelShape, Split
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 

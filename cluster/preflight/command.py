@@ -1,16 +1,14 @@
 """Checks a node before it joins a cluster: `eesd preflight`."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from typer import echo
 
-from cluster.checks import Finding, Requirements, Severity, check_node
-from cluster.options import PreflightOptions
-from cluster.probe import NodeFacts, probe_node
+from cluster.preflight.checks import Finding, Requirements, Severity, check_node
+from cluster.preflight.options import PreflightOptions
+from cluster.preflight.probe import NodeFacts, probe_node
 from cluster.topology import load_cluster_file
-from eesd_dist.command_line import run_command
 
 
 def report(facts: NodeFacts, findings: Sequence[Finding]) -> str:
@@ -40,7 +38,3 @@ def main(options: PreflightOptions) -> int:
     findings = check_node(facts, wanted)
     echo(report(facts, findings))
     return int(any(found.severity is Severity.ERROR for found in findings))
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command(main, sys.argv[1:], program="python -m cluster.preflight"))

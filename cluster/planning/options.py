@@ -1,4 +1,4 @@
-"""Options of `eesd plan` and `eesd preflight`; a docstring is the help of its command.
+"""Options of `eesd plan`; the docstring is the help of the command.
 
 Imports nothing heavy.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cluster.shapes import Load, Machine
+from cluster.planning.shapes import Load, Machine
 
 _MACHINE, _LOAD = Machine(), Load()
 
@@ -53,18 +53,3 @@ class PlanOptions:
             draft_all_reduce_s=self.draft_all_reduce_us * 1e-6,
             verify_all_reduce_s=self.verify_all_reduce_us * 1e-6,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightOptions:
-    """Checks what this node lacks, before it joins a cluster.
-
-    The exit status is 1 if the service would not start, else 0, also with warnings.
-    """
-
-    cluster_file: Annotated[Path | None, "the `ray up` file of the node's cluster"] = None
-    cpus: Annotated[int, "CPUs required"] = 1
-    gpus: Annotated[int, "GPUs required"] = 0
-    shm_gib: Annotated[float, "size of /dev/shm, GiB"] = 2.0
-    open_files: Annotated[int, "limit of open files"] = 65_536
-    spans_nodes: Annotated[bool, "ranks run on other nodes too"] = False

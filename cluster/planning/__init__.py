@@ -1,0 +1,1 @@
+"""Predicts memory and speed of a deployment before there is one."""

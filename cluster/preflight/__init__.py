@@ -1,0 +1,1 @@
+"""Checks nodes, and measures the links between them, before a service starts on them."""
