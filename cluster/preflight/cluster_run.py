@@ -9,8 +9,8 @@ from cluster.deployment_files import Deployment, StageNeeds
 from cluster.ports import ClusterPorts
 from cluster.preflight import cluster_checks, port_checks
 from cluster.preflight.findings import Finding
-from cluster.preflight.link_checks import LinkLimits, MeasuredLink, check_links
-from cluster.preflight.link_runs import LinkSettings, measure_cluster
+from cluster.preflight.links.checks import LinkLimits, MeasuredLink
+from cluster.preflight.links.runs import LinkSettings, measure_cluster
 from cluster.preflight.node_agent import NodeAgent
 from cluster.preflight.node_checks import Requirements, check_node
 from cluster.preflight.nodes import ClusterNode
@@ -151,9 +151,11 @@ class _Run:
     def measure_links(self) -> None:
         if self._request.links is None:
             return
-        links, findings = measure_cluster(self._rank_nodes(), self._agents, self._request.links)
+        links, findings = measure_cluster(
+            self._rank_nodes(), self._agents, self._request.links, self._request.limits
+        )
         self.result.links = links
-        self._found([*findings, *check_links(links, self._request.limits)])
+        self._found(findings)
 
     def _rank_nodes(self) -> list[ClusterNode]:
         """Returns the nodes that ranks can be placed on; all of them without a placement."""

@@ -6,11 +6,13 @@ from pathlib import Path
 from typer import echo
 
 from cluster.deployment_files import Deployment, load_deployment
-from cluster.preflight.link_checks import LinkLimits
+from cluster.preflight.cluster_checks import check_weights
+from cluster.preflight.links.checks import LinkLimits
 from cluster.preflight.node_checks import Requirements, check_node
 from cluster.preflight.options import PreflightOptions
 from cluster.preflight.probe import probe_node
 from cluster.preflight.report import CLUSTER_CHECKS, NODE_CHECKS, Report, print_report
+from cluster.preflight.weights import read_weights
 
 
 def main(options: PreflightOptions) -> int:
@@ -33,10 +35,6 @@ def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Repo
     findings = check_node(facts, _requirements(options, deployment))
     checks: tuple[str, ...] = NODE_CHECKS
     if options.model is not None:
-        # Imports torch, which takes seconds.
-        from cluster.preflight.cluster_checks import check_weights
-        from cluster.preflight.weights import read_weights
-
         weights = read_weights(options.model)
         findings += check_weights({facts.hostname: weights})
         checks = (*checks, "weights")
@@ -51,7 +49,7 @@ def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Repo
 def _all_nodes(options: PreflightOptions, address: str, deployment: Deployment | None) -> Report:
     # Ray is imported where a cluster is checked.
     from cluster.preflight.cluster_run import ClusterRequest, check_cluster
-    from cluster.preflight.link_runs import LinkSettings
+    from cluster.preflight.links.runs import LinkSettings
 
     model, head = _weights(options, deployment)
     links = LinkSettings(

@@ -6,7 +6,7 @@
 send/recv is a ping-pong, of which half the round trip is reported; broadcast is sent there and back
 too, since a root may return before its message has arrived; all_reduce is timed as in the model
 layers, one call at a time. Rows have the columns of nccl-tests, so that one parser reads both.
-`eesd preflight` runs the same between nodes (`link_runs`); the figures are inputs of `eesd plan`.
+`eesd preflight` runs the same between nodes (`links.runs`); the figures are inputs of `eesd plan`.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.empty(max(1, size_bytes // 4), dtype=torch.float32, device=device)
     once = _CALLS[operation]
-    for _ in range(NUM_WARM_UP):
+    for _ in range(min(NUM_WARM_UP, num_iterations)):
         once(x)
     times_us = sorted(_timed_us(once, x) for _ in range(num_iterations))
     return LinkRow(

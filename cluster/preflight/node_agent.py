@@ -1,34 +1,23 @@
-"""What preflight runs on every node: two actors, both plain classes.
+"""What preflight runs on every node, in an actor. A plain class; torch is imported where needed."""
 
-`NodeAgent` reads facts and tries ports. `LinkRank` is a rank of a measured group, in a process of
-its own, since it imports torch and may hold a GPU.
-"""
-
-import os
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from cluster.link_figures import Operation
 from cluster.ports import ClusterPorts
 from cluster.preflight.clock import ClockOffset, measure_offset
-from cluster.preflight.link_benchmark import LinkRow, measure_links
 from cluster.preflight.nccl_command import NcclTestsCommand, find_binaries, run_nccl_tests
 from cluster.preflight.nccl_tests import BandwidthReport
 from cluster.preflight.port_checks import OpenedPorts
 from cluster.preflight.port_probe import Listeners, Target, Unreachable, connect_all
-from cluster.preflight.probe import NodeFacts, probe_node, read_interfaces
+from cluster.preflight.probe import NodeFacts, probe_node
 from cluster.preflight.weights import WeightsFacts, read_weights
-from eesd_dist.errors import ConfigError
 
 _CLOCK_TIMEOUT_S = 10.0
-_OPERATION_TIMEOUT = timedelta(seconds=20)
 
 
 class NodeAgent:
@@ -77,67 +66,3 @@ class NodeAgent:
         """Runs one of nccl-tests on this node's GPUs; with `hosts` on theirs, by mpirun."""
         command = NcclTestsCommand(binaries=binaries, collective=operation, num_gpus=num_gpus)
         return run_nccl_tests(command, hosts=hosts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkGroup:
-    """A group of ranks to measure."""
-
-    address: str
-    """Where rank 0 listens for the rendezvous."""
-    port: int
-    num_ranks: int
-    backend: Literal["gloo", "nccl"]
-    sizes: tuple[int, ...]
-    num_iterations: int
-
-
-class LinkRank:
-    """One rank, on the interface that is measured."""
-
-    def __init__(self, *, node_address: str, interface: str | None) -> None:
-        """`interface`: None: the one of `node_address`, over which the service connects its ranks.
-
-        Raises ConfigError if the node has no such interface.
-        """
-        found = [
-            (each.name, address)
-            for each in read_interfaces()
-            for address in each.addresses
-            if (address == node_address if interface is None else each.name == interface)
-        ]
-        if not found:
-            names = ", ".join(each.name for each in read_interfaces())
-            raise ConfigError(
-                f"no interface {interface or f'with {node_address}'} with an IPv4 address, this "
-                f"node has {names}"
-            )
-        self._interface, self._address = found[0]
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Returns an address and a free port for a group in which this is rank 0."""
-        with socket.socket() as probe:
-            probe.bind((self._address, 0))
-            return self._address, int(probe.getsockname()[1])
-
-    def measure(self, group: LinkGroup, rank: int) -> list[LinkRow]:
-        """Joins the group, times all operations and leaves it. Only rows of rank 0 count."""
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        for library in ("GLOO", "NCCL"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = self._interface
-        if group.backend == "nccl":
-            torch.cuda.set_device(0)
-        dist.init_process_group(
-            group.backend,
-            init_method=f"tcp://{group.address}:{group.port}",
-            rank=rank,
-            world_size=group.num_ranks,
-            timeout=_OPERATION_TIMEOUT,
-        )
-        try:
-            return measure_links(sizes=group.sizes, num_iterations=group.num_iterations)
-        finally:
-            dist.destroy_process_group()

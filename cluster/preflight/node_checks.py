@@ -163,7 +163,7 @@ def _network(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
     if not wanted.spans_nodes:
         return
     if facts.address is None:
-        yield error(
+        yield warning(
             "name",
             f"{facts.hostname} does not resolve: each rendezvous would wait several seconds for a "
             "name server",

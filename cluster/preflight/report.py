@@ -1,12 +1,12 @@
 """The result of preflight, as one table and as JSON."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.link_figures import write_links
 from cluster.preflight.findings import Finding, Severity, errors_first, has_errors
-from cluster.preflight.link_checks import LinkTime, MeasuredLink, figures_of
+from cluster.preflight.links.checks import LinkTime, MeasuredLink, figures_of
 from cluster.preflight.probe import NodeFacts
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ def _table(report: Report) -> "Table":
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
-    for each in errors_first(report.findings):
-        nodes = ", ".join(each.nodes) or "all"
-        yield each.check, nodes, each.severity.value, each.message, each.fix
+    for each, nodes in _merged(report.findings):
+        yield each.check, ", ".join(nodes) or "all", each.severity.value, each.message, each.fix
     failed = {each.check for each in report.findings}
     for check in report.checks:
         if check not in failed and not (check == "links" and report.links):
@@ -86,6 +85,14 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
     for link in report.links:
         if link.nodes not in slow:
             yield "links", link.name, "ok", _times(link), ""
+
+
+def _merged(findings: Iterable[Finding]) -> Iterable[tuple[Finding, list[str]]]:
+    """Returns findings, errors first, and the nodes of those that differ in nothing else."""
+    merged: dict[Finding, list[str]] = {}
+    for each in errors_first(findings):
+        merged.setdefault(replace(each, nodes=()), []).extend(each.nodes)
+    return merged.items()
 
 
 def _times(link: MeasuredLink) -> str:

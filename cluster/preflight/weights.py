@@ -1,11 +1,12 @@
-"""Reads the weights of a node, as far as needed to compare them with those of other nodes."""
+"""Reads the weights of a node, as far as needed to compare them with those of other nodes.
+
+Torch is imported where they are read: the driver uses the result alone.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import EesdError, os_error_text
-from eesd_dist.model.head_config import head_digest
-from eesd_dist.model.weights import weights_digest
 
 DIGITS = 12
 """Of a digest in a message."""
@@ -24,6 +25,9 @@ class WeightsFacts:
 
 def read_weights(model: Path, *, head: Path | None = None) -> WeightsFacts:
     """Digests config and safetensors files by sampled blocks, and the exit head as a whole."""
+    from eesd_dist.model.head_config import head_digest
+    from eesd_dist.model.weights import weights_digest
+
     folder = model.expanduser()
     try:
         problem = _missing(folder)

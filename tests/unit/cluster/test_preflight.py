@@ -2,8 +2,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from cluster.preflight.checks import Finding, Requirements, Severity, check_node
+
 from cluster.preflight.probe import NodeFacts, probe_node
 from serve_app.cli.main import main
 
