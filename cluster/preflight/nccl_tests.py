@@ -4,7 +4,8 @@ Text of versions 2.0 to 2.19 and the JSON of 2.17.3 and later become one `Bandwi
 separates the content of the output from conclusions. The JSON contains the environment of the run
 with its secrets: only the results are kept. `nccl_command` runs them.
 
-The text parser was written from the format; comments name the special cases.
+The text parser was written from the format and is tested on public outputs from 2020 to 2026;
+comments name the special cases.
 """
 
 import json
@@ -30,7 +31,8 @@ class Timing:
     busbw_gbps: float
     """The same, corrected for the number of times that a collective moves each byte."""
     num_wrong: int | None
-    """None when the run did not check, or the operation cannot be checked."""
+    """None when the run did not check, when the operation cannot be checked, and when an old
+    version (before 2.13) prints the largest deviation instead of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,8 @@ class BandwidthReport:
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LAUNCHER = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:\s?")
+_LAUNCHER = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\d+: )")
+"""Of `mpirun --tag-output` and `srun --label`."""
 _TIMESTAMP = re.compile(r"\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
 _DEVICE = re.compile(
     r"#?\s*Rank\s+(?P<rank>\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(?P<pid>\d+)\s+on\s+(?P<host>\S+)\s+"
@@ -107,7 +110,8 @@ _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(\S+)")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _FAILURE = re.compile(r"Test (?:NCCL |CUDA )?failure|Test timeout")
-_HEADER = re.compile(r"#\s*nThread\s")
+_HEADER = re.compile(r"#?\s*nThread\s")
+_DEVIATION = re.compile(r"\de[+-]\d\d")
 
 
 def parse_text(output: str) -> BandwidthReport:
@@ -173,13 +177,24 @@ def _row(line: str) -> BandwidthRow | None:
 
 def _timing(words: Sequence[str]) -> Timing:
     time_us, algbw, busbw, wrong = words
-    # `0e+00` in old versions; N/A with -c 0, and always for sendrecv in place.
     return Timing(
         time_us=float(time_us),
         algbw_gbps=float(algbw),
         busbw_gbps=float(busbw),
-        num_wrong=None if wrong == "N/A" else int(float(wrong)),
+        num_wrong=_num_wrong(wrong),
     )
+
+
+def _num_wrong(word: str) -> int | None:
+    """Returns the number; N/A with -c 0, and always for sendrecv in place.
+
+    Old versions print a deviation as `%5.0e`: `0e+00` is none wrong, `2e-07` is rounding and
+    `1e+00` an error of one, both in an unknown number of values. Later ones print a large number
+    as `1.04858e+06`.
+    """
+    if word == "N/A" or (_DEVIATION.fullmatch(word) and float(word)):
+        return None
+    return int(float(word))
 
 
 def parse_json(text: str) -> BandwidthReport:

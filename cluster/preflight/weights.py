@@ -35,7 +35,11 @@ def read_weights(model: Path, *, head: Path | None = None) -> WeightsFacts:
             return WeightsFacts(folder=str(folder), digest=None, problem=problem)
         digest = weights_digest(folder)
         if head is not None:
-            digest += head_digest(head.expanduser())
+            folder = head.expanduser()
+            if not folder.is_dir():
+                missing = "there is no such folder of an exit head"
+                return WeightsFacts(folder=str(folder), digest=None, problem=missing)
+            digest += head_digest(folder)
     except OSError as error:
         return WeightsFacts(folder=str(folder), digest=None, problem=os_error_text(error))
     except EesdError as error:

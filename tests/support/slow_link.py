@@ -10,6 +10,7 @@ ordinary interface: nothing of them is changed.
 import argparse
 import heapq
 import itertools
+import os
 import selectors
 import socket
 import struct
@@ -114,6 +115,8 @@ def main() -> int:
     parser.add_argument("--between", nargs=2, required=True)
     parser.add_argument("--delay-s", type=float, required=True)
     options = parser.parse_args()
+    # Nothing but the delay is to slow the frames, on a busy machine too.
+    os.nice(-10)
     relay(options.interfaces, between=options.between, delay_s=options.delay_s)
     return 0
 
