@@ -1,7 +1,7 @@
 """`eesd preflight --address`: the steps of a check of all nodes, and what each has found."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,16 @@ class ClusterRequest:
         return replace(self.deployment.ports, **({"serve_http": http} if http else {}))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResult:
-    """What the steps have found so far."""
+    """What was found."""
 
-    nodes: list[ClusterNode] = field(default_factory=list)
-    facts: dict[str, NodeFacts] = field(default_factory=dict)
-    links: list[MeasuredLink] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    nodes: tuple[str, ...]
+    """All live nodes of the cluster, the head first."""
+    facts: tuple[tuple[str, NodeFacts], ...]
+    """By node; none of a node that did not answer."""
+    links: tuple[MeasuredLink, ...]
+    findings: tuple[Finding, ...]
 
 
 def check_cluster(request: ClusterRequest) -> ClusterResult:
@@ -69,7 +71,7 @@ def check_cluster(request: ClusterRequest) -> ClusterResult:
         run.compare_weights()
         run.try_ports()
         run.measure_links()
-        return run.result
+        return run.result()
 
 
 class _Run:
@@ -79,18 +81,28 @@ class _Run:
         self._request = request
         self._nodes = nodes
         self._agents: dict[str, Handle] = {node.name: start_on(node, NodeAgent) for node in nodes}
-        self.result = ClusterResult(nodes=list(nodes))
+        self._all = tuple(node.name for node in nodes)
+        self._facts: dict[str, NodeFacts] = {}
+        self._links: list[MeasuredLink] = []
+        self._findings: list[Finding] = []
         self._found(cluster_checks.check_stages(nodes, request.stages))
         if request.deployment is not None:
             self._found(cluster_checks.check_number(nodes, request.deployment))
             if request.deployment.lists_ports:
                 self._found(port_checks.check_listed(nodes, request.ports))
 
+    def result(self) -> ClusterResult:
+        return ClusterResult(
+            nodes=self._all,
+            facts=tuple(self._facts.items()),
+            links=tuple(self._links),
+            findings=tuple(self._findings),
+        )
+
     def read_facts(self) -> None:
         """Reads every node, and checks it alone and against the others."""
         calls = {name: agent.facts.remote() for name, agent in self._agents.items()}
-        facts: dict[str, NodeFacts] = self._ask(calls, "its facts")
-        self.result.facts = facts
+        facts = self._facts = self._ask(calls, "its facts")
         for node in self._nodes:
             own = check_node(facts[node.name], self._request.requirements)
             self._found(replace(finding, nodes=(node.name,)) for finding in own)
@@ -99,8 +111,8 @@ class _Run:
         self._found(cluster_checks.check_mtus(self._interfaces(facts)))
 
     def compare_clocks(self) -> None:
-        if not self._nodes:
-            return
+        if not (self._nodes and self._nodes[0].is_head):
+            return  # the head has not answered: nothing to compare with
         head, *others = self._nodes
         calls = {
             node.name: self._agents[node.name].clock_offset.remote(self._agents[head.name])
@@ -154,7 +166,7 @@ class _Run:
         links, findings = measure_cluster(
             self._rank_nodes(), self._agents, self._request.links, self._request.limits
         )
-        self.result.links = links
+        self._links = links
         self._found(findings)
 
     def _rank_nodes(self) -> list[ClusterNode]:
@@ -181,4 +193,4 @@ class _Run:
         return answers
 
     def _found(self, findings: Iterable[Finding]) -> None:
-        self.result.findings += findings
+        self._findings += findings

@@ -82,10 +82,10 @@ def _all_nodes(options: PreflightOptions, address: str, deployment: Deployment |
             *NODE_CHECKS,
             *(check for check in CLUSTER_CHECKS if not skipped.get(check, False)),
         ),
-        nodes=tuple(node.name for node in result.nodes),
-        facts=tuple(result.facts.items()),
-        findings=tuple(result.findings),
-        links=tuple(result.links),
+        nodes=result.nodes,
+        facts=result.facts,
+        findings=result.findings,
+        links=result.links,
     )
 
 

@@ -30,6 +30,9 @@ OPERATIONS: tuple[Operation, ...] = ("sendrecv", "broadcast", "all_reduce")
 # One decode row of a small model, one of a 5120-wide one in float32, and eight of those.
 DEFAULT_SIZES = (4 * 2**10, 20 * 2**10, 160 * 2**10)
 NUM_WARM_UP = 5
+MIN_ITERATIONS = 3
+ROW_TIME_S = 0.5
+"""Time for one operation at one size, about; MIN_ITERATIONS calls take as long as they take."""
 SPAWN_TIMEOUT_S = 120.0
 
 
@@ -178,8 +181,9 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.empty(max(1, size_bytes // 4), dtype=torch.float32, device=device)
     once = _CALLS[operation]
-    for _ in range(min(NUM_WARM_UP, num_iterations)):
-        once(x)
+    num_warm_up = min(NUM_WARM_UP, num_iterations)
+    warm_up_us = [_timed_us(once, x) for _ in range(num_warm_up)]
+    num_iterations = _affordable(num_iterations, warm_up_us[-1], device=device)
     times_us = sorted(_timed_us(once, x) for _ in range(num_iterations))
     return LinkRow(
         operation=operation,
@@ -190,6 +194,15 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
         p99_us=times_us[min(num_iterations - 1, round(0.99 * num_iterations))],
         num_wrong=_num_wrong(operation, x),
     )
+
+
+def _affordable(num_iterations: int, one_us: float, *, device: str) -> int:
+    """Returns how many calls fit into the time of one row, the same number on all ranks: a slow
+    link is measured by fewer."""
+    fitting = max(MIN_ITERATIONS, int(ROW_TIME_S * 1e6 / max(one_us, 1.0)))
+    agreed = torch.tensor([min(num_iterations, fitting)], device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed.item())
 
 
 def _timed_us(once: Callable[[Tensor], float], x: Tensor) -> float:

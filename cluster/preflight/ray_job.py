@@ -6,10 +6,9 @@ resource-less node. A node that does not answer is a finding, and takes no part 
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,7 +19,6 @@ from eesd_dist.errors import ConfigError
 
 Handle = Any
 """A handle of an actor of Ray, or a reference to a result."""
-T = TypeVar("T")
 
 _MAX_CONCURRENCY = 4
 """An agent answers others while it measures."""
@@ -35,7 +33,7 @@ def connected(address: str) -> Iterator[list[ClusterNode]]:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as failure:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as failure:
         raise ConfigError(
             f"no Ray cluster at {address}: {str(failure).strip().splitlines()[0]}; expected "
             "HOST:PORT of the head (`ray start --head`), and its token in RAY_AUTH_TOKEN or "
@@ -74,33 +72,37 @@ def collect(
 
     `what`: what the nodes were asked for, for the message.
     """
-    deadline = time.monotonic() + timeout_s
+    waiting = list(calls.values())
+    ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s) if calls else ([], [])
     answers: dict[str, Any] = {}
     findings: list[Finding] = []
     for node, call in calls.items():
+        if call not in ready:
+            findings.append(_silent(node, what, timeout_s))
+            continue
         try:
-            answers[node] = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.GetTimeoutError:
-            findings.append(
-                error(
-                    "answer",
-                    f"no answer within {timeout_s:g} s, asked for {what}",
-                    fix="look at raylet and network of this node (`ray status`); `--timeout-s` "
-                    "allows more",
-                    nodes=[node],
-                )
-            )
+            answers[node] = ray.get(call)
         except ray.exceptions.RayError as failure:
-            findings.append(
-                error(
-                    "answer",
-                    f"failed, asked for {what}: {cause_of(failure)}",
-                    fix="install the same version here as on the head, and look at the log of Ray "
-                    "on this node",
-                    nodes=[node],
-                )
-            )
+            findings.append(_failed(node, what, failure))
     return answers, findings
+
+
+def _silent(node: str, what: str, timeout_s: float) -> Finding:
+    return error(
+        "answer",
+        f"no answer within {timeout_s:g} s, asked for {what}",
+        fix="look at raylet and network of this node (`ray status`); `--timeout-s` allows more",
+        nodes=[node],
+    )
+
+
+def _failed(node: str, what: str, failure: Exception) -> Finding:
+    return error(
+        "answer",
+        f"failed, asked for {what}: {cause_of(failure)}",
+        fix="install the same version here as on the head, and look at Ray's log of this node",
+        nodes=[node],
+    )
 
 
 def cause_of(failure: Exception) -> str:

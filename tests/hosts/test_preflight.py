@@ -27,8 +27,8 @@ _RAY_START = {
     "min-worker-port": _PORTS.min_worker,
     "max-worker-port": _PORTS.max_worker,
 }
-_DELAY_S = 0.05
-_PATIENT = ("--slow-factor", "10", "--timeout-s", "100")
+_DELAY_S = 0.015
+_PATIENT = ("--slow-factor", "5", "--timeout-s", "100")
 """For a machine that other work keeps busy."""
 _RUN_S = 240.0
 
