@@ -64,7 +64,7 @@ class ClusterResult:
 
 def check_cluster(request: ClusterRequest) -> ClusterResult:
     """Runs all checks on all nodes. Raises ConfigError if there is no cluster at the address."""
-    with connected(request.address) as nodes:
+    with connected(request.address, timeout_s=request.timeout_s) as nodes:
         run = _Run(request, nodes)
         run.read_facts()
         run.compare_clocks()

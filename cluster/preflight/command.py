@@ -1,6 +1,7 @@
 """`eesd preflight`: checks this node, or all nodes of a cluster."""
 
 import json
+import os
 from pathlib import Path
 
 from typer import echo
@@ -17,6 +18,8 @@ from cluster.preflight.weights import read_weights
 
 def main(options: PreflightOptions) -> int:
     """Prints what was found; returns 1 if the service would not start."""
+    if options.address is not None:
+        _prepare_for_ray()
     deployment = None if options.cluster_file is None else load_deployment(options.cluster_file)
     report = (
         _this_node(options, deployment)
@@ -28,6 +31,13 @@ def main(options: PreflightOptions) -> int:
     else:
         print_report(report)
     return 0 if report.is_healthy else 1
+
+
+def _prepare_for_ray() -> None:
+    """Sets what Ray reads when it is imported: the mode of its nodes, and that drivers do not print
+    reports of dead nodes between our lines (`log_to_driver=False` does not stop those)."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.update({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "^"})
 
 
 def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Report:
@@ -53,6 +63,7 @@ def _all_nodes(options: PreflightOptions, address: str, deployment: Deployment |
 
     model, head = _weights(options, deployment)
     links = LinkSettings(
+        sizes=options.link_bytes,
         interface=options.interface,
         nccl_tests=options.nccl_tests,
         uses_mpirun=options.mpirun,

@@ -29,9 +29,9 @@ from cluster.link_figures import Operation
 OPERATIONS: tuple[Operation, ...] = ("sendrecv", "broadcast", "all_reduce")
 # One decode row of a small model, one of a 5120-wide one in float32, and eight of those.
 DEFAULT_SIZES = (4 * 2**10, 20 * 2**10, 160 * 2**10)
-NUM_WARM_UP = 5
+NUM_WARM_UP = 4
 MIN_ITERATIONS = 3
-ROW_TIME_S = 0.5
+ROW_TIME_S = 0.25
 """Time for one operation at one size, about; MIN_ITERATIONS calls take as long as they take."""
 SPAWN_TIMEOUT_S = 120.0
 
@@ -181,9 +181,10 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.empty(max(1, size_bytes // 4), dtype=torch.float32, device=device)
     once = _CALLS[operation]
-    num_warm_up = min(NUM_WARM_UP, num_iterations)
-    warm_up_us = [_timed_us(once, x) for _ in range(num_warm_up)]
-    num_iterations = _affordable(num_iterations, warm_up_us[-1], device=device)
+    once(x)  # connects
+    num_iterations = _affordable(num_iterations, _timed_us(once, x), device=device)
+    for _ in range(min(NUM_WARM_UP, num_iterations)):
+        once(x)
     times_us = sorted(_timed_us(once, x) for _ in range(num_iterations))
     return LinkRow(
         operation=operation,

@@ -10,9 +10,10 @@ from typing import Annotated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightOptions:
-    """Checks this node, or with --address all nodes of a Ray cluster and the links between them.
+    """Checks this node, or all nodes of a cluster (--address).
 
-    The exit status is 1 if the service would not start, else 0, also with warnings.
+    Of a cluster, the links between the nodes are measured too. The exit status is 1 if the service
+    would not start, else 0, also with warnings.
     """
 
     address: Annotated[str | None, "--address HOST:PORT: a Ray cluster, or `auto`: all nodes"] = (
@@ -33,6 +34,9 @@ class PreflightOptions:
     timeout_s: Annotated[float, "longest wait for a node, in each step"] = 60.0
     connect_timeout_s: Annotated[float, "longest wait for a connection to a port"] = 3.0
     skip_links: Annotated[bool, "measure no links"] = False
+    link_bytes: Annotated[tuple[int, ...], "sizes of the measured messages"] = (
+        *(4 * 2**10, 20 * 2**10, 160 * 2**10, 2**20),
+    )
     iterations: Annotated[int, "calls measured for each operation and size"] = 20
     slow_factor: Annotated[float, "a link is slow at this multiple of the others' median"] = 3.0
     max_link_us: Annotated[float | None, "latency allowed between two nodes"] = None

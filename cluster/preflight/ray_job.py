@@ -5,7 +5,7 @@ resource-less node. A node that does not answer is a finding, and takes no part 
 """
 
 import logging
-import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +25,13 @@ _MAX_CONCURRENCY = 4
 
 
 @contextmanager
-def connected(address: str) -> Iterator[list[ClusterNode]]:
+def connected(address: str, *, timeout_s: float) -> Iterator[list[ClusterNode]]:
     """Connects to the cluster at `HOST:PORT` or `auto`; yields its live nodes, the head first.
 
-    Raises ConfigError if there is none, or if it refuses the token.
+    Raises ConfigError if nothing accepts a connection there within `timeout_s`, or if the cluster
+    refuses the token.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _require_listener(address, timeout_s)
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as failure:
@@ -43,6 +44,22 @@ def connected(address: str) -> Iterator[list[ClusterNode]]:
         yield nodes_of(ray.nodes())
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str, timeout_s: float) -> None:
+    """Ray itself tries for five minutes to reach an address at which nothing listens."""
+    host, sign, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not (sign and host and port.isdigit()):
+        raise ConfigError(f"--address is {address!r}: expected HOST:PORT of the head, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except (OSError, OverflowError) as failure:
+        raise ConfigError(
+            f"no Ray cluster at {address}: {failure}; expected HOST:PORT of the head, which "
+            "`ray start --head` prints"
+        ) from failure
 
 
 def gcs_port_of_cluster() -> int:

@@ -105,7 +105,9 @@ class _Preflight:
             status = process.wait(_RUN_S)
         finally:
             process.kill()
-        return _Outcome(status=status, report=json.loads(path.read_text()), path=path)
+        text = path.read_text()
+        assert text.startswith("{"), text
+        return _Outcome(status=status, report=json.loads(text), path=path)
 
     def without_links(self, *words: str) -> _Outcome:
         return self.run("--skip-links", *words)
@@ -144,7 +146,7 @@ def test_healthy_hosts_pass_and_their_links_are_figures_for_the_planner(
 
 def test_a_link_slowed_by_a_relay_is_named_and_no_other(preflight: _Preflight) -> None:
     with slowed(preflight.cluster.hosts, 1, 2, delay_s=_DELAY_S):
-        outcome = preflight.run(*_PATIENT, "--iterations", "3")
+        outcome = preflight.run(*_PATIENT, "--iterations", "3", "--link-bytes", "4096")
     check, nodes, message = _only(outcome.errors())
     assert (check, nodes) == ("links", [preflight.address(1), preflight.address(2)])
     assert "is slow" in message

@@ -23,8 +23,6 @@ from cluster.preflight.ray_job import Handle, cause_of, collect, start_on
 
 _MAX_NODES_BY_PAIRS = 8
 """Above, each node is measured with the next one: pairs would be too many."""
-_SIZES = (4 * 2**10, 20 * 2**10, 160 * 2**10, 2**20)
-"""Those of the link benchmark, and one that shows the bandwidth."""
 _OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _GROUP_TIMEOUT_S = 90.0
 _NCCL_TESTS_TIMEOUT_S = 400.0
@@ -34,6 +32,8 @@ _NCCL_TESTS_TIMEOUT_S = 400.0
 class LinkSettings:
     """How links are measured."""
 
+    sizes: tuple[int, ...]
+    """Bytes; nccl-tests have their own."""
     interface: str | None
     """None: the interface of the node's address."""
     nccl_tests: Path | None
@@ -177,7 +177,7 @@ def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
         port=port,
         num_ranks=len(ranks),
         backend=backend,
-        sizes=_SIZES,
+        sizes=settings.sizes,
         num_iterations=settings.num_iterations,
     )
     calls = [rank.measure.remote(wanted, number) for number, rank in enumerate(ranks)]

@@ -1,6 +1,7 @@
 """`eesd preflight` on this machine; `tests/hosts/test_preflight.py` runs it over a cluster."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ MODEL = Path(__file__).parents[3] / "serve_app" / "demo_model"
 
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the command sets what Ray reads
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret-of-the-test")
 
@@ -128,3 +130,18 @@ def test_warnings_alone_are_healthy() -> None:
     report = _report()
     assert not report.is_healthy
     assert replace(report, findings=report.findings[:2]).is_healthy
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "no Ray cluster at 127.0.0.1:1: [Errno 111] Connection refused"),
+        ("nowhere", "--address is 'nowhere': expected HOST:PORT"),
+        ("127.0.0.1:99999", "no Ray cluster at 127.0.0.1:99999"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_at_once(
+    address: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preflight", "--address", address]) == 2
+    assert message in capsys.readouterr().err
