@@ -3,9 +3,10 @@
     python -m cluster.preflight.link_benchmark --ranks 2     # processes of this machine
     torchrun --nnodes 2 ... -m cluster.preflight.link_benchmark     # one process a node
 
-send/recv is a ping-pong, of which half the round trip is reported; all_reduce is timed as in the
-model layers, one call at a time. Rows have the columns of nccl-tests, so that one parser reads
-both. The figures are inputs of `cluster.planning.planner`.
+send/recv is a ping-pong, of which half the round trip is reported; broadcast is sent there and back
+too, since a root may return before its message has arrived; all_reduce is timed as in the model
+layers, one call at a time. Rows have the columns of nccl-tests, so that one parser reads both.
+`eesd preflight` runs the same between nodes (`links.runs`); the figures are inputs of `eesd plan`.
 """
 
 import argparse
@@ -18,17 +19,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Operation = Literal["sendrecv", "all_reduce"]
-OPERATIONS: tuple[Operation, ...] = ("sendrecv", "all_reduce")
+from cluster.link_figures import Operation
+
+OPERATIONS: tuple[Operation, ...] = ("sendrecv", "broadcast", "all_reduce")
 # One decode row of a small model, one of a 5120-wide one in float32, and eight of those.
 DEFAULT_SIZES = (4 * 2**10, 20 * 2**10, 160 * 2**10)
-NUM_WARM_UP = 5
+NUM_WARM_UP = 4
+MIN_ITERATIONS = 3
+ROW_TIME_S = 0.25
+"""Time for one operation at one size, about; MIN_ITERATIONS calls take as long as they take."""
 SPAWN_TIMEOUT_S = 120.0
 
 
@@ -40,6 +44,8 @@ class LinkRow:
     size_bytes: int
     num_ranks: int
     median_us: float
+    fastest_us: float
+    """What the link can do: unlike the median, not changed by a busy host."""
     p99_us: float
     num_wrong: int
     """Elements with a wrong value."""
@@ -174,8 +180,10 @@ def _local_rank(
 def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> LinkRow:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.empty(max(1, size_bytes // 4), dtype=torch.float32, device=device)
-    once = _ping_pong if operation == "sendrecv" else _all_reduce
-    for _ in range(NUM_WARM_UP):
+    once = _CALLS[operation]
+    once(x)  # connects
+    num_iterations = _affordable(num_iterations, _timed_us(once, x), device=device)
+    for _ in range(min(NUM_WARM_UP, num_iterations)):
         once(x)
     times_us = sorted(_timed_us(once, x) for _ in range(num_iterations))
     return LinkRow(
@@ -183,9 +191,19 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
         size_bytes=4 * x.numel(),
         num_ranks=dist.get_world_size(),
         median_us=statistics.median(times_us),
+        fastest_us=times_us[0],
         p99_us=times_us[min(num_iterations - 1, round(0.99 * num_iterations))],
         num_wrong=_num_wrong(operation, x),
     )
+
+
+def _affordable(num_iterations: int, one_us: float, *, device: str) -> int:
+    """Returns how many calls fit into the time of one row, the same number on all ranks: a slow
+    link is measured by fewer."""
+    fitting = max(MIN_ITERATIONS, int(ROW_TIME_S * 1e6 / max(one_us, 1.0)))
+    agreed = torch.tensor([min(num_iterations, fitting)], device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed.item())
 
 
 def _timed_us(once: Callable[[Tensor], float], x: Tensor) -> float:
@@ -223,11 +241,29 @@ def _ping_pong(x: Tensor) -> float:
     return 0.5
 
 
+def _broadcast(x: Tensor) -> float:
+    """Sends ones from rank 0 to all ranks, and them doubled from the last rank to all."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    x.fill_(1.0 if rank == 0 else 0.0)
+    dist.broadcast(x, src=0)
+    if rank == last:
+        x.mul_(2.0)
+    dist.broadcast(x, src=last)
+    return 0.5
+
+
+_CALLS: dict[Operation, Callable[[Tensor], float]] = {
+    "sendrecv": _ping_pong,
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+}
+
+
 def _num_wrong(operation: Operation, x: Tensor) -> int:
     ranks = dist.get_world_size()
     if operation == "sendrecv" and dist.get_rank() not in (0, ranks - 1):
         return 0
-    expected = 2.0 if operation == "sendrecv" else ranks * (ranks + 1) / 2
+    expected = ranks * (ranks + 1) / 2 if operation == "all_reduce" else 2.0
     return int((x != expected).sum().item())
 
 
@@ -244,8 +280,9 @@ def _block(rows: Sequence[LinkRow]) -> list[str]:
 
 def _line(row: LinkRow) -> str:
     redop = "sum" if row.operation == "all_reduce" else "none"
+    root = 0 if row.operation == "broadcast" else -1
     return (
-        f"{row.size_bytes:>12}{row.size_bytes // 4:>12}{'float':>8}{redop:>8}{-1:>6}"
+        f"{row.size_bytes:>12}{row.size_bytes // 4:>12}{'float':>8}{redop:>8}{root:>6}"
         f"{row.median_us:>12.1f}{row.algbw_gbps:>9.3f}{row.busbw_gbps:>9.3f}{row.num_wrong:>8}"
     )
 

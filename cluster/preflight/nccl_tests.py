@@ -1,41 +1,20 @@
-"""Runs NVIDIA's nccl-tests and parses their output.
+"""Parses the output of NVIDIA's nccl-tests.
 
 Text of versions 2.0 to 2.19 and the JSON of 2.17.3 and later become one `BandwidthReport`, which
-separates the content of the output from conclusions. The folder of the binaries is a setting, since
-no package index contains them. The JSON contains the environment of the run with its secrets: only
-the results are kept.
+separates the content of the output from conclusions. The JSON contains the environment of the run
+with its secrets: only the results are kept. `nccl_command` runs them.
 
-The text parser was written from the format; comments name the special cases.
+The text parser was written from the format and is tested on public outputs from 2020 to 2026;
+comments name the special cases.
 """
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eesd_dist.errors import ConfigError, EngineError
-
-Collective = Literal[
-    "all_gather", "all_reduce", "alltoall", "broadcast", "reduce", "reduce_scatter", "sendrecv"
-]
-
-WRONG_RESULTS_EXIT = 7
-"""Exit status of nccl-tests for wrong results, and for a bandwidth below NCCL_TESTS_MIN_BW."""
-
-EXIT_MEANINGS = {
-    1: "internal error",
-    2: "CUDA error",
-    3: "NCCL error",
-    4: "timeout",
-    5: "not implemented, or a wrong number of GPUs",
-    6: "wrong usage",
-    WRONG_RESULTS_EXIT: "wrong results, or bandwidth below NCCL_TESTS_MIN_BW",
-    255: "wrong arguments",
-}
 
 
 class NcclTestsError(EngineError):
@@ -52,7 +31,8 @@ class Timing:
     busbw_gbps: float
     """The same, corrected for the number of times that a collective moves each byte."""
     num_wrong: int | None
-    """None when the run did not check, or the operation cannot be checked."""
+    """None when the run did not check, when the operation cannot be checked, and when an old
+    version (before 2.13) prints the largest deviation instead of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,64 +98,9 @@ class BandwidthReport:
         return min(fitting, key=lambda row: row.size_bytes).out_of_place.time_us
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclTestsCommand:
-    """One process for all GPUs of this node; needs no MPI and no ssh."""
-
-    binaries: Path
-    """Folder of `all_reduce_perf` and the other programs."""
-    collective: Collective = "all_reduce"
-    num_gpus: int = 1
-    min_bytes: int = 8
-    max_bytes: int = 256 * 2**20
-    num_iterations: int = 20
-    timeout_s: int = 120
-    """Passed to nccl-tests; the deadline of the caller is twice that."""
-    json_path: Path | None = None
-    """Needs 2.17.3 or later. nccl-tests never overwrites a file: it appends `.0` instead."""
-
-    def argv(self) -> list[str]:
-        binary = self.binaries / f"{self.collective}_perf"
-        sizes = ["-b", str(self.min_bytes), "-e", str(self.max_bytes), "-f", "2"]
-        limits = ["-n", str(self.num_iterations), "-T", str(self.timeout_s)]
-        output = [] if self.json_path is None else ["-J", str(self.json_path)]
-        return [str(binary), "-g", str(self.num_gpus), *sizes, *limits, *output]
-
-    def over_nodes(self, *, hosts: Sequence[str]) -> list[str]:
-        """Returns the command for several nodes, by mpirun with a process per GPU; needs MPI."""
-        ranks = self.num_gpus * len(hosts)
-        slots = ",".join(f"{host}:{self.num_gpus}" for host in hosts)
-        launcher = ["mpirun", "-np", str(ranks), "--host", slots, "--bind-to", "none"]
-        passed_on = [word for name in _passed_on(os.environ) for word in ("-x", name)]
-        own = self.argv()
-        own[own.index("-g") + 1] = "1"
-        return [*launcher, *passed_on, *own]
-
-
-def run_nccl_tests(command: NcclTestsCommand) -> BandwidthReport:
-    """Runs on this node and parses the output; wrong results are in the report, not raised."""
-    argv = command.argv()
-    if not Path(argv[0]).is_file():
-        raise ConfigError(
-            f"{argv[0]} does not exist: nccl-tests are in NVIDIA's PyTorch images or are built "
-            "from source; name their folder, or use `python -m cluster.preflight.link_benchmark`"
-        )
-    deadline_s = 2 * command.timeout_s
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NcclTestsError(f"{argv[0]} did not end within {deadline_s} s") from error
-    if done.returncode not in (0, WRONG_RESULTS_EXIT):
-        meaning = EXIT_MEANINGS.get(done.returncode, "unknown code")
-        last = (done.stderr or done.stdout).strip().splitlines()[-3:]
-        raise NcclTestsError(f"{argv[0]} exited {done.returncode} ({meaning}): {' / '.join(last)}")
-    if command.json_path is not None:
-        return parse_json(command.json_path.read_text())
-    return parse_text(done.stdout)
-
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LAUNCHER = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:\s?")
+_LAUNCHER = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\d+: )")
+"""Of `mpirun --tag-output` and `srun --label`."""
 _TIMESTAMP = re.compile(r"\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
 _DEVICE = re.compile(
     r"#?\s*Rank\s+(?P<rank>\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(?P<pid>\d+)\s+on\s+(?P<host>\S+)\s+"
@@ -185,7 +110,8 @@ _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(\S+)")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _FAILURE = re.compile(r"Test (?:NCCL |CUDA )?failure|Test timeout")
-_HEADER = re.compile(r"#\s*nThread\s")
+_HEADER = re.compile(r"#?\s*nThread\s")
+_DEVIATION = re.compile(r"\de[+-]\d\d")
 
 
 def parse_text(output: str) -> BandwidthReport:
@@ -251,13 +177,24 @@ def _row(line: str) -> BandwidthRow | None:
 
 def _timing(words: Sequence[str]) -> Timing:
     time_us, algbw, busbw, wrong = words
-    # `0e+00` in old versions; N/A with -c 0, and always for sendrecv in place.
     return Timing(
         time_us=float(time_us),
         algbw_gbps=float(algbw),
         busbw_gbps=float(busbw),
-        num_wrong=None if wrong == "N/A" else int(float(wrong)),
+        num_wrong=_num_wrong(wrong),
     )
+
+
+def _num_wrong(word: str) -> int | None:
+    """Returns the number; N/A with -c 0, and always for sendrecv in place.
+
+    Old versions print a deviation as `%5.0e`: `0e+00` is none wrong, `2e-07` is rounding and
+    `1e+00` an error of one, both in an unknown number of values. Later ones print a large number
+    as `1.04858e+06`.
+    """
+    if word == "N/A" or (_DEVIATION.fullmatch(word) and float(word)):
+        return None
+    return int(float(word))
 
 
 def parse_json(text: str) -> BandwidthReport:
@@ -321,8 +258,3 @@ def _timing_of(entry: dict[str, Any]) -> Timing:
 
 def _timings(row: BandwidthRow) -> Iterable[Timing]:
     return (row.out_of_place,) if row.in_place is None else (row.out_of_place, row.in_place)
-
-
-def _passed_on(environment: Iterable[str]) -> list[str]:
-    """Returns the variables that must be the same on every rank."""
-    return sorted(name for name in environment if name.startswith(("NCCL_", "LD_LIBRARY_PATH")))

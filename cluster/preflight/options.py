@@ -10,14 +10,39 @@ from typing import Annotated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightOptions:
-    """Checks what this node lacks, before it joins a cluster.
+    """Checks this node, or all nodes of a cluster (--address).
 
-    The exit status is 1 if the service would not start, else 0, also with warnings.
+    Of a cluster, the links between the nodes are measured too. The exit status is 1 if the service
+    would not start, else 0, also with warnings.
     """
 
-    cluster_file: Annotated[Path | None, "the `ray up` file of the node's cluster"] = None
+    address: Annotated[str | None, "--address HOST:PORT: a Ray cluster, or `auto`: all nodes"] = (
+        None
+    )
+    cluster_file: Annotated[
+        Path | None, "a `ray up` file, a RayService or a Serve file: what it needs is checked"
+    ] = None
+    model: Annotated[Path | None, "folder of the weights, on every node"] = None
     cpus: Annotated[int, "CPUs required"] = 1
     gpus: Annotated[int, "GPUs required"] = 0
-    shm_gib: Annotated[float, "size of /dev/shm, GiB"] = 2.0
+    shm_gib: Annotated[float, "size of /dev/shm required, GiB"] = 2.0
+    disk_gib: Annotated[float, "free disk required for temporary files, GiB"] = 5.0
     open_files: Annotated[int, "limit of open files"] = 65_536
     spans_nodes: Annotated[bool, "ranks run on other nodes too"] = False
+    interface: Annotated[str | None, "interface between ranks; default: the node's address"] = None
+    max_skew_s: Annotated[float, "difference of a clock to that of the head"] = 1.0
+    timeout_s: Annotated[float, "longest wait for a node, in each step"] = 60.0
+    connect_timeout_s: Annotated[float, "longest wait for a connection to a port"] = 3.0
+    skip_links: Annotated[bool, "measure no links"] = False
+    link_bytes: Annotated[tuple[int, ...], "sizes of the measured messages"] = (
+        *(4 * 2**10, 20 * 2**10, 160 * 2**10, 2**20),
+    )
+    iterations: Annotated[int, "calls measured for each operation and size"] = 20
+    slow_factor: Annotated[float, "a link is slow at this multiple of the others' median"] = 3.0
+    max_link_us: Annotated[float | None, "latency allowed between two nodes"] = None
+    min_link_gbps: Annotated[float | None, "bandwidth required between two nodes, GB/s"] = None
+    nccl_tests: Annotated[
+        Path | None, "folder of nccl-tests on the nodes; default: their EESD_NCCL_TESTS"
+    ] = None
+    mpirun: Annotated[bool, "run nccl-tests between nodes too, by mpirun over ssh"] = False
+    json: Annotated[bool, "print JSON, which `eesd plan` reads the links of"] = False

@@ -1,22 +1,40 @@
-"""Facts about this machine: processors, memory, limits, versions, environment.
+"""Facts about this machine: processors, memory, limits, versions, interfaces, environment.
 
-This module only reads; `cluster.preflight.checks` evaluates. A fact that may be missing on a
-healthy machine is empty or zero rather than an error.
+This module only reads; the checks evaluate. A fact that may be missing on a healthy machine is
+empty or zero rather than an error.
 """
 
 import os
+import platform
 import resource
 import shutil
 import socket
-import sys
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+import psutil
 
 from eesd_dist.provenance import read_hardware
 
 SHARED_MEMORY = Path("/dev/shm")
 TOKEN_FILE = Path("~/.ray/auth_token")
+DISTRIBUTIONS = ("torch", "ray", "eesd-dist")
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    is_up: bool
+    speed_mbps: int
+    """0 if the driver does not say."""
+    mtu: int
+    addresses: tuple[str, ...]
+    """IPv4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +46,39 @@ class NodeFacts:
     """The address of the node's host name; None if the name does not resolve."""
     num_cpus: int
     gpus: tuple[str, ...]
+    """Name, memory and driver of each, as the driver prints them."""
     memory_bytes: int
     shm_bytes: int
     """Size of /dev/shm; 0 if there is none."""
+    disk_free_bytes: int
+    """On the file system of the temporary folder, which Ray's sessions are in."""
+    disk_folder: str
     open_files: int
     """Soft limit of open files."""
-    python: tuple[int, int]
+    memlock_bytes: int
+    """Soft limit of locked memory; negative without a limit."""
+    python: str
     versions: tuple[tuple[str, str | None], ...]
-    """torch and ray; None when not installed."""
+    """torch, ray and eesd-dist; None when not installed."""
+    nccl: str | None
+    """The version that torch uses; None without a GPU."""
     ray_auth_mode: str | None
     has_ray_token: bool
     nccl_environment: tuple[tuple[str, str], ...]
     """NCCL_* and GLOO_* variables that are set."""
-    interfaces: tuple[str, ...]
+    interfaces: tuple[Interface, ...]
+    has_infiniband: bool
+
+    @property
+    def driver(self) -> str | None:
+        """The version of the GPU driver; None without a GPU."""
+        return self.gpus[0].rpartition(",")[2].strip() if self.gpus else None
 
 
 def probe_node() -> NodeFacts:
     hardware = read_hardware()
     hostname = socket.gethostname()
+    folder = tempfile.gettempdir()
     return NodeFacts(
         hostname=hostname,
         address=_address_of(hostname),
@@ -53,15 +86,36 @@ def probe_node() -> NodeFacts:
         gpus=hardware.gpus,
         memory_bytes=hardware.memory_bytes,
         shm_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        disk_folder=folder,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        python=(sys.version_info.major, sys.version_info.minor),
-        versions=tuple((name, _version_of(name)) for name in ("torch", "ray")),
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        python=platform.python_version(),
+        versions=tuple((name, _version_of(name)) for name in DISTRIBUTIONS),
+        nccl=_nccl_version() if hardware.gpus else None,
         ray_auth_mode=os.environ.get("RAY_AUTH_MODE"),
         has_ray_token=_has_ray_token(),
         nccl_environment=tuple(
             sorted((k, v) for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_")))
         ),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        interfaces=read_interfaces(),
+        has_infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
+    )
+
+
+def read_interfaces() -> tuple[Interface, ...]:
+    addresses = psutil.net_if_addrs()
+    return tuple(
+        Interface(
+            name=name,
+            is_up=state.isup,
+            speed_mbps=state.speed,
+            mtu=state.mtu,
+            addresses=tuple(
+                each.address for each in addresses.get(name, ()) if each.family == socket.AF_INET
+            ),
+        )
+        for name, state in psutil.net_if_stats().items()
     )
 
 
@@ -77,6 +131,15 @@ def _version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _nccl_version() -> str | None:
+    """Imports torch, which takes seconds: NCCL may be a library of the system."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _has_ray_token() -> bool:

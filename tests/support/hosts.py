@@ -134,8 +134,17 @@ class Hosts:
         output: IO[str] | int | None = None,
     ) -> "subprocess.Popen[str]":
         """Starts a program on a host; the process is the program itself. It ends with the hosts."""
+        return self._run(self.name(host), argv, env, output)
+
+    def _run(
+        self,
+        namespace: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        output: IO[str] | int | None,
+    ) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name(host), *argv],
+            ["ip", "netns", "exec", namespace, *argv],
             env=None if env is None else dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -152,6 +161,43 @@ class Hosts:
 
     def mend(self, host: int) -> None:
         _ip("-n", _hub(self.prefix), "link", "set", f"port{host}", "up")
+
+    def block(self, host: int, port: int) -> None:
+        """Drops new connections from other hosts to this TCP port, as a firewall does: silently.
+
+        Works without nftables, by a routing rule in front of that for local addresses.
+        """
+        name = self.name(host)
+        _ip("-n", name, "rule", "add", "pref", "10", "lookup", "local")
+        _ip("-n", name, "rule", "del", "pref", "0")
+        _ip(
+            *("-n", name, "rule", "add", "pref", "5", "iif", "eth0"),
+            *("ipproto", "tcp", "dport", str(port), "blackhole"),
+        )
+
+    def unblock(self, host: int) -> None:
+        name = self.name(host)
+        _ip("-n", name, "rule", "del", "pref", "5")
+        _ip("-n", name, "rule", "add", "pref", "0", "lookup", "local")
+        _ip("-n", name, "rule", "del", "pref", "10")
+
+    def divert(self, host: int) -> tuple[str, str]:
+        """Unplugs the host from the bridge. Returns two interfaces of the hub, of the host and of
+        the bridge: a program in the hub has to carry frames between them (`run_in_hub`)."""
+        hub, port, gap = _hub(self.prefix), f"port{host}", f"gap{host}"
+        _ip("-n", hub, "link", "add", gap, "type", "veth", "peer", "name", f"{gap}b")
+        self._plug(f"{gap}b")
+        _ip("-n", hub, "link", "set", gap, "up")
+        _ip("-n", hub, "link", "set", port, "nomaster")
+        return port, gap
+
+    def undo_divert(self, host: int) -> None:
+        _ip("-n", _hub(self.prefix), "link", "del", f"gap{host}")
+        self._plug(f"port{host}")
+
+    def run_in_hub(self, argv: Sequence[str]) -> "subprocess.Popen[str]":
+        """Starts a program between the hosts. It ends with them."""
+        return self._run(_hub(self.prefix), argv, None, None)
 
     def pids(self, host: int) -> set[int]:
         return _pids(self.name(host))

@@ -48,9 +48,11 @@ class RayHosts:
         resources: Mapping[int, Resources] | None = None,
         cpus_per_host: int = 4,
         redis_on: int | None = None,
+        ports: Mapping[str, int] | None = None,
     ) -> None:
         """`resources`: additional resources, by host. `redis_on`: the host of a Redis that keeps
-        the state of the head; None: the head keeps it in its memory."""
+        the state of the head; None: the head keeps it in its memory. `ports`: options of `ray
+        start` and their numbers, on all hosts; Ray chooses the others."""
         self.hosts = hosts
         self._more = resources or {}
         self._cpus_per_host = cpus_per_host
@@ -59,6 +61,7 @@ class RayHosts:
         """Hosts that were cut off or killed and not repaired since."""
         self._environment = _environment()
         self._redis_on = redis_on
+        self._ports = ports or {}
 
     @property
     def address(self) -> str:
@@ -109,9 +112,30 @@ class RayHosts:
     def kill_raylet(self, host: int) -> None:
         """Kills the raylet of a host alone; the workers notice it and exit."""
         self._harmed.add(host)
+        self._raylet(host).kill()
+
+    def _raylet(self, host: int) -> psutil.Process:
         processes = [psutil.Process(pid) for pid in self.hosts.pids(host)]
         (raylet,) = [process for process in processes if process.name() == "raylet"]
-        raylet.kill()
+        return raylet
+
+    def suspend_raylet(self, host: int) -> None:
+        """Stops the raylet of a host without ending it: it answers nothing, and closes nothing."""
+        self._harmed.add(host)
+        self._raylet(host).suspend()
+
+    @contextmanager
+    def mounted(self, host: int, mount: Sequence[str], at: Path) -> Iterator[None]:
+        """Mounts something for the node of a host alone, which its new processes see.
+
+        `mount`: the words of `mount` before the place. Each host has a mount namespace of its own.
+        """
+        inside = ["nsenter", "--mount", f"--target={self._raylet(host).pid}"]
+        subprocess.run([*inside, "mount", *mount, str(at)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*inside, "umount", "--lazy", str(at)], check=True)
 
     def repair(self) -> None:
         """Makes all hosts reachable, each with a Ray node of the cluster.
@@ -185,6 +209,7 @@ class RayHosts:
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--resources={json.dumps(resources)}",
             f"--temp-dir={folder}",
+            *(f"--{option}={port}" for option, port in self._ports.items()),
         ]
         self._nodes[host] = self.run(
             host, ["-m", "ray.scripts.scripts", "start", *words], log=self._log(host)

@@ -10,6 +10,7 @@ def _row(num_ranks: int, num_wrong: int = 0) -> LinkRow:
         size_bytes=1_000_000,
         num_ranks=num_ranks,
         median_us=1000.0,
+        fastest_us=800.0,
         p99_us=1500.0,
         num_wrong=num_wrong,
     )
@@ -35,13 +36,25 @@ def test_elements_that_arrive_wrong_fail_the_table() -> None:
 
 
 @pytest.mark.dist
+def test_three_processes_get_what_is_broadcast() -> None:
+    rows = run_local(num_ranks=3, sizes=(4096,), num_iterations=2)
+    assert [(row.operation, row.num_ranks, row.num_wrong) for row in rows] == [
+        ("sendrecv", 3, 0),
+        ("broadcast", 3, 0),
+        ("all_reduce", 3, 0),
+    ]
+
+
+@pytest.mark.dist
 def test_two_processes_reach_each_other() -> None:
     rows = run_local(num_ranks=2, sizes=(4096, 65536), num_iterations=5)
     assert [(row.operation, row.size_bytes) for row in rows] == [
         ("sendrecv", 4096),
         ("sendrecv", 65536),
+        ("broadcast", 4096),
+        ("broadcast", 65536),
         ("all_reduce", 4096),
         ("all_reduce", 65536),
     ]
     assert all(row.num_wrong == 0 for row in rows)
-    assert all(0 < row.median_us <= row.p99_us for row in rows)
+    assert all(0 < row.fastest_us <= row.median_us <= row.p99_us for row in rows)

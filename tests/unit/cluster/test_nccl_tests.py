@@ -1,4 +1,5 @@
-"""The samples are written by hand in the formats of the given versions."""
+"""The samples are written by hand in the formats of the given versions; real ones are in
+`test_nccl_outputs`."""
 
 import json
 import stat
@@ -7,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.preflight.nccl_tests import (
-    NcclTestsCommand,
-    NcclTestsError,
-    parse_json,
-    parse_text,
-    run_nccl_tests,
-)
+from cluster.preflight.nccl_command import NcclTestsCommand, find_binaries, run_nccl_tests
+from cluster.preflight.nccl_tests import NcclTestsError, parse_json, parse_text
+from cluster.preflight.node_agent import NodeAgent
 from eesd_dist.errors import ConfigError
 
 # 2.16 and later: redop and root columns, #wrong; two nodes.
@@ -242,3 +239,48 @@ def test_json_output_is_asked_for_by_its_path() -> None:
     command = NcclTestsCommand(binaries=Path("/b"))
     assert "-J" not in command.argv()
     assert replace(command, json_path=Path("/tmp/o.json")).argv()[-2:] == ["-J", "/tmp/o.json"]
+
+
+def test_the_folder_is_the_given_one_or_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EESD_NCCL_TESTS", raising=False)
+    assert find_binaries(None) is None
+    monkeypatch.setenv("EESD_NCCL_TESTS", str(tmp_path))
+    assert find_binaries(None) is None  # an image without them names the folder too
+    _fake_binary(tmp_path, "exit 0")
+    assert find_binaries(None) == tmp_path
+    with pytest.raises(ConfigError, match="all_reduce_perf does not exist"):
+        find_binaries(tmp_path / "empty")
+
+
+def test_a_large_number_of_wrong_values_is_read() -> None:
+    line = "4194304 1048576 float sum -1 30.1 0.00 0.00 1.04858e+06 29.9 0.00 0.00 0"
+    (row,) = parse_text(_with_rows(line)).rows
+    assert row.out_of_place.num_wrong == 1_048_580
+
+
+def test_a_node_runs_its_binaries_and_returns_the_report(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(NEW)
+    _fake_binary(tmp_path, f'cat {tmp_path}/out; echo "$@" > {tmp_path}/argv')
+    report = NodeAgent().nccl_tests(tmp_path, "all_reduce", 4, [])
+    assert report == parse_text(NEW)
+    assert (tmp_path / "argv").read_text().split()[:2] == ["-g", "4"]
+
+
+def test_between_nodes_the_build_with_mpi_is_preferred_and_mpirun_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_binary(tmp_path, "exit 0")
+    command = NcclTestsCommand(binaries=tmp_path, num_gpus=2)
+    assert f"{tmp_path}/all_reduce_perf" in command.over_nodes(hosts=["a", "b"])
+    (tmp_path / "all_reduce_perf").rename(tmp_path / "all_reduce_perf_mpi")
+    assert f"{tmp_path}/all_reduce_perf_mpi" in command.over_nodes(hosts=["a", "b"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="mpirun is not on the PATH"):
+        run_nccl_tests(command, hosts=["a", "b"])
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/out\n")
+    mpirun.chmod(0o755)
+    (tmp_path / "out").write_text(NEW)
+    assert run_nccl_tests(command, hosts=["a", "b"]) == parse_text(NEW)

@@ -1,0 +1,204 @@
+"""Reads what a deployment needs from any of our cluster files.
+
+`ray up` files (through `cluster.topology`, with Ray's own checks), KubeRay's RayService, and the
+configuration of Serve with our application. A `ray up` file names its Serve file in the command
+that deploys it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cluster.ports import ClusterPorts, ports_of, start_parameters
+from cluster.topology import AuthMode, ClusterFile, load_cluster_file
+from eesd_dist.errors import ConfigError
+
+Kind = Literal["ray up", "RayService", "Serve"]
+
+_SERVE_DEPLOY = re.compile(r"\bserve\s+deploy\s+(?P<path>[^\s;&|'\"]+)")
+_IMPORT_PATH = "serve_app.app:build_app"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNeeds:
+    """What one rank of a stage reserves on its node."""
+
+    name: Literal["draft", "verify"]
+    num_ranks: int
+    num_gpus: float
+    resources: tuple[tuple[str, float], ...]
+    labels: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    """Our application in a Serve configuration."""
+
+    model: Path
+    """Folder of the target on every node that has a rank; `~` is the home of that node's user."""
+    head: Path | None
+    """Folder of the exit head; None: within that of the model."""
+    stages: tuple[StageNeeds, ...]
+    serve_http_port: int | None
+    """None: not in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What a cluster file says about nodes, ports, authentication and the application."""
+
+    path: Path
+    kind: Kind
+    min_nodes: int
+    """Nodes that must exist, the head included."""
+    spans_nodes: bool
+    """Whether there can be more than one."""
+    auth_mode: AuthMode | None
+    """None: not in the file."""
+    ports: ClusterPorts
+    lists_ports: bool
+    """Whether the file gives the ports of Ray."""
+    application: Application | None
+    """None: the file deploys none, or its Serve file is not on this machine."""
+
+
+def load_deployment(path: Path) -> Deployment:
+    """Reads one file of any kind. Raises ConfigError, which names the file and what is wrong."""
+    content = _mapping(path)
+    if content.get("kind") in ("RayService", "RayCluster"):
+        return _kuberay(path, content)
+    if "applications" in content:
+        return _serve(path, content)
+    if "cluster_name" in content or "provider" in content:
+        return _ray_up(load_cluster_file(path), content)
+    raise ConfigError(
+        f"{path}: found the keys {', '.join(sorted(map(str, content)))}: expected a `ray up` file "
+        "(cluster_name), a RayService (kind) or a Serve configuration (applications)"
+    )
+
+
+def _ray_up(cluster: ClusterFile, content: Mapping[str, Any]) -> Deployment:
+    head = [str(each) for each in content.get("head_start_ray_commands", [])]
+    worker = [str(each) for each in content.get("worker_start_ray_commands", [])]
+    parameters = start_parameters([*head, *worker])
+    return Deployment(
+        path=cluster.path,
+        kind="ray up",
+        min_nodes=1 + sum(each.min_workers for each in cluster.node_types),
+        spans_nodes=cluster.max_workers > 0,
+        auth_mode=cluster.auth_mode,
+        ports=ports_of(parameters),
+        lists_ports=any("node-manager-port" in each for each in parameters),
+        application=_deployed(cluster.path, head),
+    )
+
+
+def _deployed(path: Path, commands: list[str]) -> Application | None:
+    """Returns the application of the Serve file that the head deploys.
+
+    Its path is relative to the checkout: here, the folder the command runs in, or the folder of the
+    cluster file.
+    """
+    names = [match["path"] for each in commands for match in _SERVE_DEPLOY.finditer(each)]
+    for name in names:
+        for candidate in (Path(name).expanduser(), path.parent / Path(name).name):
+            if candidate.is_file():
+                return _application(candidate, _mapping(candidate))
+    return None
+
+
+def _kuberay(path: Path, content: Mapping[str, Any]) -> Deployment:
+    try:
+        spec = content["spec"]
+        cluster = spec["rayClusterConfig"] if content["kind"] == "RayService" else spec
+        head = cluster["headGroupSpec"]
+        groups = cluster.get("workerGroupSpecs", [])
+        starts = [_text_of(each.get("rayStartParams") or {}) for each in (head, *groups)]
+        serve = yaml.safe_load(spec.get("serveConfigV2", "{}"))
+        return Deployment(
+            path=path,
+            kind="RayService",
+            min_nodes=1 + sum(int(each.get("replicas", 0)) for each in groups),
+            spans_nodes=bool(groups),
+            auth_mode=_container_auth_mode(head),
+            ports=ports_of(starts),
+            lists_ports=any("node-manager-port" in each for each in starts),
+            application=_application(path, serve) if serve else None,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not a RayService: {error!r}") from error
+
+
+def _container_auth_mode(group: Mapping[str, Any]) -> AuthMode | None:
+    containers = group["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value") for each in containers[0].get("env", [])}
+    mode = environment.get("RAY_AUTH_MODE")
+    return mode if mode in ("token", "disabled") else None
+
+
+def _serve(path: Path, content: Mapping[str, Any]) -> Deployment:
+    return Deployment(
+        path=path,
+        kind="Serve",
+        min_nodes=1,
+        spans_nodes=True,
+        auth_mode=None,
+        ports=ClusterPorts(),
+        lists_ports=False,
+        application=_application(path, content),
+    )
+
+
+def _application(path: Path, serve: Mapping[str, Any]) -> Application:
+    ours = [
+        each
+        for each in serve.get("applications", [])
+        if isinstance(each, dict) and each.get("import_path") == _IMPORT_PATH
+    ]
+    if not ours:
+        raise ConfigError(f"{path}: no application has the import_path {_IMPORT_PATH}")
+    arguments = ours[0].get("args") or {}
+    try:
+        engine = arguments["engine"]
+        model = engine["model"]
+        port = (serve.get("http_options") or {}).get("port")
+        return Application(
+            model=Path(model["path"]),
+            head=Path(model["head"]) if model.get("head") else None,
+            stages=tuple(_stages(engine.get("parallel") or {}, arguments.get("placement") or {})),
+            serve_http_port=None if port is None else int(port),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: args of the application: {error!r} is missing or wrong") from (
+            error
+        )
+
+
+def _stages(parallel: Mapping[str, Any], placement: Mapping[str, Any]) -> Iterator[StageNeeds]:
+    for name in ("draft", "verify"):
+        bundle = placement.get(name) or {}
+        yield StageNeeds(
+            name=name,
+            num_ranks=int(parallel.get(f"{name}_tensor_parallel_size", 1)),
+            num_gpus=float(bundle.get("num_gpus") or 0),
+            resources=tuple(sorted((bundle.get("resources") or {}).items())),
+            labels=tuple(sorted((bundle.get("labels") or {}).items())),
+        )
+
+
+def _text_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in parameters.items()}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {type(content).__name__}, expected a mapping of sections")
+    return content

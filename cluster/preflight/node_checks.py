@@ -1,0 +1,218 @@
+"""Checks whether one node meets the requirements of the service.
+
+Pure: facts and requirements in, findings out.
+"""
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cluster.preflight.findings import Finding, error, errors_first, warning
+from cluster.preflight.probe import NodeFacts
+from cluster.topology import AuthMode
+
+MIN_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """Requirements of one node."""
+
+    num_cpus: int = 1
+    num_gpus: int = 0
+    memory_bytes: int = 0
+    shm_bytes: int = 2 * 2**30
+    """Ray's object store and NCCL's shared-memory transport both use /dev/shm."""
+    disk_free_bytes: int = 5 * 2**30
+    """Ray's logs and spilled objects, and the cache of compiled kernels."""
+    open_files: int = 65_536
+    auth_mode: AuthMode | None = None
+    """None accepts any explicit choice."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Exact versions that every node must have."""
+    spans_nodes: bool = False
+    """Whether ranks on other machines must reach this one."""
+    interface: str | None = None
+    """The interface that ranks use; None: the one of the node's address."""
+
+
+def check_node(facts: NodeFacts, wanted: Requirements) -> list[Finding]:
+    """Returns all findings, errors first."""
+    checks = (_software, _processors, _memory, _disk, _limits, _authentication, _network)
+    return errors_first(finding for check in checks for finding in check(facts, wanted))
+
+
+def _software(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    if tuple(int(part) for part in facts.python.split(".")[:2]) < MIN_PYTHON:
+        least = ".".join(map(str, MIN_PYTHON))
+        yield error(
+            "software", f"found Python {facts.python}, need {least} or newer", fix=f"python{least}"
+        )
+    installed = dict(facts.versions)
+    for name, version in installed.items():
+        if version is None:
+            yield error("software", f"{name} is not installed", fix="run `make install` here")
+    for name, version in wanted.versions:
+        found = installed.get(name)
+        if found is not None and public_version(found) != version:
+            yield error(
+                "software",
+                f"found {name} {found}, the cluster uses {version}",
+                fix=f"install {name}=={version} here",
+            )
+
+
+def public_version(version: str) -> str:
+    """Returns the version without its local part (+cpu, +cu130), which names the build."""
+    return version.partition("+")[0]
+
+
+def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    if facts.num_cpus < wanted.num_cpus:
+        yield error(
+            "cpu",
+            f"{facts.num_cpus} CPUs usable, {wanted.num_cpus} requested: the placement group "
+            "would wait for ever",
+            fix="lower the ranks per node, or use a larger machine",
+        )
+    if len(facts.gpus) < wanted.num_gpus:
+        yield error(
+            "gpu",
+            f"{len(facts.gpus)} GPUs seen by nvidia-smi, {wanted.num_gpus} requested",
+            fix="check the driver (`nvidia-smi`), or lower the tensor-parallel size",
+        )
+    if facts.gpus and facts.nccl is None:
+        severity = error if wanted.num_gpus else warning
+        yield severity(
+            "gpu",
+            f"{len(facts.gpus)} GPUs seen by nvidia-smi and none by torch "
+            f"{dict(facts.versions).get('torch')}",
+            fix="install a CUDA build of torch for this driver, and pass the GPUs to the container",
+        )
+
+
+def _memory(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    if facts.memory_bytes < wanted.memory_bytes:
+        yield error(
+            "memory",
+            f"{_gib(facts.memory_bytes)} of memory, {_gib(wanted.memory_bytes)} requested",
+            fix="use a larger machine",
+        )
+    if facts.shm_bytes < wanted.shm_bytes:
+        yield error(
+            "shm",
+            f"/dev/shm holds {_gib(facts.shm_bytes)}, {_gib(wanted.shm_bytes)} required: Ray would "
+            "keep objects on disk, and NCCL may fail",
+            fix="`docker run --shm-size`, a Memory emptyDir at /dev/shm in Kubernetes, or "
+            "`mount -o remount,size=... /dev/shm`; `--shm-gib` changes what is required",
+        )
+
+
+def _disk(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    if facts.disk_free_bytes < wanted.disk_free_bytes:
+        yield error(
+            "disk",
+            f"{_gib(facts.disk_free_bytes)} free for {facts.disk_folder}, "
+            f"{_gib(wanted.disk_free_bytes)} required",
+            fix="free some, or set TMPDIR and `ray start --temp-dir` to a larger disk",
+        )
+
+
+def _limits(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    # RLIM_INFINITY is negative.
+    if 0 <= facts.open_files < wanted.open_files:
+        yield warning(
+            "open_files",
+            f"{facts.open_files} open files allowed, {wanted.open_files} required",
+            fix=f"`ulimit -n {wanted.open_files}` before `ray start`",
+        )
+    if facts.gpus and facts.memlock_bytes >= 0:
+        message = f"{facts.memlock_bytes} bytes of memory may be locked, no limit required"
+        fix = "`ulimit -l unlimited` before `ray start`; `--ulimit memlock=-1` in a container"
+        # RDMA registers its buffers; without it NCCL only pins small ones.
+        severity = error if facts.has_infiniband else warning
+        yield severity("memlock", message, fix=fix)
+
+
+def _authentication(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    mode = facts.ray_auth_mode
+    if mode is None:
+        yield error(
+            "auth",
+            "RAY_AUTH_MODE is not set: Ray's commands would choose different defaults and reject "
+            "each other",
+            fix=f"export RAY_AUTH_MODE={wanted.auth_mode or 'token'} on every node",
+        )
+        return
+    if wanted.auth_mode is not None and mode != wanted.auth_mode:
+        yield error(
+            "auth",
+            f"RAY_AUTH_MODE is {mode} here and {wanted.auth_mode} in the cluster file",
+            fix=f"export RAY_AUTH_MODE={wanted.auth_mode}",
+        )
+    if mode == "token" and not facts.has_ray_token:
+        yield error(
+            "auth",
+            "RAY_AUTH_MODE is token and this node has no token",
+            fix="copy ~/.ray/auth_token from the head, or create one there with "
+            "`ray get-auth-token --generate`",
+        )
+
+
+def _network(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+    if not wanted.spans_nodes:
+        return
+    if facts.address is None:
+        yield warning(
+            "name",
+            f"{facts.hostname} does not resolve: each rendezvous would wait several seconds for a "
+            "name server",
+            fix="add it to /etc/hosts on every node",
+        )
+    elif ipaddress.ip_address(facts.address).is_loopback:
+        yield warning(
+            "name",
+            f"{facts.hostname} resolves to {facts.address}, which other nodes cannot reach",
+            fix="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME with GPUs) to the interface they "
+            "can reach",
+        )
+    yield from _interfaces(facts, dict(facts.nccl_environment), wanted.interface)
+
+
+def _interfaces(
+    facts: NodeFacts, environment: Mapping[str, str], chosen: str | None
+) -> Iterator[Finding]:
+    names = [each.name for each in facts.interfaces]
+    if chosen is not None and chosen not in names:
+        yield _no_interface("--interface", chosen, names)
+    gloo = environment.get("GLOO_SOCKET_IFNAME")
+    # Gloo takes a list of exact names.
+    for name in (gloo or "").split(","):
+        if name and name not in names:
+            yield _no_interface("GLOO_SOCKET_IFNAME", name, names)
+    nccl = environment.get("NCCL_SOCKET_IFNAME", "")
+    # NCCL takes prefixes: `=` selects exact names; `^` excludes, so no name can be missing.
+    if nccl and not nccl.startswith("^"):
+        for name in nccl.removeprefix("=").split(","):
+            exact = nccl.startswith("=")
+            if not any(each == name if exact else each.startswith(name) for each in names):
+                yield _no_interface("NCCL_SOCKET_IFNAME", name, names)
+    if facts.gpus and "NCCL_SOCKET_IFNAME" not in environment:
+        yield warning(
+            "interface",
+            "NCCL_SOCKET_IFNAME is not set: NCCL may pick a container bridge that the other nodes "
+            "cannot reach",
+            fix=f"set it to one of {', '.join(names)}",
+        )
+
+
+def _no_interface(source: str, name: str, names: list[str]) -> Finding:
+    return error(
+        "interface",
+        f"{source} names {name}, this node has {', '.join(names)}",
+        fix=f"set {source} to the interface that the other nodes reach",
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

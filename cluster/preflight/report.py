@@ -1,0 +1,124 @@
+"""The result of preflight, as one table and as JSON."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.link_figures import write_links
+from cluster.preflight.findings import Finding, Severity, errors_first, has_errors
+from cluster.preflight.links.checks import LinkTime, MeasuredLink, figures_of
+from cluster.preflight.probe import NodeFacts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NODE_CHECKS = (
+    *("software", "cpu", "gpu", "memory", "shm", "disk", "open_files", "memlock", "auth"),
+    *("name", "interface"),
+)
+CLUSTER_CHECKS = ("nodes", "answer", "placement", "versions", "clock", "weights", "ports", "links")
+_WIDTH = 160
+"""Of a table that no terminal shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that one run has found."""
+
+    checks: tuple[str, ...]
+    """Those that were run."""
+    nodes: tuple[str, ...]
+    facts: tuple[tuple[str, NodeFacts], ...]
+    """By node; none of a node that did not answer."""
+    findings: tuple[Finding, ...]
+    links: tuple[MeasuredLink, ...] = ()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there are no errors; there may be warnings."""
+        return not has_errors(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the report for `json.dumps`; `links` is what `eesd plan` reads."""
+        return {
+            "healthy": self.is_healthy,
+            "checks": list(self.checks),
+            "nodes": list(self.nodes),
+            "findings": [
+                {**asdict(each), "severity": each.severity.value}
+                for each in errors_first(self.findings)
+            ],
+            "facts": {name: asdict(facts) for name, facts in self.facts},
+            "links": write_links(figures_of(self.links)),
+            "measured_links": [asdict(link) for link in self.links],
+        }
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(_table(report))
+    console.print(_summary(report))
+
+
+def _table(report: Report) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("check", "nodes", "state", "found", "what to do")
+    for row in _rows(report):
+        table.add_row(*(escape(word) for word in row))
+    return table
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
+    for each, nodes in _merged(report.findings):
+        yield each.check, ", ".join(nodes) or "all", each.severity.value, each.message, each.fix
+    failed = {each.check for each in report.findings}
+    for check in report.checks:
+        if check not in failed and not (check == "links" and report.links):
+            yield check, "all", "ok", "", ""
+    slow = {each.nodes for each in report.findings if each.check == "links"}
+    for link in report.links:
+        if link.nodes not in slow:
+            yield "links", link.name, "ok", _times(link), ""
+
+
+def _merged(findings: Iterable[Finding]) -> Iterable[tuple[Finding, list[str]]]:
+    """Returns findings, errors first, and the nodes of those that differ in nothing else."""
+    merged: dict[Finding, list[str]] = {}
+    for each in errors_first(findings):
+        merged.setdefault(replace(each, nodes=()), []).extend(each.nodes)
+    return merged.items()
+
+
+def _times(link: MeasuredLink) -> str:
+    """Returns latency and bandwidth of a message, and the time of an all-reduce."""
+    parts = [f"{link.num_ranks} ranks, {link.backend} ({link.source})"]
+    sent = _of(link.times, "sendrecv")
+    reduced = _of(link.times, "all_reduce")
+    if sent:
+        bandwidth = sent[-1].size_bytes / (sent[-1].typical_us * 1e3)
+        parts.append(f"one way {sent[0].typical_us:.0f} us, {bandwidth:.2f} GB/s")
+    if reduced:
+        first = reduced[0]
+        parts.append(f"all-reduce of {first.size_bytes} bytes {first.typical_us:.0f} us")
+    return "; ".join(parts)
+
+
+def _of(times: Iterable[LinkTime], operation: str) -> Sequence[LinkTime]:
+    found = [time for time in times if time.operation == operation]
+    return sorted(found, key=lambda time: time.size_bytes)
+
+
+def _summary(report: Report) -> str:
+    counts = dict.fromkeys(Severity, 0)
+    for each in report.findings:
+        counts[each.severity] += 1
+    nodes = f"{len(report.nodes)} nodes: {', '.join(report.nodes)}"
+    if not report.findings:
+        return f"no problems found on {nodes}"
+    return f"{counts[Severity.ERROR]} errors, {counts[Severity.WARNING]} warnings on {nodes}"

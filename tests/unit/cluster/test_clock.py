@@ -1,0 +1,53 @@
+import pytest
+
+from cluster.preflight.clock import ClockOffset, measure_offset
+from cluster.preflight.cluster_checks import check_clocks
+
+
+class _Clocks:
+    """Two clocks, and a connection on which a question takes `delays_s` there and back."""
+
+    def __init__(self, *, ahead_s: float, delays_s: list[tuple[float, float]]) -> None:
+        self._now_s = 1000.0
+        self._ahead_s = ahead_s
+        self._delays_s = iter(delays_s)
+
+    def ours(self) -> float:
+        return self._now_s + self._ahead_s
+
+    def other(self) -> float:
+        there_s, back_s = next(self._delays_s)
+        self._now_s += there_s
+        answer = self._now_s
+        self._now_s += back_s
+        return answer
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 2.5, -2.5])
+def test_an_equal_way_there_and_back_is_corrected(ahead_s: float) -> None:
+    clocks = _Clocks(ahead_s=ahead_s, delays_s=[(0.2, 0.2)])
+    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
+    assert found.offset_s == pytest.approx(ahead_s)
+    assert found.uncertainty_s == pytest.approx(0.2)
+
+
+def test_the_true_offset_is_within_the_uncertainty_of_an_unequal_way() -> None:
+    clocks = _Clocks(ahead_s=1.0, delays_s=[(0.5, 0.0)])
+    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
+    assert found.offset_s == pytest.approx(0.75)
+    assert abs(found.offset_s - 1.0) <= found.uncertainty_s + 1e-9
+
+
+def test_the_quickest_reading_counts() -> None:
+    clocks = _Clocks(ahead_s=1.0, delays_s=[(0.5, 0.0), (0.01, 0.01), (0.0, 0.9)])
+    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=3)
+    assert found.offset_s == pytest.approx(1.0)
+    assert found.uncertainty_s == pytest.approx(0.01)
+
+
+def test_a_difference_within_the_uncertainty_is_no_skew() -> None:
+    slow = ClockOffset(offset_s=1.2, uncertainty_s=0.5)
+    sure = ClockOffset(offset_s=-1.2, uncertainty_s=0.001)
+    (finding,) = check_clocks({"a": slow, "b": sure}, max_skew_s=1.0)
+    assert finding.nodes == ("b",)
+    assert "1.200 s behind that of the head (within 1.0 ms), 1 s allowed" in finding.message
