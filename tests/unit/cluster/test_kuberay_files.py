@@ -19,8 +19,8 @@ NAMES = ["demo", "13b", "70b"]
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    return strict_schema(CRD, "v1")
+def _validator() -> Any:
+    return jsonschema.Draft202012Validator(strict_schema(CRD, "v1"))
 
 
 def _manifest(name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _offered(group: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_manifest_passes_kuberays_schema(name: str) -> None:
-    jsonschema.validate(_manifest(name), _schema(), cls=jsonschema.Draft202012Validator)
+    _validator().validate(_manifest(name))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_a_misspelt_field_is_refused_at_any_depth(where: str) -> None:
         place = place[int(step) if step.isdigit() else step]
     place["misspelt"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="misspelt"):
-        jsonschema.validate(manifest, _schema(), cls=jsonschema.Draft202012Validator)
+        _validator().validate(manifest)
 
 
 def test_a_wrong_auth_mode_is_refused() -> None:
     manifest = _manifest("demo")
     manifest["spec"]["rayClusterConfig"]["authOptions"]["mode"] = "tokens"
     with pytest.raises(jsonschema.ValidationError, match="tokens"):
-        jsonschema.validate(manifest, _schema(), cls=jsonschema.Draft202012Validator)
+        _validator().validate(manifest)
 
 
 @pytest.mark.parametrize("name", NAMES)
