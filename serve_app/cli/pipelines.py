@@ -1,6 +1,6 @@
 """`eesd pipelines`: lists and drains the pipelines of a running service."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, echo
@@ -9,7 +9,7 @@ from eesd_dist.command_line import add_command
 from serve_app.cli.service import RunningService, service_group
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from serve_app.pipeline.kv_migration import MigrationReport
 
@@ -18,7 +18,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="as `eesd pipelines` lists i
 
 def list_pipelines(service: RunningService) -> None:
     """Lists the pipelines and their states (default)."""
-    service.show("/debug/pipelines", shape={"pipelines": list}, rendered=_table, part="pipelines")
+    service.show("/debug/pipelines", shape={"pipelines": list, "starting": list}, rendered=_tables)
 
 
 def drain(name: Name, service: RunningService) -> None:
@@ -38,17 +38,17 @@ def undrain(name: Name, service: RunningService) -> None:
     echo(f"{name} takes requests again")
 
 
-def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
+def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
     from rich.table import Table
 
     table = Table(
         "pipeline", "replica pid", "state", "epoch", "live", "KV tokens", "weight", "draining"
     )
-    for each in pipelines:
+    for each in page["pipelines"]:
         table.add_row(
             each["pipeline"],
             str(each["pid"]),
-            "ready" if each["is_ready"] else f"unavailable: {each['last_trouble']}",
+            each["unavailable"] or "ready",
             str(each["epoch"]),
             str(each["num_live"]),
             _kv_cache(each["kv_cache"]),
@@ -56,6 +56,10 @@ def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
             each["draining"] or "no",
         )
     yield table
+    for each in page["starting"]:
+        yield f"{each['pipeline']}: {each['reason']}"
+    if page["refused_settings"]:
+        yield f"not applied: {page['refused_settings']}"
 
 
 def _kv_cache(capacity: Mapping[str, Any] | None) -> str:

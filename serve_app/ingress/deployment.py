@@ -5,8 +5,10 @@ health check and metrics.
 """
 
 import asyncio
+import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
@@ -17,20 +19,22 @@ from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayError
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
-from eesd_dist.workers.process import prepare_process, tracing_of
-from serve_app.config import ServiceConfig, require_key
+from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
+from serve_app.config import LimitsConfig, ServiceConfig, live_config, require_key
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
-from serve_app.openai.limits import limits_of
-from serve_app.pipeline.deployment import PipelineControl
+from serve_app.openai.limits import Limits, limits_of
+from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -52,25 +56,44 @@ class Ingress:
             tracing=self._tracing,
             load_balancer=self._load_balancer,
         )
+        self._max_model_len = max_model_len_of(config.engine)
+        self._limits = self._limits_of(config.limits)
+        self._refused = ""
+        """Why `user_config` was not applied; empty if it was."""
+
+    def reconfigure(self, user_config: object) -> None:
+        """Called by Serve with `user_config`. A wrong one is reported and changes nothing: an error
+        here would end the replica."""
+        try:
+            live = live_config(user_config)
+        except ConfigError as error:
+            self._refused = str(error)
+            logger.error("ignored: %s", error)
+            return
+        self._refused = ""
+        set_log_level(live.log_level)
+        self._limits.update(self._limits_of(live.limits or self._config.limits))
+
+    def _limits_of(self, config: LimitsConfig) -> Limits:
+        return limits_of(
+            config,
+            max_model_len=self._max_model_len,
+            max_running=self._config.engine.scheduler.max_running,
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
         self._load_balancer.start()
         leave_out_torch()
-        max_model_len = max_model_len_of(config.engine)
         api_key = key_of(config, given=self._api_key)
         require_key(config, has_key=api_key is not None)
         app = build_api(
             self._client,
-            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=max_model_len),
+            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=self._max_model_len),
             model_name=config.served_model_name,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             kv_tokens=self._load_balancer.kv_tokens,
-            limits=limits_of(
-                config.limits,
-                max_model_len=max_model_len,
-                max_running=config.engine.scheduler.max_running,
-            ),
+            limits=self._limits,
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
@@ -94,15 +117,15 @@ class Ingress:
         try:
             answers = await self._client.health(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError as error:
-            return await self._with_waiting(str(error))
+            reasons = self._load_balancer.unavailable()
+            return await self._with_waiting(_joined(reasons) or str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
         if healthy and all(answer.degraded for answer in healthy):
             return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
         if healthy:
             return None
-        return await self._with_waiting(
-            "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
-        )
+        reasons = {answer.pipeline: answer.reason for answer in answers}
+        return await self._with_waiting(_joined(self._load_balancer.unavailable() | reasons))
 
     async def _with_waiting(self, reason: str) -> str:
         """Adds which leases hold the room that a new pipeline waits for."""
@@ -123,9 +146,22 @@ class Ingress:
         return {"rounds": [asdict(stats) for stats in rounds]}
 
     async def _pipelines(self) -> dict[str, object]:
-        """Returns the processes of the pipelines, and how often they were interrupted."""
-        states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
-        return {"pipelines": [asdict(state) for state in states]}
+        """Returns the processes of the pipelines, how often they were interrupted, and what those
+        wait for that start."""
+        states: tuple[PipelineState, ...] = ()
+        with suppress(EngineError):  # none is running
+            states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
+        started = {state.pipeline for state in states}
+        starting = [
+            {"pipeline": name, "reason": reason}
+            for name, reason in self._load_balancer.unavailable().items()
+            if name not in started
+        ]
+        return {
+            "pipelines": [asdict(state) for state in states],
+            "starting": starting,
+            "refused_settings": self._refused,
+        }
 
     async def _controllers(self) -> dict[str, object]:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""
@@ -154,6 +190,10 @@ def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
     if given is not None:
         return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None
+
+
+def _joined(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"pipeline {name}: {reason}" for name, reason in reasons.items())
 
 
 def _as_json(part: PipelineControl) -> dict[str, object]:
