@@ -145,9 +145,7 @@ def in_one_process() -> list[int]:
     request = Request(
         request_id=RequestId("one"),
         prompt=Tokenizer.load(BUNDLED_MODEL).encode(_PROMPT),
-        sampling=SamplingParams(
-            temperature=0.0, seed=0, max_tokens=_NUM_TOKENS, ignore_eos=True
-        ),
+        sampling=SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS),
     )
     (output,) = llm.generate([request])
     return list(output.tokens)
