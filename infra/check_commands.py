@@ -3,8 +3,8 @@
     python infra/check_commands.py [FILE ...]
 
 `ray up` runs each entry of the `*_commands` lists with bash, in the home of the SSH user. They are
-checked one by one, with the file that they source. Prints the findings with the name of the list; the
-exit status is 1 if there is one.
+checked one by one, with the file that they source. Prints the findings with the name of the list;
+the exit status is 1 if there is one.
 """
 
 import subprocess
@@ -31,7 +31,11 @@ def main(paths: list[str]) -> int:
 
 def shellcheck(command: str) -> str:
     """Returns the findings, empty if there are none."""
-    words = [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", "--external-sources"]
+    words = [
+        str(Path(sys.executable).with_name("shellcheck")),
+        "--shell=bash",
+        "--external-sources",
+    ]
     done = subprocess.run(
         [*words, f"--source-path={ROOT}", "-"],
         input=command + "\n",

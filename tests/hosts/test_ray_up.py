@@ -1,4 +1,4 @@
-"""`ray up` with the shipped on-premises file: hosts that come late, a completion, changes, `ray down`.
+"""`ray up` with the shipped on-premises file: late hosts, a completion, changes, `ray down`.
 
 The tests of this module are one story on one cluster, in this order. In the shipped files only the
 network of the addresses is replaced; SSH user and key are those of the files.
@@ -79,9 +79,7 @@ class Cluster:
         """Brings the Serve file of the operator to the head, and deploys it."""
         up = f"ray rsync-up cluster/configs/onprem.yaml {_SERVE_FILE} '~/eesd-dist/{_SERVE_FILE}'"
         deploy = f"cd ~/eesd-dist && serve deploy {_SERVE_FILE}"
-        output = self.run(
-            f"{up} && ray exec cluster/configs/onprem.yaml '{deploy}'", timeout_s=90
-        )
+        output = self.run(f"{up} && ray exec cluster/configs/onprem.yaml '{deploy}'", timeout_s=90)
         assert _DEPLOYED in output
 
     def get(self, path: str) -> httpx.Response:
@@ -170,8 +168,8 @@ def test_a_completion_across_two_hosts_has_the_tokens_of_one_process(
     cluster: Cluster, in_one_process: list[int]
 ) -> None:
     (state,) = cluster.pipelines().values()
-    name = cluster.hosts.hosts.name
-    assert {worker["host"] for worker in state["workers"]} == {name(_DRAFT), name(_VERIFY)}
+    address = cluster.hosts.hosts.address
+    assert {worker["host"] for worker in state["workers"]} == {address(_DRAFT), address(_VERIFY)}
     (choice,) = cluster.complete().raise_for_status().json()["choices"]
     assert choice["token_ids"] == in_one_process
 
@@ -191,7 +189,7 @@ def test_a_second_pipeline_starts_when_its_host_comes_and_the_first_one_stays(
     until(lambda: len(cluster.pipelines()) == 2, timeout_s=240)
     (second,) = cluster.pipelines().keys() - {first}
     hosts = {worker["host"] for worker in cluster.pipelines()[second]["workers"]}
-    assert cluster.hosts.hosts.name(_SPARE_VERIFY) in hosts
+    assert cluster.hosts.hosts.address(_SPARE_VERIFY) in hosts
     (choice,) = cluster.complete().raise_for_status().json()["choices"]
     assert choice["token_ids"] == in_one_process
 

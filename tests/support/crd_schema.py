@@ -1,7 +1,7 @@
 """JSON Schema of a Kubernetes custom resource, strict as `kubectl apply` with strict validation.
 
-A CRD names the fields of each object, and the API server drops others silently unless it is asked to
-refuse them. Here every object with named fields refuses others, except where the CRD keeps them
+A CRD names the fields of each object, and the API server drops others silently unless it is asked
+to refuse them. Here every object with named fields refuses others, except where the CRD keeps them
 (`x-kubernetes-preserve-unknown-fields`).
 """
 

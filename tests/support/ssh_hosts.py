@@ -1,12 +1,12 @@
 """Hosts that `ray up` reaches over SSH, each with separate processes, home and shared memory.
 
 `tests.support.hosts` separates networks only. Ray's start commands end every Ray process that they
-find, so each host has here a process namespace, a home folder, a /tmp and a /dev/shm of its own too,
-and an SSH server as its first process: when that ends, the host is empty.
+find, so each host here also has its own process namespace, home folder, /tmp and /dev/shm, and an
+SSH server as its first process: when that ends, the host is empty.
 
 The user of the hosts is `eesd`, another name of root with another home: an interpreter in the home
 of root stays readable. All hosts share one virtual environment, in which the checkout of the host
-comes before the packages of the caller's; its stamp tells `make install` that nothing is to be done.
+comes before the packages of the caller; its stamp makes `make install` do nothing.
 
 Requires what `tests.support.hosts` requires, and sshd, ssh and rsync.
 """
@@ -109,11 +109,11 @@ class SshHosts:
         sshd = _which("sshd")
         assert sshd is not None, "can_make_ssh_hosts has been asked"
         words = [self.hosts.name(host), str(self.home(host)), str(environment), packages, sshd]
-        separate = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
+        separate = ["unshare", "--pid", "--mount-proc", "--mount", "--uts", "--fork"]
         log = self.hosts.folder / f"sshd{host}.log"
         with log.open("w") as output:
             outside = self.hosts.run(
-                host, [*separate, "bash", "-c", _BOOT, "boot", *words], output=output
+                host, [*separate, "--kill-child", "bash", "-c", _BOOT, "boot", *words], output=output
             )
         self._first[host] = _first_process(outside, log)
 
