@@ -78,7 +78,7 @@ class SshHosts:
         self.num_nodes = num_nodes
         self.operator = num_nodes
         self._first: dict[int, int] = {}
-        """Host pids of each first process, whose namespaces are those of its host."""
+        """Pid, on this machine, of the SSH server of each host, which has its namespaces."""
 
     def __enter__(self) -> Self:
         self.hosts.__enter__()
@@ -113,7 +113,9 @@ class SshHosts:
         log = self.hosts.folder / f"sshd{host}.log"
         with log.open("w") as output:
             outside = self.hosts.run(
-                host, [*separate, "--kill-child", "bash", "-c", _BOOT, "boot", *words], output=output
+                host,
+                [*separate, "--kill-child", "bash", "-c", _BOOT, "boot", *words],
+                output=output,
             )
         self._first[host] = _first_process(outside, log)
 

@@ -248,7 +248,7 @@ def test_every_port_of_a_node_is_fixed_and_listed_in_the_guide(file: str) -> Non
 
 @pytest.mark.parametrize("file", CLUSTER_FILES)
 def test_a_start_that_is_not_healthy_in_time_does_not_fail(file: str) -> None:
-    """`ray down` passes over a head whose start commands have failed."""
+    """`ray down` passes over a head if one of its start commands has failed."""
     last = _cluster(file)["head_start_ray_commands"][-1]
     assert re.search(r"if .*serve deploy cluster/configs/serve/\S+\.yaml; .*eesd wait ", last)
     assert last.endswith("fi")
