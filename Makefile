@@ -27,7 +27,7 @@ test: install
 	$(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
 	$(BIN)/python -m pytest -m 'not slow and not gpu' $(DURATIONS) tests/serve tests/hosts
 
-# Needs Linux, root and iproute2; skipped with a reason elsewhere.
+# Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
 	$(BIN)/python -m pytest -m hosts tests/hosts
 
@@ -41,6 +41,11 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
+	$(BIN)/yamllint --strict .
+	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh
+	$(BIN)/python infra/check_commands.py
+	$(BIN)/hadolint infra/docker/Dockerfile.*
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec infra/docker-compose.yaml
 
 format: install
 	$(BIN)/ruff format $(SOURCES)
