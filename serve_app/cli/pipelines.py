@@ -18,7 +18,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="as `eesd pipelines` lists i
 
 def list_pipelines(service: RunningService) -> None:
     """Lists the pipelines and their states (default)."""
-    service.show("/debug/pipelines", shape={"pipelines": list}, rendered=_table, part="pipelines")
+    service.show("/debug/pipelines", shape={"pipelines": list}, rendered=_page, part="pipelines")
 
 
 def drain(name: Name, service: RunningService) -> None:
@@ -38,7 +38,24 @@ def undrain(name: Name, service: RunningService) -> None:
     echo(f"{name} takes requests again")
 
 
-def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
+def _page(state: Mapping[str, Any]) -> "Iterator[Table | str]":
+    yield _table(state["pipelines"])
+    if state["fleet"] is not None:
+        yield _fleet_line(state["fleet"])
+
+
+def _fleet_line(fleet: Mapping[str, Any]) -> str:
+    """Returns how many pipelines there should be, and why, like `wanted 2 of 1 to 4 (ready 1,
+    starting 1, draining 0, 3 requests wait) for 12 s: up from 1 to 2: ...`."""
+    return (
+        f"wanted {fleet['wanted']} of {fleet['min_count']} to {fleet['max_count']} (ready "
+        f"{fleet['num_ready']}, starting {fleet['num_starting']}, draining "
+        f"{fleet['num_draining']}, {fleet['num_waiting']} requests wait) for "
+        f"{fleet['since_s']:.0f} s: {fleet['reason']}"
+    )
+
+
+def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Table":
     from rich.table import Table
 
     table = Table(
@@ -55,7 +72,7 @@ def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Iterator[Table]":
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
             each["draining"] or "no",
         )
-    yield table
+    return table
 
 
 def _kv_cache(capacity: Mapping[str, Any] | None) -> str:

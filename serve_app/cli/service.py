@@ -64,7 +64,7 @@ class RunningService:
         rendered: "Callable[[Any], Iterable[RenderableType]]",
         part: str | None = None,
     ) -> None:
-        """Prints a page of the service, or a part of it, as JSON or as `rendered`.
+        """Prints a page of the service as `rendered`, or as JSON: all of it, or a part.
 
         `shape` has the keys of the page's JSON object, and their types. Raises EngineError, in one
         line, for every other answer.
@@ -73,13 +73,12 @@ class RunningService:
 
         url = self.url or f"http://127.0.0.1:{self.port}"
         state = _fetched(url, page, shape)
-        found = state if part is None else state[part]
         if self.json:
-            echo_json(found)
+            echo_json(state if part is None else state[part])
             return
         console = Console()
         try:
-            for each in rendered(found):
+            for each in rendered(state):
                 console.print(each)
         except KeyError as error:
             raise _not_ours(url, f"no {error} in its answer") from error
