@@ -113,7 +113,8 @@ class Router:
         Waits up to `wait_s` while that number is the `known` one. `num_waiting` requests wait at
         this ingress for a pipeline.
         """
-        self._queues.note(app, ingress, num_waiting, now_s=time.monotonic())
+        if ingress:
+            self._queues.note(app, ingress, num_waiting, now_s=time.monotonic())
         if known == self._membership_id:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

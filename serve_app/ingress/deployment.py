@@ -33,7 +33,7 @@ from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.limits import limits_of
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
-from serve_app.router import find_router, fleet_of
+from serve_app.router import find_router, fleet_of, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
+        if config.pipelines.min_count == 0:
+            router_handle(config)  # no pipeline may be there to start it
         self._load_balancer.start()
         leave_out_torch()
         max_model_len = max_model_len_of(config.engine)

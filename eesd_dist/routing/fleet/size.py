@@ -139,9 +139,8 @@ class FleetSize:
         since_s = max(self._below_since_s, self._decision.since_s)
         delay_s = targets.down_delay_s if wanted > 1 else targets.idle_delay_s
         if now_s - since_s >= delay_s:
-            signal: Signal = need.signal if load.num_live else "idle"
             text = f"{need.text}, which needs {need.count:.2f}, for {now_s - since_s:.0f} s"
-            self._decide(wanted - 1, signal, text, now_s=now_s)
+            self._decide(wanted - 1, need.signal, text, now_s=now_s)
 
     def _would_do(self, need: Need, load: FleetLoad) -> bool:
         """Returns whether one pipeline fewer is enough for the load."""
@@ -166,7 +165,10 @@ class FleetSize:
 
 
 def need_of(load: FleetLoad, targets: FleetTargets) -> Need:
-    """Returns how many pipelines the load needs, 0 for none, and the signal that says so."""
+    """Returns how many pipelines the load needs, and the signal that says so: none without live
+    requests, whatever was measured before they ended."""
+    if not load.num_live:
+        return Need(count=0.0, signal="idle", text="no live request")
     return max(_needs(load, targets), key=lambda need: need.count)
 
 
@@ -198,7 +200,7 @@ def _speed_needs(load: FleetLoad, targets: FleetTargets) -> list[Need]:
         text = f"{rate:.0f} tokens/s at {usable:.0f} of each pipeline's measured capacity"
         needs.append(Need(count=rate / usable, signal="tokens", text=text))
     slowest = [p.activity.first_token_s for p in serving if p.activity.first_token_s is not None]
-    if slowest and load.num_live and targets.first_token_s is not None:
+    if slowest and targets.first_token_s is not None:
         first_s = max(slowest)
         factor = min(first_s / targets.first_token_s, _MOST)
         text = f"first tokens after {first_s:.2f} s, {targets.first_token_s:g} s aimed at"

@@ -155,6 +155,14 @@ def test_an_idle_service_gives_up_its_last_pipeline_after_the_delay() -> None:
     assert seen[-1][1].signal == "idle"
 
 
+def test_what_was_measured_before_the_last_request_ended_is_no_need() -> None:
+    late = PipelineLoad(
+        activity=Activity(tokens_per_s=50.0, kv_use=0.5, first_token_s=9.0), max_tokens_per_s=100.0
+    )
+    size = FleetSize(TARGETS, count=0, now_s=0.0)
+    assert size.look(FleetLoad(pipelines=(late,)), now_s=1.0).wanted == 0
+
+
 def test_one_live_request_keeps_the_last_pipeline() -> None:
     seen = run(FleetSize(TARGETS, count=1, now_s=0.0), [1.0] * 500)
     assert {d.wanted for _, d in seen} == {1}

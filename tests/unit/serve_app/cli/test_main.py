@@ -21,7 +21,7 @@ GROUPS = {
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
         *("offline", "online", "exact", "batch", "host", "noise", "filters", "control"),
-        *("router", "rounds", "chaos", "endure", "migration"),
+        *("router", "rounds", "chaos", "endure", "migration", "autoscaling"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }
