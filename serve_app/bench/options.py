@@ -166,6 +166,7 @@ class AutoscalingOptions:
     timeout_s: Annotated[float, "longest wait for the fleet to follow"] = 180.0
     seed: Annotated[int, "of the prompts"] = 0
     picture: Annotated[Path | None, "PNG file for the timeline"] = None
+    quick: Annotated[bool, "without the second start from zero"] = False
     json: Json = False
 
     def __post_init__(self) -> None:

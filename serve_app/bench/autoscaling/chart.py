@@ -24,10 +24,11 @@ def draw_timeline(file: Path, timeline: Timeline) -> None:
         ("nodes", _GREEN, ":", [s.nodes for s in timeline.samples]),
     ):
         fleet.step(at_s, values, where="post", color=colour, linestyle=style, label=name)
-    for decision in timeline.decisions[1:]:
+    for number, decision in enumerate(timeline.decisions[1:]):
         fleet.axvline(decision.at_s, color=_GREY, linewidth=0.6)
         label = f"{decision.wanted} by {decision.signal}"
-        fleet.text(decision.at_s + 0.5, 2.55, label, fontsize=7, color=_GREY)
+        height = 2.7 - 0.2 * (number % 2)  # two that follow closely do not overlap
+        fleet.text(decision.at_s + 0.5, height, label, fontsize=7, color=_GREY)
     for phase in timeline.phases:
         load.axvline(phase.ended_s, color="0.85", linewidth=0.8)
         middle_s = (phase.began_s + phase.ended_s) / 2

@@ -9,9 +9,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -21,20 +23,23 @@ from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from serve_app.bench.autoscaling.load import Clients, Prompt
+from serve_app.bench.autoscaling.load import Clients, Prompt, Texts
 from serve_app.bench.autoscaling.timeline import PhaseEnd, Sample, Timeline
 from serve_app.bench.options import AutoscalingOptions
 from serve_app.config import PipelinesConfig, PlacementConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
 
-if TYPE_CHECKING:  # imports Ray, which reads the environment then
+if TYPE_CHECKING:  # these import Ray, which reads the environment then
+    from serve_app.ingress.load_balancing import LoadBalancer
     from serve_app.ingress.pipeline_client import ServiceClient
 
 _PERIOD_S = 0.25
 _NUM_PROMPTS = 8
 _MOST = 2
-_LOW, _HIGH = 1, 8
+_LOW, _HIGH = 2, 8
 _NOISE = (5, 6, 7, 6)
+_LONG = 4
+"""Every second text is so many times as long: some streams are live whenever a pipeline leaves."""
 _TARGET = 4.0
 _NODE_CPUS = 2.0
 
@@ -63,13 +68,14 @@ def _phases(options: AutoscalingOptions) -> list[_Phase]:
         return sample.count == sample.nodes == 0
 
     hold_s = options.hold_s
+    again = _Phase(name="from zero again", clients=(_LOW,), reached=one, hold_s=hold_s)
     return [
         _Phase(name="from zero", clients=(_LOW,), reached=one, hold_s=hold_s),
         _Phase(name="rise", clients=(_HIGH,), reached=two, hold_s=hold_s),
         _Phase(name="noise", clients=_NOISE, reached=two, hold_s=options.noise_s),
         _Phase(name="fall", clients=(_LOW,), reached=one, hold_s=hold_s),
         _Phase(name="to zero", clients=(0,), reached=none, hold_s=hold_s),
-        _Phase(name="from zero again", clients=(_LOW,), reached=one, hold_s=hold_s),
+        *(() if options.quick else (again,)),
     ]
 
 
@@ -109,16 +115,15 @@ def _prompts(config: ServiceConfig, options: AutoscalingOptions) -> list[Prompt]
     """Returns requests, with the texts that plain decoding makes of them in this process."""
     rng = Random(options.seed)
     vocab_size = layout_of(config.engine).spec.vocab_size
+    lengths = [options.tokens * (_LONG if i % 2 else 1) for i in range(_NUM_PROMPTS)]
     requests = [
         Request(
             request_id=RequestId(f"plain-{i}"),
             prompt=tuple(TokenId(rng.randrange(3, vocab_size)) for _ in range(24)),
-            sampling=SamplingParams(
-                temperature=0.8, seed=i, max_tokens=options.tokens, min_tokens=options.tokens
-            ),
+            sampling=SamplingParams(temperature=0.8, seed=i, max_tokens=length, min_tokens=length),
             speculation=SpeculationParams(mode="off"),
         )
-        for i in range(_NUM_PROMPTS)
+        for i, length in enumerate(lengths)
     ]
     engine = LocalEngine(config.engine)
     try:
@@ -131,7 +136,7 @@ def _prompts(config: ServiceConfig, options: AutoscalingOptions) -> list[Prompt]
     ]
 
 
-def _client(config: ServiceConfig) -> "tuple[ServiceClient, Any]":
+def _client(config: ServiceConfig) -> "tuple[ServiceClient, LoadBalancer, Any]":
     from ray import serve
 
     from serve_app.ingress.load_balancing import LoadBalancer
@@ -142,7 +147,7 @@ def _client(config: ServiceConfig) -> "tuple[ServiceClient, Any]":
     balancer = LoadBalancer(config, pipelines=pipelines, ingress="bench")
     balancer.start()
     client = ServiceClient(pipelines, config=config, tracing=Tracing(), load_balancer=balancer)
-    return client, router_handle(config)
+    return client, balancer, router_handle(config)
 
 
 async def _watch(timeline: Timeline, clients: Clients, router: Any, *, app: str) -> None:
@@ -182,8 +187,8 @@ async def _run_phase(
 
 async def _measure(
     config: ServiceConfig, prompts: Sequence[Prompt], options: AutoscalingOptions, *, say: Say
-) -> tuple[Timeline, Clients]:
-    client, router = _client(config)
+) -> tuple[Timeline, Texts]:
+    client, balancer, router = _client(config)
     began_s = time.monotonic()
     timeline = Timeline(clock=lambda: time.monotonic() - began_s)
     clients = Clients(client, prompts)
@@ -197,7 +202,14 @@ async def _measure(
         await clients.end()
     finally:
         watching.cancel()
-    return timeline, clients
+    return timeline, replace(clients.texts, num_migrated=_num_migrated(balancer.page()))
+
+
+def _num_migrated(page: bytes) -> int:
+    families = text_string_to_metric_families(page.decode())
+    name = "eesd_router_migrations_total"
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return int(sum(sample.value for sample in samples))
 
 
 def _line(name: str, timeline: Timeline) -> str:
@@ -232,12 +244,8 @@ def main(options: AutoscalingOptions) -> int:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with fake_nodes(cpus=_NODE_CPUS, most=_MOST + 1, idle_s=options.idle_s):
         serve.start(proxy_location="Disabled")
-        try:
-            serve.run(build_app(config), name=config.app_name, route_prefix=None)
-            timeline, clients = asyncio.run(_measure(config, prompts, options, say=say))
-        finally:
-            serve.shutdown()
-    texts = clients.texts
+        serve.run(build_app(config), name=config.app_name, route_prefix=None)
+        timeline, texts = asyncio.run(_measure(config, prompts, options, say=say))
     if options.picture is not None:
         from serve_app.bench.autoscaling.chart import draw_timeline
 
@@ -249,6 +257,7 @@ def main(options: AutoscalingOptions) -> int:
                 "streams": texts.num_whole,
                 "broken": texts.broken,
                 "changed": texts.changed,
+                "migrated": texts.num_migrated,
                 "decisions_under_noise": _num_flaps(timeline),
                 "longest_first_token_s": round(texts.longest_first_token_s, 2),
             },

@@ -29,6 +29,8 @@ class Texts:
     num_whole: int = 0
     changed: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    num_migrated: int = 0
+    """Times that a stream continued in another pipeline."""
     longest_first_token_s: float = 0.0
 
 
