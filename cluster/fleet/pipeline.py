@@ -42,6 +42,9 @@ class Speed:
         return num_running * self.tokens_per_turn / (self.fixed_s + num_running * self.request_s)
 
 
+SPEED = Speed()
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """A request in the fleet."""

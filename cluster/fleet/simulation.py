@@ -16,7 +16,7 @@ import simpy
 
 from cluster.fleet.arrivals import Arrival
 from cluster.fleet.outcome import Change, Outcome
-from cluster.fleet.pipeline import Job, SimulatedPipeline, Speed
+from cluster.fleet.pipeline import SPEED, Job, SimulatedPipeline, Speed
 from eesd_dist.routing.activity import Activity
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.routing.fleet.departure import Fleet
@@ -33,11 +33,11 @@ class FleetSetting:
     """What is simulated, apart from the load."""
 
     targets: FleetTargets
-    speed: Speed = Speed()
+    speed: Speed = SPEED
     initial: int = 1
     """Pipelines that serve at the beginning."""
     birth_s: float = 120.0
-    """From the wish for a node to the node."""
+    """From asking for a node to the node."""
     load_s: float = 180.0
     """From the node to a pipeline that serves."""
     node_idle_s: float = 60.0
@@ -213,7 +213,7 @@ class FleetSimulation:
         node.processes.append(self._env.process(self._live(node, is_ready=is_ready)))
 
     def _live(self, node: _Node, *, is_ready: bool) -> Generator[simpy.Event, Any, None]:
-        """A pipeline from the wish for it to its end; a death begins it again on another node."""
+        """Runs a pipeline from asking for its node to its end; a death begins it again."""
         try:
             while True:
                 if not is_ready:

@@ -28,6 +28,10 @@ class Activity:
     """From arrival at the pipeline to the first token, the 90th percentile; None: no request."""
 
 
+NO_ACTIVITY = Activity()
+"""Of an engine that has nothing to do, or is not known."""
+
+
 def max_tokens_per_s(cost: CostModel | None, activity: Activity, *, num_live: int) -> float | None:
     """Returns the tokens per second of `num_live` requests by the measured costs, if drafts have
     the present length and gain; None where no cost was measured."""

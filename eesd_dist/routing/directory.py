@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Literal, NewType
 
 from eesd_dist.errors import CapacityError
-from eesd_dist.routing.activity import Activity
+from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 
 PipelineId = NewType("PipelineId", str)
 
@@ -56,7 +56,7 @@ class PipelineReport:
     """True: takes no new requests and finishes the old ones."""
     is_stopping: bool = False
     """Serve takes it down."""
-    activity: Activity = Activity()
+    activity: Activity = NO_ACTIVITY
     max_tokens_per_s: float | None = None
     """Its measured capacity at the target of live requests; None where nothing was measured."""
     weight: float | None = None

@@ -150,7 +150,7 @@ class MigrationOptions:
 class AutoscalingOptions:
     """Pipelines and nodes that follow a load.
 
-    A service of at most two pipelines runs on a cluster of this machine whose nodes are added and
+    A service of at most two pipelines runs on a cluster of this machine, with nodes added and
     removed by Ray's autoscaler, one for each pipeline. The load begins with one stream while there
     is no pipeline, rises to eight, varies by 17 % up and down, falls to one, ends, and begins
     again; each phase lasts until the fleet has followed it. Every text is compared with plain

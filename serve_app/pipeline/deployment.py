@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import EesdError, EngineError, PeerLost
-from eesd_dist.routing.activity import Activity, max_tokens_per_s
+from eesd_dist.routing.activity import NO_ACTIVITY, max_tokens_per_s
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId, RoundStats
 from eesd_dist.workers.messages import (
@@ -370,7 +370,7 @@ class Pipeline:
             kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),
             is_stopping=self._draining.is_last,
-            activity=Activity() if leader is None else leader.status.activity,
+            activity=NO_ACTIVITY if leader is None else leader.status.activity,
             max_tokens_per_s=self._max_tokens_per_s(leader),
             weight=self._speed.value,
             promotion=supervisor.promotion,

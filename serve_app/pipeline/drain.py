@@ -1,8 +1,9 @@
 """Draining of a pipeline: it takes no more requests, and its live streams leave.
 
 Serve calls `leave` before it stops a replica; an operator can drain a pipeline directly, and
-autoscaling does before it wants fewer. Each time its streams continue in another pipeline, with their KV pages or from their tokens. If there is no
-other pipeline, it serves them to their ends. Nothing here depends on what a stream carries.
+autoscaling does before it wants fewer. Each time its streams continue in another pipeline, with
+their KV pages or from their tokens. If there is no other pipeline, it serves them to their ends.
+Nothing here depends on what a stream carries.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Pipelines and nodes follow a load: on a cluster of this machine whose nodes come and go."""
+"""Pipelines and nodes follow a load: on a cluster of this machine with nodes that come and go."""
 
 import json
 import os
@@ -63,7 +63,9 @@ def test_a_request_that_finds_no_pipeline_starts_one_and_is_served(samples: list
     node_s = _first(samples, lambda row: row["nodes"] == 1)
     ready_s = _first(samples, lambda row: row["ready"] == 1)
     assert waits_s < node_s < ready_s
-    assert _first(samples, lambda row: row["num_waiting"] == 0, after_s=ready_s) < samples[-1]["at_s"]
+    assert (
+        _first(samples, lambda row: row["num_waiting"] == 0, after_s=ready_s) < samples[-1]["at_s"]
+    )
 
 
 @pytest.mark.timeout(540)

@@ -42,7 +42,7 @@ class Fleet:
     def __init__(
         self, targets: FleetTargets, *, count: int, now_s: float, drain_limit_s: float = 60.0
     ) -> None:
-        """After `drain_limit_s` a pipeline is given up whose streams have not left."""
+        """A pipeline with streams after `drain_limit_s` is given up all the same."""
         self._size = FleetSize(targets, count=count, now_s=now_s)
         self._drain_limit_s = drain_limit_s
         self._leaving: PipelineId | None = None

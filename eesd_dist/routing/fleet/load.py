@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eesd_dist.routing.activity import Activity
+from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,7 +11,7 @@ class PipelineLoad:
 
     num_live: int = 0
     """Requests that it serves, those in its queue included."""
-    activity: Activity = Activity()
+    activity: Activity = NO_ACTIVITY
     max_tokens_per_s: float | None = None
     """Measured capacity at the target of live requests; None where nothing was measured."""
     is_serving: bool = True

@@ -1,6 +1,6 @@
 """`eesd bench autoscaling`: a load rises and falls, and pipelines and nodes follow.
 
-A service from zero to two pipelines on a cluster of this machine whose nodes come and go. Every
+A service from zero to two pipelines on a cluster of this machine with nodes that come and go. Every
 text is compared with plain decoding in one process.
 """
 
@@ -180,9 +180,7 @@ async def _run_phase(
         if reached_s is None and timeline.clock() - began_s > timeout_s:
             seen = timeline.last if timeline.samples else "no sample"
             raise EngineError(f"phase {phase.name!r} not answered within {timeout_s:g} s: {seen}")
-    timeline.phases.append(
-        PhaseEnd(name=phase.name, began_s=began_s, ended_s=timeline.clock())
-    )
+    timeline.phases.append(PhaseEnd(name=phase.name, began_s=began_s, ended_s=timeline.clock()))
 
 
 async def _measure(
@@ -192,9 +190,7 @@ async def _measure(
     began_s = time.monotonic()
     timeline = Timeline(clock=lambda: time.monotonic() - began_s)
     clients = Clients(client, prompts)
-    watching = asyncio.ensure_future(
-        _watch(timeline, clients, router, app=config.app_name)
-    )
+    watching = asyncio.ensure_future(_watch(timeline, clients, router, app=config.app_name))
     try:
         for phase in _phases(options):
             await _run_phase(phase, timeline, clients, timeout_s=options.timeout_s)

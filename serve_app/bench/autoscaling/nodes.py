@@ -1,4 +1,4 @@
-"""A cluster on this machine whose autoscaler adds and removes nodes: Ray's fake provider.
+"""A cluster on this machine with an autoscaler that adds and removes nodes: Ray's fake provider.
 
 Nodes are real raylets of this machine. The head has no CPUs, only a resource for the actors that
 have to stay there.
@@ -52,7 +52,7 @@ def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
 
 
 def num_nodes() -> int:
-    """Returns the number of live nodes beside the head."""
+    """Returns the number of live nodes, without the head."""
     return sum(node["Alive"] and HEAD_RESOURCE not in node["Resources"] for node in ray.nodes())
 
 

@@ -78,8 +78,7 @@ def test_the_number_stays_until_the_router_answers_and_when_it_falls_silent(
 
     async def run() -> list[int]:
         seen = [policy(context)[0]]
-        while not asked or policy._wanted is None:
-            await asyncio.sleep(0.01)
+        await policy._asking
         seen.append(policy(context)[0])
         await asyncio.sleep(0.4)
         seen.append(policy(context)[0])

@@ -18,13 +18,9 @@ SETTING = FleetSetting(targets=TARGETS, birth_s=30.0, load_s=30.0)
 FIXED = replace(TARGETS, min_count=2, max_count=2)
 
 
-def load(
-    rate: Rate, *, highest: float, lasting_s: float = 1800.0, seed: int = 0
-) -> list[Arrival]:
+def load(rate: Rate, *, highest: float, lasting_s: float = 1800.0, seed: int = 0) -> list[Arrival]:
     rng = Random(seed)
-    return list(
-        arrivals(rate, highest=highest, lasting_s=lasting_s, lengths=Lengths(), rng=rng)
-    )
+    return list(arrivals(rate, highest=highest, lasting_s=lasting_s, lengths=Lengths(), rng=rng))
 
 
 def run(setting: FleetSetting, requests: list[Arrival], *, seed: int = 0) -> Outcome:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from copy import deepcopy
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -48,8 +49,8 @@ def run(
 
 def direction_changes(seen: list[tuple[float, FleetDecision]]) -> int:
     wanted = [decision.wanted for _, decision in seen]
-    steps = [b - a for a, b in zip(wanted, wanted[1:], strict=False) if b != a]
-    return sum((a > 0) != (b > 0) for a, b in zip(steps, steps[1:], strict=False))
+    steps = [b - a for a, b in pairwise(wanted) if b != a]
+    return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
 
 
 @given(LOADS, st.integers(0, 3), st.integers(3, 8), st.integers(0, 12))

@@ -14,7 +14,7 @@ from serve_app.cli import main as cli
 
 GROUPS = {
     (): (
-        *("serve", "stop", "generate", "batch", "plan", "preflight", "version"),
+        *("serve", "stop", "generate", "batch", "plan", "plan-fleet", "preflight", "version"),
         *("controllers", "pipelines", "bench", "distill"),
     ),
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
