@@ -5,7 +5,8 @@ Written for Ray 2.60. Each function has a test in `tests/serve/test_ray_compat.p
 environment when it is imported, so the imports are inside the functions.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,64 @@ def num_live_actors() -> int:
     from ray._private.state import actors
 
     return sum(actor["State"] != "DEAD" for actor in actors().values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """A kind of node that an autoscaler can start."""
+
+    name: str
+    resources: Mapping[str, float]
+
+
+def reported_node_types() -> tuple[NodeType, ...]:
+    """Returns the node types that the cluster's operator has reported to Ray.
+
+    Managed Ray reports them; the open-source autoscalers do not, and then there are none.
+    """
+    from ray._private.state import state
+
+    config = state.get_cluster_config()
+    return tuple(
+        NodeType(name=group.name, resources=dict(group.resources))
+        for group in (() if config is None else config.node_group_configs)
+        if group.max_count != 0
+    )
+
+
+def autoscaler_news() -> tuple[str, ...]:
+    """Returns which nodes Ray's autoscaler is starting, and which it could not start; nothing
+    without an autoscaler. Reads the reports of both of Ray's autoscalers."""
+    import ray
+
+    return (*_news_of_v1(), *_news_of_v2(ray.get_runtime_context().gcs_address))
+
+
+def _news_of_v1() -> Iterator[str]:
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    page = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
+    report = page.get("autoscaler_report") or {}
+    for name, count in (report.get("pending_launches") or {}).items():
+        yield f"{count} x {name} requested"
+    for address, name, status in report.get("pending_nodes") or ():
+        yield f"{name} at {address} is {status}"
+    for address, name in report.get("failed_nodes") or ():
+        yield f"{name} at {address} has failed"
+
+
+def _news_of_v2(gcs_address: str) -> Iterator[str]:
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    status = get_cluster_status(gcs_address)
+    for launch in status.pending_launches:
+        yield f"{launch.count} x {launch.ray_node_type_name} requested"
+    for node in status.pending_nodes:
+        yield f"{node.ray_node_type_name} is starting ({node.details or 'no details'})"
+    for launch in status.failed_launches:
+        details = launch.details or "no details"
+        yield f"{launch.count} x {launch.ray_node_type_name} could not be started: {details}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

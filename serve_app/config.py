@@ -94,9 +94,6 @@ class PlacementConfig(Section):
     pipelines' replicas and the router), a little for each, e.g. {stable: 0.001}. Without it they
     are placed on any node, short-lived ones included."""
 
-    timeout_s: PositiveFloat = 120.0
-    """Longest wait for the cluster to offer the bundles, autoscaling included."""
-
     @model_validator(mode="after")
     def _is_said_once(self) -> Self:
         others = {
@@ -271,6 +268,18 @@ class LimitsConfig(Section):
         return self
 
 
+class LiveConfig(Section):
+    """What `user_config` of the deployments sets: a change reaches running replicas, replaces none
+    and reloads nothing."""
+
+    limits: LimitsConfig | None = None
+    """Of the deployment `Ingress`, for requests to come; None: those of `args`."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of this project's log lines in the deployment's processes, for `Pipeline` its workers
+    included."""
+
+
 class RouterConfig(Section):
     """The router, the one actor of the control plane."""
 
@@ -438,27 +447,35 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
     try:
         config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_complaint(error)) from error
+        raise ConfigError(_complaint(error, ServiceConfig)) from error
     entry_of(config.engine.speculation.controller)
     return config
 
 
-def _complaint(error: ValidationError) -> str:
+def live_config(tree: object) -> LiveConfig:
+    """Checks a `user_config`; None has the defaults. Raises ConfigError like `service_config`."""
+    try:
+        return LiveConfig.model_validate({} if tree is None else tree)
+    except ValidationError as error:
+        raise ConfigError(f"user_config: {_complaint(error, LiveConfig)}") from error
+
+
+def _complaint(error: ValidationError, root: type[BaseModel]) -> str:
     """Returns the first error of a tree, and the number of the others."""
     first = error.errors(include_url=False)[0]
     path, found = [str(part) for part in first["loc"]], first["input"]
     text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
     if first["type"] == "extra_forbidden":
-        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path)}"
+        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path, root)}"
     elif isinstance(found, dict) and first["type"].endswith("_type"):
         text += ": this key takes a value, set it without a key below it"
     more = error.error_count() - 1
     return f"{text} (and {more} more)" if more else text
 
 
-def _known_keys(path: Sequence[str]) -> str:
+def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
     """Suggests keys for the last part of `path`."""
-    section: type[BaseModel] = ServiceConfig
+    section = root
     for part in path[:-1]:
         field = section.model_fields.get(part)
         if field is None or not isinstance(field.annotation, type):

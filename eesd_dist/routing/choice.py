@@ -257,6 +257,11 @@ class PipelineChooser:
         """Returns the leader of each known pipeline."""
         return {name: pipeline.report.leader for name, pipeline in self._pipelines.items()}
 
+    def unavailable(self) -> dict[str, str]:
+        """Returns why each known pipeline is not ready that is not."""
+        reports = [p.report for p in self._pipelines.values() if not p.report.is_ready]
+        return {report.pipeline_id: report.unavailable for report in reports}
+
     def crashed(self) -> frozenset[str]:
         """Returns leaders that have died of their own fault."""
         return frozenset(name for p in self._pipelines.values() for name in p.report.crashed)

@@ -48,6 +48,8 @@ class PipelineReport:
     num_waiting: int = 0
     is_ready: bool = True
     """False while workers are missing or make no progress: it generates no tokens now."""
+    unavailable: str = ""
+    """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
     kv_tokens: int | None = None

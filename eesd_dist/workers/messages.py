@@ -145,6 +145,8 @@ class Lease:
     seconds: float
     start_s: float | None = None
     """How long the pipeline took to start, for the supervisor after this one."""
+    log_level: str = "INFO"
+    """The level of the worker's log lines from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Settings of every process that runs an actor.
 
-Applied once, when an actor is built: not at import, and not changed later.
+Applied when an actor is built, not at import; only the log level changes later.
 """
 
 import logging
@@ -22,11 +22,16 @@ def prepare_process() -> None:
     Logs go to stderr, which Ray keeps in a file per process.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for ours in ("eesd_dist", "serve_app"):
-        logging.getLogger(ours).setLevel(logging.INFO)
+    set_log_level("INFO")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def set_log_level(level: str) -> None:
+    """Sets the level of this project's log lines in this process."""
+    for ours in ("eesd_dist", "serve_app"):
+        logging.getLogger(ours).setLevel(level)
 
 
 PROCESS_LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)

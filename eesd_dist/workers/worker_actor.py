@@ -17,7 +17,7 @@ from eesd_dist.workers.messages import (
     WorkerIdentity,
     WorkerStatus,
 )
-from eesd_dist.workers.process import process_info
+from eesd_dist.workers.process import process_info, set_log_level
 from eesd_dist.workers.roles import PageTransfer
 from eesd_dist.workers.tenure import Tenure
 
@@ -61,6 +61,7 @@ class WorkerActor(ABC):
         """Renews the lease, and reports progress. Raises LeaseLost for an earlier supervisor."""
         if self._tenure is not None:
             self._tenure.renew(lease)
+            set_log_level(lease.log_level)
         load = self._role.loading.report()
         return replace(
             self._in_epoch() or self._joining.status(load),

@@ -19,6 +19,7 @@ from serve_app.cli.batch import batch
 from serve_app.cli.generate import generate
 from serve_app.cli.serve import serve
 from serve_app.cli.stop import stop
+from serve_app.cli.wait import wait
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def version() -> None:
 
 app = group("eesd")
 add_callback(app, eesd)
-for _command in (serve, stop, generate, batch):
+for _command in (serve, wait, stop, generate, batch):
     add_command(app, _command)
 add_module(app, "plan", PlanOptions, "cluster.planning.planner")
 add_module(app, "plan-fleet", FleetOptions, "cluster.fleet.command")

@@ -1,6 +1,6 @@
 """`eesd pipelines`: lists and drains the pipelines of a running service."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, echo
@@ -9,7 +9,7 @@ from eesd_dist.command_line import add_command
 from serve_app.cli.service import RunningService, service_group
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from serve_app.pipeline.kv_migration import MigrationReport
 
@@ -18,7 +18,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="as `eesd pipelines` lists i
 
 def list_pipelines(service: RunningService) -> None:
     """Lists the pipelines and their states (default)."""
-    service.show("/debug/pipelines", shape={"pipelines": list}, rendered=_page, part="pipelines")
+    service.show("/debug/pipelines", shape={"pipelines": list, "starting": list}, rendered=_tables)
 
 
 def drain(name: Name, service: RunningService) -> None:
@@ -38,12 +38,6 @@ def undrain(name: Name, service: RunningService) -> None:
     echo(f"{name} takes requests again")
 
 
-def _page(state: Mapping[str, Any]) -> "Iterator[Table | str]":
-    yield _table(state["pipelines"])
-    if state["fleet"] is not None:
-        yield _fleet_line(state["fleet"])
-
-
 def _fleet_line(fleet: Mapping[str, Any]) -> str:
     """Returns how many pipelines there should be, and why, like `wanted 2 of 1 to 4 (ready 1,
     starting 1, draining 0, 3 requests wait) for 12 s: up from 1 to 2: ...`."""
@@ -55,24 +49,30 @@ def _fleet_line(fleet: Mapping[str, Any]) -> str:
     )
 
 
-def _table(pipelines: Sequence[Mapping[str, Any]]) -> "Table":
+def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
     from rich.table import Table
 
     table = Table(
         "pipeline", "replica pid", "state", "epoch", "live", "KV tokens", "weight", "draining"
     )
-    for each in pipelines:
+    for each in page["pipelines"]:
         table.add_row(
             each["pipeline"],
             str(each["pid"]),
-            "ready" if each["is_ready"] else f"unavailable: {each['last_trouble']}",
+            each["unavailable"] or "ready",
             str(each["epoch"]),
             str(each["num_live"]),
             _kv_cache(each["kv_cache"]),
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
             each["draining"] or "no",
         )
-    return table
+    yield table
+    for each in page["starting"]:
+        yield f"{each['pipeline']}: {each['reason']}"
+    if page["fleet"] is not None:
+        yield _fleet_line(page["fleet"])
+    if page["refused_settings"]:
+        yield f"not applied: {page['refused_settings']}"
 
 
 def _kv_cache(capacity: Mapping[str, Any] | None) -> str:

@@ -64,7 +64,7 @@ class RunningService:
         rendered: "Callable[[Any], Iterable[RenderableType]]",
         part: str | None = None,
     ) -> None:
-        """Prints a page of the service as `rendered`, or as JSON: all of it, or a part.
+        """Prints a page of the service, or a part of it, as JSON or as `rendered`.
 
         `shape` has the keys of the page's JSON object, and their types. Raises EngineError, in one
         line, for every other answer.
@@ -73,12 +73,13 @@ class RunningService:
 
         url = self.url or f"http://127.0.0.1:{self.port}"
         state = _fetched(url, page, shape)
+        found = state if part is None else state[part]
         if self.json:
-            echo_json(state if part is None else state[part])
+            echo_json(found)
             return
         console = Console()
         try:
-            for each in rendered(state):
+            for each in rendered(found):
                 console.print(each)
         except KeyError as error:
             raise _not_ours(url, f"no {error} in its answer") from error

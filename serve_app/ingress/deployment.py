@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
@@ -18,19 +19,19 @@ from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayError
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.routing.fleet.departure import FleetState
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
-from eesd_dist.workers.process import prepare_process, tracing_of
-from serve_app.config import ServiceConfig, require_key
+from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
+from serve_app.config import LimitsConfig, ServiceConfig, live_config, require_key
 from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
-from serve_app.openai.limits import limits_of
+from serve_app.openai.limits import Limits, limits_of
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, fleet_of, router_handle
@@ -57,6 +58,30 @@ class Ingress:
             tracing=self._tracing,
             load_balancer=self._load_balancer,
         )
+        self._max_model_len = max_model_len_of(config.engine)
+        self._limits = self._limits_of(config.limits)
+        self._refused = ""
+        """Why `user_config` was not applied; empty if it was."""
+
+    def reconfigure(self, user_config: object) -> None:
+        """Called by Serve with `user_config`. A wrong one is reported and changes nothing: an error
+        here would end the replica."""
+        try:
+            live = live_config(user_config)
+        except ConfigError as error:
+            self._refused = str(error)
+            logger.error("ignored: %s", error)
+            return
+        self._refused = ""
+        set_log_level(live.log_level)
+        self._limits.update(self._limits_of(live.limits or self._config.limits))
+
+    def _limits_of(self, config: LimitsConfig) -> Limits:
+        return limits_of(
+            config,
+            max_model_len=self._max_model_len,
+            max_running=self._config.engine.scheduler.max_running,
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
@@ -64,20 +89,15 @@ class Ingress:
             router_handle(config)  # no pipeline may be there to start it
         self._load_balancer.start()
         leave_out_torch()
-        max_model_len = max_model_len_of(config.engine)
         api_key = key_of(config, given=self._api_key)
         require_key(config, has_key=api_key is not None)
         app = build_api(
             self._client,
-            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=max_model_len),
+            tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=self._max_model_len),
             model_name=config.served_model_name,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             kv_tokens=self._load_balancer.kv_tokens,
-            limits=limits_of(
-                config.limits,
-                max_model_len=max_model_len,
-                max_running=config.engine.scheduler.max_running,
-            ),
+            limits=self._limits,
             health=self._health,
             metrics=self._metrics,
             tracing=self._tracing,
@@ -103,15 +123,15 @@ class Ingress:
         except EngineError as error:
             if await self._is_idle():
                 return None
-            return await self._with_waiting(str(error))
+            reasons = self._load_balancer.unavailable()
+            return await self._with_waiting(_joined(reasons) or str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
         if healthy and all(answer.degraded for answer in healthy):
             return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
         if healthy:
             return None
-        return await self._with_waiting(
-            "; ".join(f"pipeline {answer.pipeline}: {answer.reason}" for answer in answers)
-        )
+        reasons = {answer.pipeline: answer.reason for answer in answers}
+        return await self._with_waiting(_joined(self._load_balancer.unavailable() | reasons))
 
     async def _with_waiting(self, reason: str) -> str:
         """Adds which leases hold the room that a new pipeline waits for."""
@@ -156,18 +176,23 @@ class Ingress:
         return {"rounds": [asdict(stats) for stats in rounds]}
 
     async def _pipelines(self) -> dict[str, object]:
-        """Returns the processes of the pipelines, how often they were interrupted, and why there
-        are as many."""
-        fleet = await self._fleet()
+        """Returns the processes of the pipelines, how often they were interrupted, what those wait
+        for that start, and why there are as many."""
         states: tuple[PipelineState, ...] = ()
-        try:
+        with suppress(EngineError):  # none is running
             states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
-        except EngineError:
-            if fleet is None:
-                raise
+        fleet = await self._fleet()
+        started = {state.pipeline for state in states}
+        starting = [
+            {"pipeline": name, "reason": reason}
+            for name, reason in self._load_balancer.unavailable().items()
+            if name not in started
+        ]
         return {
             "pipelines": [asdict(state) for state in states],
+            "starting": starting,
             "fleet": None if fleet is None else fleet_as_json(fleet),
+            "refused_settings": self._refused,
         }
 
     async def _controllers(self) -> dict[str, object]:
@@ -197,6 +222,10 @@ def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
     if given is not None:
         return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None
+
+
+def _joined(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"pipeline {name}: {reason}" for name, reason in reasons.items())
 
 
 def _as_json(part: PipelineControl) -> dict[str, object]:

@@ -119,6 +119,11 @@ class LoadBalancer:
         """The longest start of a pipeline; None if none was measured."""
         return self._chooser.slowest_start_s()
 
+    def unavailable(self) -> dict[str, str]:
+        """Returns why each pipeline is not ready that is not, by the latest answer: also of those
+        that start, which Serve's handles do not reach."""
+        return self._chooser.unavailable()
+
     def kv_tokens(self) -> int | None:
         """Returns the least that the KV pages of a pipeline hold; None while it is not known."""
         return self._chooser.kv_tokens()

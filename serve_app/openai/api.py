@@ -85,8 +85,7 @@ def build_api(
         kv_tokens=kv_tokens,
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
-        max_choices=limits.max_choices,
-        max_extras=limits.max_answer_extras,
+        limits=limits,
         event_key=(api_key or "").encode(),
         resume_window_s=resume_window_s,
     )
@@ -97,7 +96,7 @@ def build_api(
         tracing=tracing,
         observe_request=observe_request,
         max_choices_at_once=limits.max_choices_at_once,
-        ttl_s=limits.request_ttl_s,
+        limits=limits,
     )
     app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
     _answer_errors(app)

@@ -1,6 +1,6 @@
 """Limits on one HTTP request, resolved for a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from serve_app.config import LimitsConfig
 
@@ -11,9 +11,12 @@ _BYTES_PER_TOKEN = 16
 _CHOICES_PER_SLOT = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Limits:
-    """What one request may send and ask for."""
+    """What one request may send and ask for: one object for all parts of an ingress.
+
+    `update` changes it for the requests to come.
+    """
 
     max_body_bytes: int
     max_json_depth: int
@@ -23,6 +26,10 @@ class Limits:
     max_choices_at_once: int
     """The others of a request wait in the ingress, so that it leaves room for other requests."""
     max_answer_extras: int
+
+    def update(self, other: "Limits") -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
 
 def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> Limits:

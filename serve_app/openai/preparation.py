@@ -25,6 +25,7 @@ from serve_app.openai.event_ids import (
     digest_of,
     opened,
 )
+from serve_app.openai.limits import Limits
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -127,25 +128,22 @@ class Preparation:
         kv_tokens: Callable[[], int | None] = lambda: None,
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
-        max_choices: int | None = None,
-        max_extras: int | None = None,
+        limits: Limits | None = None,
         event_key: bytes = b"",
         resume_window_s: float = 0.0,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         """`kv_tokens` returns what the KV pages hold, None while it is not known.
 
-        `max_choices` limits prompts x n, `max_extras` log-probabilities and repeated prompt
-        tokens of one answer; None: no limit. Event ids of another `event_key` are
-        refused."""
+        `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
+        answer. Event ids of another `event_key` are refused."""
         self._codec = codec
         self._model_name = model_name
         self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
-        self._max_choices = max_choices
-        self._max_extras = max_extras
+        self._limits = limits
         self._event_key = event_key
         self._resume_window_s = resume_window_s
         self._draw_seed = draw_seed
@@ -246,19 +244,21 @@ class Preparation:
             logger.info("fields of a request were ignored: names=%s", ascii(names)[:200])
 
     def _check_choices(self, num_prompts: int, *, n: int) -> None:
-        if self._max_choices is not None and num_prompts * n > self._max_choices:
+        limits = self._limits
+        if limits is not None and num_prompts * n > limits.max_choices:
             raise RequestError(
                 f"found {num_prompts} prompts x n={n}, {num_prompts * n} texts, expected at most "
-                f"{self._max_choices} in one request: send several requests, or raise "
+                f"{limits.max_choices} in one request: send several requests, or raise "
                 "limits.max_choices",
                 param="n" if n > 1 else "prompt",
             )
 
     def _check_extras(self, num_extras: int) -> None:
-        if self._max_extras is not None and num_extras > self._max_extras:
+        limits = self._limits
+        if limits is not None and num_extras > limits.max_answer_extras:
             raise RequestError(
                 f"the answer may have {num_extras} log-probabilities and repeated prompt tokens, "
-                f"expected at most {self._max_extras}: lower max_tokens, n, logprobs or "
+                f"expected at most {limits.max_answer_extras}: lower max_tokens, n, logprobs or "
                 "top_logprobs, leave out echo and return_token_ids, or raise "
                 "limits.max_answer_extras"
             )

@@ -24,6 +24,7 @@ from eesd_dist.text import TextCodec
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
+from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
 from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
@@ -52,17 +53,17 @@ class Service:
         tracing: Tracing | None = None,
         observe_request: RequestObserver | None = None,
         max_choices_at_once: int = 32,
-        ttl_s: float | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        """`observe_request` is called for every choice that ended, in whatever way. After `ttl_s`
-        a request ends with an error; None: no limit."""
+        """`observe_request` is called for every choice that ended, in whatever way. `limits`
+        None: a request may take as long as it takes."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
         self._tracing = tracing or Tracing()
         self._observe_request = observe_request
         self._max_choices_at_once = max_choices_at_once
-        self._ttl_s = ttl_s
+        self._limits = limits
         self._throughput = Throughput()
         self.threads = TextThreads()
 
@@ -168,14 +169,14 @@ class Service:
                 except StopAsyncIteration:
                     return
                 except TimeoutError as error:
-                    assert self._ttl_s is not None, "nothing else has a deadline here"
-                    raise RequestExpired(limit_s=self._ttl_s) from error
+                    assert self._limits is not None, "nothing else has a deadline here"
+                    raise RequestExpired(limit_s=self._limits.request_ttl_s) from error
                 yield delta
 
     def _left_s(self, prepared: Prepared) -> float | None:
-        if self._ttl_s is None:
+        if self._limits is None:
             return None
-        return prepared.arrived_s + self._ttl_s - time.monotonic()
+        return prepared.arrived_s + self._limits.request_ttl_s - time.monotonic()
 
     def _source(
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -22,14 +22,16 @@ from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import ProxyLocation
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, TelemetryConfig, require_key
+from serve_app.operations.waiting import ChangedReason
+from serve_app.pipeline.assembly import require_room_here
 from serve_app.pipeline.held_room import waiting_for_room
-from serve_app.router import router_handle
+from serve_app.router import find_router, pipelines_of, router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
 from serve_app.session.log_folder import new_log_folder
 from serve_app.session.ray_watch import RayWatch
@@ -135,6 +137,7 @@ def _serve_here(config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, 
     say(f"starting {config.served_model_name} (logs: {logs}) ...")
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
+        require_room_here(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = _start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
@@ -277,22 +280,33 @@ def _bring_up(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
 
 
 class WaitingLine:
-    """Says, every few seconds, which leases hold the room that a service waits for."""
+    """Says, whenever it has changed, what a service that is being deployed waits for."""
 
     def __init__(self, config: ServiceConfig, say: Say) -> None:
         self._config = config
-        self._say = say
         self._next_s = time.monotonic() + _LOOK_EVERY_S
+        self._tell = ChangedReason(say)
 
     def __call__(self) -> None:
         if time.monotonic() < self._next_s:
             return
-        config = self._config
-        with suppress(RayError):
-            why = asyncio.run(waiting_for_room(config.app_name, namespace=config.router.namespace))
-            if why:
-                self._say(why)
+        with suppress(RayError, EesdError):
+            self._tell("; ".join(asyncio.run(self._reasons())))
         self._next_s = time.monotonic() + _LOOK_EVERY_S
+
+    async def _reasons(self) -> list[str]:
+        config = self._config
+        app, router = config.app_name, find_router(config.router)
+        _, listed = await pipelines_of(router, app=app, known="", wait_s=0.0)
+        leases = await waiting_for_room(app, namespace=config.router.namespace)
+        return [
+            *[
+                f"pipeline {each.report.pipeline_id}: {each.report.unavailable}"
+                for each in listed
+                if not each.report.is_ready
+            ],
+            *([leases] if leases else []),
+        ]
 
 
 def _api_key(config: ServiceConfig) -> SecretStr | None:
@@ -331,7 +345,14 @@ def deploy(
             continue
         if status.status == ApplicationStatus.RUNNING:
             return
-        raise _why([status.message, *(d.message for d in status.deployments.values())])
+        raise _failure(status)
+
+
+def failure_of(app_name: str) -> EesdError | None:
+    """Returns why Serve has given an application up; None while it has not."""
+    status = serve.status().applications.get(app_name) if is_serve_running() else None
+    failed = status is not None and status.status == ApplicationStatus.DEPLOY_FAILED
+    return _failure(status) if status is not None and failed else None
 
 
 def _ray_watch(say: Say, *, patience_s: float = math.inf) -> RayWatch:
@@ -415,9 +436,9 @@ def _flush(app_name: str) -> None:
             logger.warning("not flushed: deployment=%s error=%r", deployment, error)
 
 
-def _why(messages: Sequence[str]) -> EesdError:
+def _failure(status: ApplicationStatusOverview) -> EesdError:
     """Returns the reason: the last error of this project in the traceback that Serve reports."""
-    message = "\n".join(messages)
+    message = "\n".join([status.message, *(d.message for d in status.deployments.values())])
     found = _OURS.findall(message)
     if found:
         kind, text = found[-1]

@@ -9,14 +9,15 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.errors import EngineError
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import workers_named
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
-from serve_app.pipeline.held_room import held_rooms, waiting_for_room
+from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.pipeline.placement.placement_groups import (
     PlacementGroups,
+    nodes_now,
     placement_groups_for,
     present_placement_groups,
     remove_abandoned_groups,
@@ -25,7 +26,10 @@ from serve_app.pipeline.placement.rank_slots import (
     LEADER,
     RankSlot,
     gpus_per_rank,
+    groups_of,
     rank_slots,
+    relation_of,
+    require_room,
 )
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker_group import WorkerGroup
@@ -57,6 +61,8 @@ class Assembly:
         self._router = router
         self._orphans = orphans
         self._head = head
+        self.waiting_for = ""
+        """Which bundle lacks what, and where; empty while nothing is waited for."""
         self._name = f"{config.app_name}/{pipeline}"
         self._spec = WorkerSpec(
             app=config.app_name,
@@ -73,8 +79,8 @@ class Assembly:
         )
 
     async def __call__(self) -> WorkerGroup:
-        """Raises ConfigError when there is no room, LeaseLost when another supervisor has claimed
-        the workers of this pipeline."""
+        """Waits for room. Raises ConfigError for a bundle that can never be placed, LeaseLost when
+        another supervisor has claimed the workers of this pipeline."""
         if self._orphans is not None:
             slots = self._slots(_gpus_per_rank(self._config.engine))
             try:
@@ -99,11 +105,9 @@ class Assembly:
         telling = asyncio.ensure_future(self._tell_waiting())
         try:
             slots, groups = await self._placed()
-        except ConfigError as error:
-            held = await held_rooms(self._spec.namespace)
-            raise ConfigError(". ".join([str(error), *map(str, held)])) from error
         finally:
             telling.cancel()
+            self.waiting_for = ""
         group = WorkerGroup(Workers(groups, slots, spec=self._spec))
         if self._head is not None:
             group.set_head(self._head)
@@ -124,9 +128,14 @@ class Assembly:
     async def _tell_waiting(self) -> None:
         while True:
             await asyncio.sleep(_TELL_S)
+            why = self.waiting_for
             with suppress(RayError):
-                if why := await waiting_for_room(self._spec.app, namespace=self._spec.namespace):
-                    logger.warning("pipeline=%s %s", self._spec.pipeline, why)
+                why += await waiting_for_room(self._spec.app, namespace=self._spec.namespace)
+            if why:
+                logger.warning("waiting for room: pipeline=%s %s", self._spec.pipeline, why)
+
+    def _wait(self, why: str) -> None:
+        self.waiting_for = why
 
     async def _placed(self) -> tuple[tuple[RankSlot, ...], PlacementGroups]:
         """Nodes may join during the wait for room: if that changes the GPUs per rank, the groups
@@ -136,7 +145,11 @@ class Assembly:
         while True:
             slots = self._slots(gpus)
             groups = await placement_groups_for(
-                slots, placement=placement, name=self._name, owner=self._spec.owner
+                slots,
+                placement=placement,
+                name=self._name,
+                owner=self._spec.owner,
+                on_wait=self._wait,
             )
             counted, gpus = gpus, _gpus_per_rank(engine)
             if counted == gpus:
@@ -147,15 +160,27 @@ class Assembly:
             groups.remove()
 
     def _slots(self, gpus: float) -> tuple[RankSlot, ...]:
-        parallel, spares = self._config.engine.parallel, self._config.recovery.spares
-        return rank_slots(
-            self._config.placement,
-            num_verify_ranks=parallel.verify_tensor_parallel_size,
-            num_draft_ranks=parallel.draft_tensor_parallel_size,
-            gpus_per_rank=gpus,
-            num_draft_spares=spares.draft,
-            num_verify_spares=spares.verify,
-        )
+        return _slots(self._config, gpus)
+
+
+def require_room_here(config: ServiceConfig) -> None:
+    """Raises ConfigError if the present nodes, when nothing else runs on them, have no room for a
+    pipeline: for a Ray that no node will join."""
+    slots = _slots(config, _gpus_per_rank(config.engine))
+    groups = groups_of(slots, config.placement)
+    require_room(groups, relation_of(config.placement), nodes_now())
+
+
+def _slots(config: ServiceConfig, gpus: float) -> tuple[RankSlot, ...]:
+    parallel, spares = config.engine.parallel, config.recovery.spares
+    return rank_slots(
+        config.placement,
+        num_verify_ranks=parallel.verify_tensor_parallel_size,
+        num_draft_ranks=parallel.draft_tensor_parallel_size,
+        gpus_per_rank=gpus,
+        num_draft_spares=spares.draft,
+        num_verify_spares=spares.verify,
+    )
 
 
 def _gpus_per_rank(engine: EngineConfig) -> float:

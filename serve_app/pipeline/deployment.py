@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from eesd_dist.errors import EesdError, EngineError, PeerLost
+from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
 from eesd_dist.routing.activity import NO_ACTIVITY, max_tokens_per_s
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId, RoundStats
@@ -26,9 +26,9 @@ from eesd_dist.workers.messages import (
     Lease,
     ProcessInfo,
 )
-from eesd_dist.workers.process import prepare_process, process_info
+from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
-from serve_app.config import ServiceConfig
+from serve_app.config import ServiceConfig, live_config
 from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
@@ -98,6 +98,8 @@ class PipelineState:
     is_ready: bool
     num_live: int
     num_interruptions: int
+    unavailable: str
+    """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
     last_trouble: str
     """What interrupted it last; empty if nothing has."""
     recovery_s: float | None
@@ -148,16 +150,19 @@ class Pipeline:
         self._name = name if orphans is None else orphans.pipeline
         promotion = await promotion_of(self._router, in_place_of=_head_key(config))
         self._speed = SpeedOf(self._of_leader)
+        assembly = Assembly(
+            config,
+            stages,
+            pipeline=self._name,
+            owner=owner,
+            router=self._router,
+            orphans=orphans,
+            head=None if promotion is None else promotion.head,
+        )
+        self._is_claiming = orphans is not None
         self._supervisor = Supervisor(
-            Assembly(
-                config,
-                stages,
-                pipeline=self._name,
-                owner=owner,
-                router=self._router,
-                orphans=orphans,
-                head=None if promotion is None else promotion.head,
-            ),
+            assembly,
+            waiting_for=lambda: assembly.waiting_for,
             pipeline=self._name,
             timings=timings_of(config),
             max_interruptions=config.recovery.max_interruptions,
@@ -183,6 +188,14 @@ class Pipeline:
         await self._draining.leave(timeout_s=self._config.recovery.drain_s)
         await self._supervisor.stop()
         self._heart.cancel()
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Called by Serve with `user_config`. A wrong one is logged and changes nothing: an error
+        here would end the replica."""
+        try:
+            set_log_level(live_config(user_config).log_level)  # workers follow with their heartbeat
+        except ConfigError as error:
+            logger.error("ignored: pipeline=%s %s", self._name, error)
 
     async def report(self) -> PipelineReport:
         """Returns what the router is told: for ingresses while the router is silent. Raises
@@ -212,9 +225,7 @@ class Pipeline:
 
     async def health(self) -> Health:
         """Healthy if every worker of the present epoch answers and makes progress."""
-        reason = self._supervisor.why_unavailable()
-        if reason and (loading := self._supervisor.loading()):
-            reason = f"{reason}; loading: {loading}"
+        reason = self._why_unavailable()
         degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded else ""
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
 
@@ -277,6 +288,7 @@ class Pipeline:
             epoch=group.epoch,
             is_ready=supervisor.is_ready,
             num_live=await self._num_live(),
+            unavailable=self._why_unavailable(),
             num_interruptions=supervisor.num_interruptions,
             last_trouble=str(supervisor.trouble) if supervisor.num_interruptions else "",
             recovery_s=supervisor.recovery_s,
@@ -335,9 +347,9 @@ class Pipeline:
             await asyncio.sleep(self._config.router.heartbeat_s)
 
     async def _publish_status(self) -> None:
-        """Tells the router. Not before there is a worker group: of a claimed pipeline the router
-        knows the drafting actor, and without one in the report its streams would end."""
-        if self._supervisor.group is None:
+        """Tells the router. Of a claimed pipeline the router knows the drafting actor: without one
+        in the report its streams would end, so they are claimed first."""
+        if self._is_claiming and self._supervisor.group is None:
             return
         try:
             self._draining.follow(must_leave=await beat(self._router, self._report()))
@@ -356,6 +368,7 @@ class Pipeline:
         supervisor = self._supervisor
         group, leader = supervisor.group, self._leader()
         capacity = None if group is None else group.kv_capacity
+        unavailable = self._why_unavailable()
         return PipelineReport(
             pipeline_id=PipelineId(self._name),
             leader="" if leader is None else leader.name,
@@ -365,7 +378,8 @@ class Pipeline:
             epoch=supervisor.epoch,
             app=self._config.app_name,
             num_running=0 if leader is None else leader.status.num_live,
-            is_ready=leader is not None and supervisor.is_ready,
+            is_ready=not unavailable,
+            unavailable=unavailable,
             start_s=supervisor.start_s,
             kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),
@@ -382,6 +396,13 @@ class Pipeline:
         most = self._config.engine.scheduler.max_running
         num_live = max(min(round(self._config.pipelines.target_live_requests), most), 1)
         return max_tokens_per_s(self._speed.cost, leader.status.activity, num_live=num_live)
+
+    def _why_unavailable(self) -> str:
+        reason = self._supervisor.why_unavailable()
+        if not reason:
+            return "" if self._leader() is not None else "no process takes its requests"
+        loading = self._supervisor.loading()
+        return f"{reason}; loading: {loading}" if loading else reason
 
     def _leader(self) -> Worker | None:
         """Returns the process that takes requests; None while there is none."""

@@ -56,14 +56,16 @@ class Supervisor:
         timings: Timings,
         max_interruptions: int,
         publish_status: Callable[[], Awaitable[None]],
+        waiting_for: Callable[[], str] = lambda: "",
     ) -> None:
-        """`group` places the workers, or claims those of a dead supervisor; `publish_status` sends
-        this pipeline's state to the router. `max_interruptions` in a row, without progress, end the
-        pipeline."""
+        """`group` places the workers, or claims those of a dead supervisor; `waiting_for` says what
+        it waits for; `publish_status` sends this pipeline's state to the router.
+        `max_interruptions` in a row, without progress, end the pipeline."""
         self._pipeline = pipeline
         self._timings = timings
         self._max_interruptions = max_interruptions
         self._publish_status = publish_status
+        self._waiting_for = waiting_for
         self._stopping = asyncio.Event()
         """Set once Serve takes this pipeline down."""
         self.trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
@@ -79,6 +81,8 @@ class Supervisor:
         self._backoff = _Backoff(timings)
         self._since_s = time.monotonic()
         """Since when it has been ready, or unavailable."""
+        self._loading_since_s = self._since_s
+        """Since when every bundle has a node, and the present start is not over."""
         self._has_started = False
         self.num_interruptions = 0
         self._num_fruitless = 0
@@ -128,10 +132,13 @@ class Supervisor:
         if self._fatal is not None:
             return f"given up: {self._fatal}"
         waited_s, group = time.monotonic() - self._since_s, self.group
-        if group is None or (group.kind is EpochKind.NONE and self.num_interruptions == 0):
-            return f"loading for {waited_s:.1f} s: {self.trouble}"
+        if group is None:
+            return f"starting for {waited_s:.1f} s: {self._waiting_for() or self.trouble}"
+        why = ". ".join([str(self.trouble), *group.workers.placement_groups.missing])
+        if group.kind is EpochKind.NONE and self.num_interruptions == 0:
+            return f"loading for {waited_s:.1f} s: {why}"
         if group.kind is EpochKind.NONE or self._is_broken:
-            return f"re-forming for {waited_s:.1f} s (epoch {group.epoch}): {self.trouble}"
+            return f"re-forming for {waited_s:.1f} s (epoch {group.epoch}): {why}"
         for worker in group.engaged:
             if worker.still_s > self._timings.stall_s:
                 return f"{worker.label} has made no progress for {worker.still_s:.1f} s"
@@ -185,7 +192,7 @@ class Supervisor:
         """Runs until the pipeline is released, given up, or claimed by another supervisor."""
         try:
             group = self.group = await make_group()
-            self._since_s = time.monotonic()  # the wait for room has a limit of its own
+            self._since_s = self._loading_since_s = time.monotonic()
             if group.kind is not EpochKind.NONE:  # claimed
                 await self._mark_ready(group)
             if group.claimed_trouble is not None:
@@ -253,7 +260,7 @@ class Supervisor:
 
     async def _start_full(self, group: WorkerGroup) -> None:
         began_s = time.monotonic()
-        left_s = self._timings.load_s - (began_s - self._since_s)
+        left_s = self._timings.load_s - (began_s - self._loading_since_s)
         try:
             await group.start_epoch(timeout_s=max(1.0, left_s))
         except ConfigError as error:
@@ -289,7 +296,9 @@ class Supervisor:
     async def _not_started(self, group: WorkerGroup, error: EesdError) -> None:
         logger.warning("not formed: pipeline=%s error=%s", self._pipeline, error)
         self.trouble = error
-        if time.monotonic() - self._since_s > self._timings.load_s:
+        if group.workers.placement_groups.missing:  # waiting for a node is not loading
+            self._loading_since_s = time.monotonic()
+        elif time.monotonic() - self._loading_since_s > self._timings.load_s:
             self._fatal = EngineError(
                 f"pipeline {self._pipeline} is given up: it was not formed within "
                 f"{self._timings.load_s:g} s, the last time: {error}"
@@ -320,7 +329,7 @@ class Supervisor:
         self._degraded_s = self.degraded_s
         reason = "it is failing back to the draft stage that is back"
         self.trouble, self._is_broken = EngineError(reason), True
-        self._since_s = time.monotonic()
+        self._since_s = self._loading_since_s = time.monotonic()
         await self._publish_status()
         again = Migrated(by="", to=None, reason=reason)
         await group.send_streams_on(again)
@@ -369,7 +378,7 @@ class Supervisor:
         had_requests = is_crash or any(status.num_live > 0 for status in heard)
         has_worked = any(status.has_computed for status in heard)
         self._degraded_s = self.degraded_s
-        self._since_s = time.monotonic()
+        self._since_s = self._loading_since_s = time.monotonic()
         self.num_interruptions += 1
         await self._publish_status()
         await group.end_epoch(self.trouble, is_crash=is_crash)

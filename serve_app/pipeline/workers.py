@@ -97,8 +97,14 @@ class Workers:
         """Tasks that spawn workers, by slot: they start while the survivors still leave."""
 
     def lease(self) -> Lease:
+        """Returns what every heartbeat renews; workers log at the level of this process."""
         spec = self.spec
-        return Lease(owner=spec.owner, seconds=spec.timings.lease_s, start_s=self.start_s)
+        return Lease(
+            owner=spec.owner,
+            seconds=spec.timings.lease_s,
+            start_s=self.start_s,
+            log_level=logging.getLevelName(logging.getLogger("serve_app").level),
+        )
 
     def __iter__(self) -> Iterator[Worker]:
         """Iterates over the present workers, in the order of the slots."""

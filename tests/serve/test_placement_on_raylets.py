@@ -64,14 +64,23 @@ def test_a_stage_that_prefers_the_nodes_of_the_other_gets_them_where_it_can(
     assert told["wish_denied"][0] == "D"
 
 
-def test_what_cannot_be_placed_is_refused_in_time_and_leaves_nothing_behind(
+def test_what_has_no_node_waits_says_why_and_leaves_nothing_behind_when_it_is_given_up(
     told: dict[str, Any],
 ) -> None:
-    for name in ("no_label", "second_refused"):
-        # That nothing is held any more was waited for there.
-        assert told[name]["took_s"] < 20
+    # That nothing is held any more was waited for there.
     assert "label eesd.io/stage=none" in told["no_label"]["said"]
-    assert "holds the other stage" in told["second_refused"]["said"]
+    assert "holds the other stage" in told["second_waits"]["said"]
+
+
+def test_an_autoscaler_sees_the_demand_of_both_stages_at_once(told: dict[str, Any]) -> None:
+    assert told["both_wait"]["num_visible"] == 3
+    assert "drafting actor needs CPU 0.5, none 1" in told["both_wait"]["said"]
+    assert "verify rank 1 need CPU 0.5, none 1" in told["both_wait"]["said"]
+
+
+def test_what_fits_no_reported_node_type_is_refused(told: dict[str, Any]) -> None:
+    assert "verify rank 0 needs CPU 5" in told["impossible"]
+    assert "node type small" in told["impossible"]
 
 
 def test_bundles_of_a_dead_node_are_placed_on_another_and_actors_start_there(

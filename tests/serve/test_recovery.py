@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
 from eesd_dist.bench import streamed
 from eesd_dist.bench.streamed import Listener, Streamed
@@ -216,6 +218,7 @@ def _toy_pipeline(
     stages: type[ToyStages] = ToyStages,
     timeout_s: float | None = None,
     say: Callable[[str], None] = print,
+    wait: Callable[[float], bool] | None = None,
     **sections: object,
 ) -> Running:
     tree: dict[str, object] = {
@@ -244,7 +247,7 @@ def _toy_pipeline(
         deployment.bind(config, stages()),
         name=name,
         route_prefix=None,
-        wait=Event().wait,
+        wait=wait or Event().wait,
         while_deploying=WaitingLine(config, say),
     )
     return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
@@ -516,13 +519,49 @@ def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Pa
 def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
     ray_port: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"verify rank 1 need CPU 0\.5, no_such_thing 1"):
-        _toy_pipeline(
-            "nowhere",
-            tmp_path,
-            placement={"verify": {"resources": {"no_such_thing": 1}}, "timeout_s": 2.0},
-        )
+    is_told = Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "no_such_thing" in line:
+            is_told.set()
+
+    said: list[str] = []
+    placement = {"verify": {"resources": {"no_such_thing": 1}}}
+    _toy_pipeline("nowhere", tmp_path, wait=is_told.wait, say=say, placement=placement)
+    assert re.search(
+        r"starting for .* verify rank 1 need CPU 0\.5, no_such_thing 1: node", said[-1]
+    )
+    status = serve.status().applications["nowhere"]
+    assert status.status == ApplicationStatus.DEPLOYING, "waiting is not failing"
     serve.delete("nowhere")
+    until(lambda: not placement_groups_named("nowhere/"), timeout_s=60.0)
+
+
+def test_a_log_level_reaches_the_replica_and_its_workers(ray_port: int, tmp_path: Path) -> None:
+    toys = _toy_pipeline("levels", tmp_path)
+    namespace = toys.config.router.namespace
+    names = workers_named("levels/", namespace=namespace)
+    handles = [ray.get_actor(name, namespace=namespace) for name in names]
+
+    def levels() -> set[int]:
+        calls = [
+            handle.__ray_call__.remote(lambda _: logging.getLogger("eesd_dist").level)
+            for handle in handles
+        ]
+        return set(ray.get(calls, timeout=30))
+
+    def configure(level: str) -> None:
+        toys.pipelines.broadcast("reconfigure", {"log_level": level}).results(timeout_s=30)
+
+    assert levels() == {logging.INFO}
+    configure("ERROR")
+    until(lambda: levels() == {logging.ERROR}, timeout_s=30.0)
+    configure("LOUD")  # refused, in the log
+    request = _request("levels", max_tokens=4)
+    assert tokens_of(toys.items(request)) == _expected(request)
+    assert levels() == {logging.ERROR}
+    serve.delete("levels")
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again_and_again(

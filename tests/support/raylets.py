@@ -81,10 +81,23 @@ class Placer:
     def __init__(self, nodes: dict[str, Any]) -> None:
         self._letters = {node.node_id: name for name, node in nodes.items()}
 
-    def place(self, **placement: object) -> tuple[PlacementGroups, tuple[RankSlot, ...]]:
-        config = PlacementConfig.model_validate({"timeout_s": 20, **placement})
+    def place(
+        self,
+        *,
+        patience_s: float = 20.0,
+        on_wait: Callable[[str], None] = lambda why: None,
+        **placement: object,
+    ) -> tuple[PlacementGroups, tuple[RankSlot, ...]]:
+        config = PlacementConfig.model_validate(placement)
         slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
-        return asyncio.run(placement_groups_for(slots, placement=config, name="p", owner="")), slots
+
+        async def placed() -> PlacementGroups:
+            async with asyncio.timeout(patience_s):
+                return await placement_groups_for(
+                    slots, placement=config, name="p", owner="", on_wait=on_wait
+                )
+
+        return asyncio.run(placed()), slots
 
     def where(self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]) -> list[str]:
         """Returns the node of each slot, from the table of Ray."""
@@ -130,14 +143,39 @@ def _until(is_so: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def _refusal(placer: Placer, **placement: object) -> dict[str, object]:
-    started_s = time.monotonic()
+def _waiting(placer: Placer, **placement: object) -> dict[str, object]:
+    """Waits for what it will not get, is told why, and gives up."""
+    said: list[str] = []
+    pending: list[int] = []
+
+    def hear(why: str) -> None:
+        said.append(why)
+        tables = placement_group_table().values()
+        pending.append(sum(len(t["bundles"]) for t in tables if t["state"] == "PENDING"))
+
     try:
-        placer.place(timeout_s=3, **placement)
-    except ConfigError as error:
-        took_s = time.monotonic() - started_s
+        placer.place(on_wait=hear, patience_s=6.0, **placement)
+    except TimeoutError:
         _until(_nothing_is_held)
-        return {"said": str(error), "took_s": took_s}
+        return {"said": said[-1], "num_visible": max(pending)}
+    raise AssertionError("it was placed")
+
+
+def _impossible(placer: Placer) -> str:
+    """The cluster's operator reports its node types: none has what is asked for."""
+    from ray.core.generated.autoscaler_pb2 import ClusterConfig, NodeGroupConfig
+
+    kind = NodeGroupConfig(name="small", resources={"CPU": 4}, max_count=3)
+    gcs = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+    reported = ClusterConfig(node_group_configs=[kind])
+    gcs.report_cluster_config(reported.SerializeToString())
+    try:
+        placer.place(verify={"num_cpus": 5}, patience_s=20.0)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        gcs.report_cluster_config(ClusterConfig().SerializeToString())
+        _until(_nothing_is_held)
     raise AssertionError("it was placed")
 
 
@@ -190,10 +228,17 @@ def main() -> int:
             "wish_denied": placer.once(
                 stages="PACK", draft=draft, verify={**verify, "strategy": "STRICT_PACK"}
             ),
-            "no_label": _refusal(placer, draft={"labels": {"eesd.io/stage": "none"}}),
-            "second_refused": _refusal(
+            "no_label": _waiting(placer, draft={"labels": {"eesd.io/stage": "none"}}),
+            "second_waits": _waiting(
                 placer, stages="STRICT_SPREAD", draft=draft, verify={**draft, "strategy": "PACK"}
             ),
+            "both_wait": _waiting(
+                placer,
+                stages="PACK",
+                draft={"resources": {"none": 1}},
+                verify={"resources": {"none": 1}, "strategy": "STRICT_SPREAD"},
+            ),
+            "impossible": _impossible(placer),
         }
         told["death"] = _after_a_death(cluster, nodes, placer)
     sys.stdout.write(json.dumps(told) + "\n")

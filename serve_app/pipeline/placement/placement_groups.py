@@ -2,8 +2,8 @@
 
 One group, or one per stage where a single strategy is not enough; then the second is kept to or
 from the nodes of the first by a label selector on node ids, since Ray has no relation between
-groups. All are placed within the timeout, or none is left behind. `placement` decides which bundles
-they have.
+groups. They wait for nodes as long as it takes, visible to an autoscaler. `rank_slots` decides
+which bundles they have.
 
 When a node dies Ray moves its bundles. A group that is kept to a dead node would wait for ever: it
 is placed again without that restriction.
@@ -12,13 +12,15 @@ is placed again without that restriction.
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -27,7 +29,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.ray_compat import available_resources, is_actor_dead
+from cluster.ray_compat import (
+    autoscaler_news,
+    available_resources,
+    is_actor_dead,
+    reported_node_types,
+)
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.tenure import placement_groups_named
 from serve_app.config import PlacementConfig, Strategy
@@ -39,6 +46,7 @@ from serve_app.pipeline.placement.rank_slots import (
     groups_of,
     related,
     relation_of,
+    require_possible,
     why_unplaced,
 )
 
@@ -49,6 +57,9 @@ _PREFERENCE_WAIT_S = 5.0
 """How long a preferred placement is waited for."""
 _POLL_STATUS_S = 1.0
 _TELL_S = 10.0
+_TELL_WAITING_S = 2.0
+_DEMAND_EVERY_S = 10.0
+"""Pause before a second group that could be placed is requested again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,55 +184,83 @@ def remove_abandoned_groups(app: str, *, present: Collection[str]) -> None:
 
 
 async def placement_groups_for(
-    slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str, owner: str
+    slots: Sequence[RankSlot],
+    *,
+    placement: PlacementConfig,
+    name: str,
+    owner: str,
+    on_wait: Callable[[str], None] = lambda why: None,
 ) -> PlacementGroups:
-    """Places every slot, in groups that outlive the caller.
+    """Places every slot, in groups that outlive the caller; waits as long as it takes.
 
-    `name` is how their names in Ray begin, `owner` the actor id of the supervisor. Raises
-    ConfigError that says which bundle lacks what, and where."""
+    `name` is how their names in Ray begin, `owner` the actor id of the supervisor. `on_wait` is
+    told now and then which bundle lacks what, and where. Raises ConfigError for a bundle that fits
+    no node and no node type. A cancelled call leaves no group behind."""
     groups = groups_of(slots, placement)
-    placing = _Placing(placement, name=name, owner=owner)
+    placing = _Placing(relation_of(placement), name=name, owner=owner)
+    telling = asyncio.ensure_future(placing.tell(groups, on_wait))
+    work = asyncio.ensure_future(placing.all_of(groups))
     try:
-        async with asyncio.timeout(placement.timeout_s):
-            return PlacementGroups(await placing.all_of(groups), name=name, owner=owner)
-    except TimeoutError as error:
-        nodes = await asyncio.to_thread(nodes_now)
-        raise ConfigError(
-            f"no room for pipeline {name} within {placement.timeout_s:g} s: "
-            f"{placing.why(nodes)}. Change placement in the configuration, or add nodes"
-        ) from error
+        await asyncio.wait({telling, work}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            await telling  # raises
+        return PlacementGroups(await work, name=name, owner=owner)
     finally:
+        for task in (telling, work):
+            task.cancel()
+        await asyncio.gather(telling, work, return_exceptions=True)
         placing.give_back_unless_complete()
 
 
 class _Placing:
     """One attempt to place one group or two; all of them are removed if it fails."""
 
-    def __init__(self, placement: PlacementConfig, *, name: str, owner: str) -> None:
-        self._relation: Strategy = relation_of(placement)
+    def __init__(self, relation: Strategy, *, name: str, owner: str) -> None:
+        self._relation = relation
         self._name = name
         self._owner = owner
         self._asked: list[_Placed] = []
+        self._demand: _Placed | None = None
+        """Requested so that an autoscaler sees it; never kept."""
         self._is_complete = False
 
     async def all_of(self, groups: Sequence[Bundles]) -> list[_Placed]:
         first, *rest = groups
-        await self._place(first)
+        await self._place(first, then=rest)
         for second in rest:
             if await self._blocks(first, second):
                 # The first took the only nodes that the second could have: exchange them.
                 self._drop_last()
                 first, second = second, first
-                await self._place(first)
+                await self._place(first, then=[second])
             await self._place_related(second)
         self._is_complete = True
         return self._asked
 
-    def why(self, nodes: Sequence[Node]) -> str:
-        """Explains the group that is being waited for."""
-        return why_unplaced(self._asked[-1].bundles, nodes)
+    async def tell(self, groups: Sequence[Bundles], on_wait: Callable[[str], None]) -> None:
+        """Explains, until it is cancelled, what is waited for. Raises ConfigError for a bundle that
+        can never be placed."""
+        while True:
+            await asyncio.sleep(_TELL_WAITING_S)
+            try:
+                nodes, types, news = await asyncio.to_thread(_cluster_now)
+            except RayError as error:  # its head is away
+                logger.info("nodes not known: pipeline=%s error=%r", self._name, error)
+                continue
+            for group in groups:
+                require_possible(group, nodes, types)
+            on_wait(". ".join((*self._why(groups, nodes), *news)))
+
+    def _why(self, groups: Sequence[Bundles], nodes: Sequence[Node]) -> Iterator[str]:
+        placed = [each.bundles for each in self._asked]
+        if placed:
+            yield why_unplaced(placed[-1], nodes)
+        for group in groups[len(placed) :]:
+            if not could_hold(group, nodes):
+                yield why_unplaced(group, nodes)
 
     def give_back_unless_complete(self) -> None:
+        self._drop_demand()
         while self._asked and not self._is_complete:
             self._drop_last()
 
@@ -252,11 +291,30 @@ class _Placing:
         (first,) = self._asked
         return related(second, self._relation, to_nodes=_nodes_of(first.group))
 
-    async def _place(self, bundles: Bundles) -> None:
+    async def _place(self, bundles: Bundles, *, then: Sequence[Bundles] = ()) -> None:
+        """Waits until Ray has placed the group. `then`: the group that will be placed after it.
+
+        An autoscaler should start nodes for both at the same time, so the second is requested too.
+        It must not be held while the first has no room: two pipelines, each with the half that the
+        other one waits for, would wait for ever. So it is given back as soon as it is placed, and
+        requested again later.
+        """
         self._asked.append(_asked(bundles, name=self._name, owner=self._owner))
         group = self._asked[-1].group
+        next_s = 0.0
         while not await asyncio.to_thread(group.wait, _POLL_S):
-            pass
+            now_s = time.monotonic()
+            if then and self._demand is None and now_s >= next_s:
+                self._demand = _asked(then[0], name=self._name, owner=self._owner)
+            elif self._demand is not None and _table(self._demand.group)["state"] == "CREATED":
+                self._drop_demand()
+                next_s = now_s + _DEMAND_EVERY_S
+        self._drop_demand()
+
+    def _drop_demand(self) -> None:
+        if self._demand is not None:
+            remove_placement_group(self._demand.group)
+            self._demand = None
 
     def _drop_last(self) -> None:
         remove_placement_group(self._asked.pop().group)
@@ -289,6 +347,21 @@ def _nodes_of(group: PlacementGroup) -> set[str]:
 def _table(group: PlacementGroup) -> dict[str, Any]:
     table: dict[str, Any] = placement_group_table(group)
     return table
+
+
+def _cluster_now() -> tuple[tuple[Node, ...], tuple[Node, ...], tuple[str, ...]]:
+    """Returns the nodes, the node types, and what the autoscaler is doing."""
+    types = tuple(
+        Node(
+            node_id="",
+            name=f"node type {each.name}",
+            resources=each.resources,
+            free=each.resources,
+            labels={},
+        )
+        for each in reported_node_types()
+    )
+    return nodes_now(), types, tuple(f"Ray's autoscaler: {each}" for each in autoscaler_news())
 
 
 def nodes_now() -> tuple[Node, ...]:

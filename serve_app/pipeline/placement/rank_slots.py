@@ -159,7 +159,22 @@ def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bu
         return (Bundles(slots=tuple(slots), strategy="STRICT_PACK"),)
     if all(group.strategy == relation for group in several):
         return (Bundles(slots=tuple(slots), strategy=relation),)
+    if relation in ("SPREAD", "STRICT_SPREAD") and _have_other_nodes(placement):
+        # One group is placed as a whole, and an autoscaler sees all of it at once.
+        strategies = {group.strategy for group in several} or {of_verify}
+        if len(strategies) == 1 and "STRICT_PACK" not in strategies:
+            return (Bundles(slots=tuple(slots), strategy=strategies.pop()),)
     return verify, draft
+
+
+def _have_other_nodes(placement: PlacementConfig) -> bool:
+    """Returns whether no node can have the labels of both stages, which keeps the stages apart."""
+    draft, verify = placement.draft.labels, placement.verify.labels
+    return any(
+        draft[name] != verify[name]
+        and not any(labels[name].startswith(("!", "in(")) for labels in (draft, verify))
+        for name in draft.keys() & verify.keys()
+    )
 
 
 def relation_of(placement: PlacementConfig) -> Strategy:
@@ -179,6 +194,41 @@ def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
     """Returns whether these nodes are large enough when nothing else runs on them."""
     empty = [replace(node, free=node.resources) for node in nodes]
     return not _left_over(group, empty).unplaced
+
+
+def require_possible(group: Bundles, nodes: Sequence[Node], types: Sequence[Node]) -> None:
+    """Raises ConfigError for a bundle that is larger than every node and every node type.
+
+    `types`: what an autoscaler can start, by resources; labels of its nodes are not known. Without
+    any, nodes may come that are not known either.
+    """
+    if not types:
+        return
+    whole = _together(group) if group.strategy == "STRICT_PACK" else group
+    kinds = (*types, *nodes)
+    for slot in whole.slots:
+        if not any(_fits(slot.resources, kind.resources) for kind in kinds):
+            names = _some([kind.name for kind in kinds], shown=_SHOWN_NODES, rest="kinds of nodes")
+            raise ConfigError(
+                f"{slot.name} needs {_needs(slot)}, and none is as large of {names}: change "
+                "placement in the configuration, or the node types of the cluster"
+            )
+
+
+def require_room(groups: Sequence[Bundles], relation: Strategy, nodes: Sequence[Node]) -> None:
+    """Raises ConfigError for groups that these nodes, when nothing else runs on them, cannot
+    hold."""
+    empty = [replace(node, free=node.resources) for node in nodes]
+    first, *rest = groups
+    fits = {group.stages: _left_over(group, empty) for group in groups}
+    near = fits[first.stages].held.keys()
+    strict = [related(group, relation, to_nodes=near) for group in rest]
+    for group in (first, *(strict if relation == "STRICT_SPREAD" else rest)):
+        if _left_over(group, empty).unplaced:
+            raise ConfigError(
+                f"no room for a pipeline: {why_unplaced(group, empty)}. Change placement or "
+                "parallel in the configuration"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

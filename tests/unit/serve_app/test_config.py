@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import ConfigError
-from serve_app.config import ServiceConfig, service_config
+from serve_app.config import LimitsConfig, LiveConfig, ServiceConfig, live_config, service_config
 
 
 def _config(**sections: object) -> ServiceConfig:
@@ -108,3 +108,17 @@ def test_streams_are_kept_for_an_hour_at_most_and_need_not_be(seconds: float) ->
 def test_what_recovery_waits_for_and_counts_is_more_than_nothing(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"recovery\.{key}: Input should be greater than 0"):
         _config(recovery={key: 0})
+
+
+def test_a_user_config_is_checked_like_a_configuration() -> None:
+    assert live_config(None) == LiveConfig()
+    live = live_config({"limits": {"max_choices": 3}, "log_level": "DEBUG"})
+    assert live.limits == LimitsConfig(max_choices=3)
+    with pytest.raises(ConfigError, match=r"user_config: log_level: .*found 'LOUD'"):
+        live_config({"log_level": "LOUD"})
+    with pytest.raises(ConfigError, match=r"user_config: limit: .*did you mean limits"):
+        live_config({"limit": {}})
+    with pytest.raises(ConfigError, match=r"user_config: limits\.max_choice: .*max_choices"):
+        live_config({"limits": {"max_choice": 3}})
+    with pytest.raises(ConfigError, match="user_config"):
+        live_config([])

@@ -14,7 +14,8 @@ from serve_app.cli import main as cli
 
 GROUPS = {
     (): (
-        *("serve", "stop", "generate", "batch", "plan", "plan-fleet", "preflight", "version"),
+        *("serve", "wait", "stop", "generate", "batch", "plan", "plan-fleet", "preflight"),
+        "version",
         *("controllers", "pipelines", "bench", "distill"),
     ),
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),

@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 
 from serve_app.cli.main import main
+from serve_app.operations.waiting import ChangedReason
 
 _STATE = '{"default": {}, "pinned": false, "workloads": {}, "pipelines": []}'
 
@@ -49,26 +50,68 @@ def test_options_before_and_behind_an_action_count_and_the_latter_win(
     assert main(["controllers", at, "show", nowhere]) == 1
 
 
-def test_pipelines_are_a_table_or_a_json_list(
+def test_pipelines_are_a_table_or_json(
     server: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     pipeline = {
-        **{"pipeline": "p1", "pid": 7, "is_ready": False, "last_trouble": "a rank died"},
+        **{"pipeline": "p1", "pid": 7, "unavailable": "a rank died"},
         **{"epoch": 3, "num_live": 2, "weight": None, "draining": ""},
         "kv_cache": {"num_tokens": 22528, "rank_bytes": {"verify rank 0": 512 * 2**20}},
     }
-    answer = json.dumps({"pipelines": [pipeline]})
-    server.status, server.answer = 200, answer.encode()  # type: ignore[attr-defined]
+    page = {
+        "pipelines": [pipeline],
+        "starting": [{"pipeline": "p2", "reason": "verify rank 0 needs GPU 1"}],
+        "refused_settings": "user_config: log_level: found 'LOUD'",
+    }
+    server.status, server.answer = 200, json.dumps(page).encode()  # type: ignore[attr-defined]
     port = str(server.server_port)
     assert main(["pipelines", "--port", port, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [pipeline]
+    assert json.loads(capsys.readouterr().out) == page
     assert main(["pipelines", "--port", port, "list"]) == 0
     table = capsys.readouterr().out
     assert "p1" in table
     assert "a rank died" in table
     assert "not measured" in table
     assert "22528 (512 MiB a rank)" in table
+    assert "p2: verify rank 0 needs GPU 1" in table
+    assert "not applied: user_config: log_level: found 'LOUD'" in table
+
+
+def test_waiting_ends_with_health_or_says_what_it_waited_for(
+    server: HTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["wait", "--port", str(server.server_port), "--timeout-s", "1.5"]
+    refusal = {"error": {"message": "pipeline p: starting for 3 s: verify rank 0 needs GPU 1"}}
+    server.status, server.answer = 503, json.dumps(refusal).encode()  # type: ignore[attr-defined]
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert printed.out.count("verify rank 0 needs GPU 1") == 1, "only what has changed is said"
+    assert "not healthy after 1.5 s: pipeline p: starting" in printed.err
+    server.status, server.answer = 404, b"Path '/health' not found."  # type: ignore[attr-defined]
+    assert main(words) == 1
+    assert "the application is not deployed yet" in capsys.readouterr().out
+    server.status, server.answer = 200, b""  # type: ignore[attr-defined]
+    assert main(words) == 0
+    assert "healthy: http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_waiting_for_a_service_that_is_not_there_yet_is_no_error_before_the_timeout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["wait", "--url", "http://127.0.0.1:1", "--timeout-s", "0.5"]) == 1
+    printed = capsys.readouterr()
+    assert "its HTTP proxy does not run yet" in printed.out
+    assert main(["wait", "--url", "nonsense://["]) == 1
+    assert "look at --url" in capsys.readouterr().err
+
+
+def test_reasons_that_differ_only_in_numbers_are_said_once() -> None:
+    said: list[str] = []
+    tell = ChangedReason(said.append)
+    for reason in ("loading 3 %, 1.5 s", "loading 4 %, 2 s", "", "loading 4 %, 2 s", "ready"):
+        tell(reason)
+    assert said == ["loading 3 %, 1.5 s", "loading 4 %, 2 s", "ready"]
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,18 @@ def test_a_body_takes_sixteen_bytes_for_each_token_of_the_model() -> None:
     assert (asked.max_body_bytes, asked.max_choices, asked.max_choices_at_once) == (5, 3, 1)
 
 
+def test_updated_limits_hold_for_the_next_request(tokenizer: Tokenizer) -> None:
+    limits = replace(LIMITS)
+    app = toy_api(ToyEngine(), tokenizer=tokenizer, max_model_len=200, limits=limits)
+    body = {"prompt": ["a", "b"], "max_tokens": 1}
+    with serving(app) as url, httpx.Client(base_url=url, timeout=20) as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        limits.update(replace(LIMITS, max_choices=1))
+        assert client.post("/v1/completions", json=body).status_code == 400
+        limits.update(replace(LIMITS, max_body_bytes=5))
+        assert client.post("/v1/completions", json=body).status_code == 413
+
+
 def test_limits_that_contradict_each_other_are_refused() -> None:
     tree: dict[str, object] = {
         "engine": {"model": {"path": "/m"}},

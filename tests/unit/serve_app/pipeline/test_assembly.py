@@ -1,7 +1,7 @@
 """Where workers come from: orphans, if their placement groups are there, else new places."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +31,9 @@ class Room:
         monkeypatch.setattr(assembly_module, "placement_groups_for", self.place)
         monkeypatch.setattr(assembly_module, "workers_named", lambda *_, **__: {"app/w/0/1": "w"})
         monkeypatch.setattr(assembly_module, "remove_abandoned_groups", self.sweep)
+        self.assembly: Assembly | None = None
+        self.waiting_for: list[str] = []
+        """What the assembly said while it waited."""
         self.swept: list[set[str]] = []
         """Pipelines that were known to be there, at each sweep."""
 
@@ -39,9 +42,17 @@ class Room:
         self.swept.append(set(present))
 
     async def place(
-        self, slots: Sequence[RankSlot], *, placement: object, name: str, owner: str
+        self,
+        slots: Sequence[RankSlot],
+        *,
+        placement: object,
+        name: str,
+        owner: str,
+        on_wait: Callable[[str], None],
     ) -> PlacementGroups:
         assert owner == "two"
+        on_wait("verify rank 0 needs GPU 1")
+        self.waiting_for.append(self.assembly.waiting_for if self.assembly else "")
         self.asked.append([slot.resources.get("GPU", 0.0) for slot in slots])
         room = self
 
@@ -113,6 +124,16 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
     assert [slot.resources["GPU"] for slot in group.workers.slots] == [1.0] * 3
     assert len(room.removed) == 1
     assert room.removed[0] is not group.workers.placement_groups
+
+
+def test_an_assembly_says_what_it_waits_for_until_it_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(monkeypatch, 0.0, 0.0)
+    room.assembly = _assembly(tmp_path)
+    asyncio.run(room.assembly())
+    assert room.waiting_for == ["verify rank 0 needs GPU 1"]
+    assert not room.assembly.waiting_for
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

@@ -2,6 +2,7 @@
 fare."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -534,9 +535,11 @@ def test_a_pipeline_that_waits_for_room_is_taken_down_at_once() -> None:
             timings=toy_timings(),
             max_interruptions=1,
             publish_status=nothing,
+            waiting_for=lambda: "verify rank 0 needs GPU 1",
         )
         await asyncio.sleep(0.01)
-        assert "loading for" in supervisor.why_unavailable()
+        why = supervisor.why_unavailable()
+        assert re.fullmatch(r"starting for 0\.\d s: verify rank 0 needs GPU 1", why)
         await asyncio.wait_for(supervisor.stop(), 5.0)
 
     asyncio.run(run())

@@ -16,6 +16,8 @@ from serve_app.pipeline.placement.rank_slots import (
     rank_slots,
     related,
     relation_of,
+    require_possible,
+    require_room,
     why_unplaced,
 )
 
@@ -219,3 +221,63 @@ def test_what_the_operator_says_of_gpus_wins() -> None:
     ).placement
     draft, rank = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
     assert (draft.resources["GPU"], rank.resources["GPU"]) == (1.0, 0.25)
+
+
+APART = {"draft": {"labels": {"stage": "draft"}}, "verify": {"labels": {"stage": "verify"}}}
+
+
+def test_stages_that_labels_keep_apart_are_one_group_which_an_autoscaler_sees_as_a_whole() -> None:
+    assert _groups(stages="STRICT_SPREAD", **APART) == [("draft and verify", "PACK", 3)]
+    spread = {**APART, "verify": {**APART["verify"], "strategy": "STRICT_SPREAD"}}
+    assert _groups(stages="STRICT_SPREAD", **spread) == [("draft and verify", "STRICT_SPREAD", 3)]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"draft": {"labels": {"stage": "draft"}}},
+        {**APART, "draft": {"labels": {"stage": "!verify"}}},
+        {**APART, "draft": {"labels": {"stage": "in(draft,verify)"}}},
+        {**APART, "verify": {"labels": {"stage": "verify"}, "strategy": "STRICT_PACK"}},
+    ],
+)
+def test_stages_that_may_meet_on_a_node_stay_two_groups(placement: dict[str, object]) -> None:
+    assert len(_groups(stages="STRICT_SPREAD", **placement)) == 2
+
+
+def _all_slots(**placement: object) -> Bundles:
+    config = PlacementConfig.model_validate(placement)
+    (group,) = groups_of(rank_slots(config, num_verify_ranks=2, gpus_per_rank=1.0), config)
+    return group
+
+
+def test_only_a_bundle_larger_than_every_node_and_every_node_type_is_impossible() -> None:
+    here, large = _node("head", CPU=8.0), _node("node type large", CPU=8.0, GPU=8.0)
+    small = _node("node type small", CPU=8.0, GPU=0.5)
+    group = _all_slots()
+    require_possible(group, [here], [])  # no node types are known: a node may still come
+    require_possible(group, [here], [small, large])
+    with pytest.raises(ConfigError, match=r"actor needs CPU 0\.5, GPU 1.* node type small"):
+        require_possible(group, [here], [small])
+
+
+def test_a_strict_pack_must_fit_one_node_type_as_a_whole() -> None:
+    group = _all_slots(stages="STRICT_PACK")
+    require_possible(group, [], [_node("node type large", CPU=8.0, GPU=3.0)])
+    with pytest.raises(ConfigError, match="all 3 bundles together"):
+        require_possible(group, [], [_node("node type small", CPU=8.0, GPU=2.0)])
+
+
+def _require(nodes: list[Node], **placement: object) -> None:
+    config = PlacementConfig.model_validate(placement)
+    slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
+    require_room(groups_of(slots, config), relation_of(config), nodes)
+
+
+def test_a_cluster_that_no_node_joins_has_room_or_says_what_it_lacks() -> None:
+    _require([_node("a", free={"CPU": 0.0}, CPU=2.0)])
+    _require([_node("a", CPU=1.0), _node("b", CPU=1.0)], stages="STRICT_SPREAD")
+    with pytest.raises(ConfigError, match=r"verify rank 1 needs CPU 0\.5: node a is filled by"):
+        _require([_node("a", CPU=1.0)])
+    with pytest.raises(ConfigError, match="holds the other stage"):
+        _require([_node("a", CPU=8.0)], stages="STRICT_SPREAD")
