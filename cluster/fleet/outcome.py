@@ -34,6 +34,8 @@ class Outcome:
     sojourn_s: list[float] = field(default_factory=list)
     """Arrival to last token."""
     changes: list[Change] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    """When pipelines began to serve."""
     node_s: float = 0.0
     lasted_s: float = 0.0
     live_area: float = 0.0

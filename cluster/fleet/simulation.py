@@ -6,7 +6,7 @@ get one and `load_s` to load, and a spot node dies after an exponential time. Jo
 wait for another pipeline, and are computed again from their tokens.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -49,6 +49,38 @@ class FleetSetting:
     look_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoad:
+    """Clients that each start their next request when the one before is over, as a benchmark's."""
+
+    steps: Sequence[tuple[float, int]]
+    """From when on there are how many clients, in the order of time."""
+    lengths: Sequence[int]
+    """Tokens of the answers, in turns."""
+    num_prompt_tokens: int
+    ends_s: float
+    """When the last clients end their texts, and the run is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clients:
+    """The clients of a closed load."""
+
+    load: ClosedLoad
+    wanted: int = 0
+    _number: int = 0
+
+    def next(self, *, now_s: float) -> Arrival:
+        """Returns the next request."""
+        lengths = self.load.lengths
+        self._number += 1
+        return Arrival(
+            at_s=now_s,
+            num_prompt_tokens=self.load.num_prompt_tokens,
+            num_tokens=lengths[(self._number - 1) % len(lengths)],
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Node:
     """A pipeline of the service, with or without its node so far."""
@@ -64,7 +96,10 @@ class _Node:
 class FleetSimulation:
     """One run."""
 
-    def __init__(self, setting: FleetSetting, load: Iterable[Arrival], *, seed: int) -> None:
+    def __init__(
+        self, setting: FleetSetting, load: Iterable[Arrival] | ClosedLoad, *, seed: int
+    ) -> None:
+        self._clients: _Clients | None = None
         self._setting = setting
         self._load = load
         self._rng = Random(seed)
@@ -74,8 +109,6 @@ class FleetSimulation:
         self._nodes: list[_Node] = []
         self._waiting: list[Job] = []
         self._num_live = 0
-        self._num_pending = 0
-        """Arrivals not yet all over; the run ends with the last one."""
         self._is_load_over = False
         self._first_tokens: list[tuple[float, float]] = []
         self._rates: dict[str, list[tuple[float, float]]] = {}
@@ -86,7 +119,9 @@ class FleetSimulation:
         """Runs until every request of the load is over; returns what was seen."""
         for _ in range(self._setting.initial):
             self._add(is_ready=True)
-        self._env.process(self._arrive())
+        load = self._load
+        arriving = self._keep_clients(load) if isinstance(load, ClosedLoad) else self._arrive(load)
+        self._env.process(arriving)
         looking = self._env.process(self._look())
         self._env.run(until=looking)
         for node in self._nodes:
@@ -94,17 +129,30 @@ class FleetSimulation:
         self.outcome.lasted_s = self._env.now
         return self.outcome
 
-    def _arrive(self) -> Generator[simpy.Event, Any, None]:
-        for arrival in self._load:
+    def _arrive(self, load: Iterable[Arrival]) -> Generator[simpy.Event, Any, None]:
+        for arrival in load:
             yield self._env.timeout(max(arrival.at_s - self._env.now, 0.0))
-            self.outcome.num_arrived += 1
-            if not self._serving() and len(self._waiting) >= self._setting.max_waiting:
-                self.outcome.num_refused += 1
-                continue
-            self._account()
-            self._num_live += 1
-            self._send(Job(arrival=arrival))
+            self._take(arrival)
         self._is_load_over = True
+
+    def _keep_clients(self, load: ClosedLoad) -> Generator[simpy.Event, Any, None]:
+        self._clients = clients = _Clients(load=load)
+        for at_s, number in (*load.steps, (load.ends_s, 0)):
+            yield self._env.timeout(max(at_s - self._env.now, 0.0))
+            clients.wanted = number
+            while self._num_live < number:
+                self._take(clients.next(now_s=self._env.now))
+        self._is_load_over = True
+
+    def _take(self, arrival: Arrival) -> None:
+        """Takes a request, or refuses it where too many wait already."""
+        self.outcome.num_arrived += 1
+        if not self._serving() and len(self._waiting) >= self._setting.max_waiting:
+            self.outcome.num_refused += 1
+            return
+        self._account()
+        self._num_live += 1
+        self._send(Job(arrival=arrival))
 
     def _send(self, job: Job) -> None:
         """Gives a job to the least loaded pipeline that takes requests; without one it waits."""
@@ -130,6 +178,8 @@ class FleetSimulation:
         self.outcome.first_token_s.append(first_s)
         self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
         self.outcome.num_moves += job.num_moves
+        if self._clients is not None and self._num_live < self._clients.wanted:
+            self._take(self._clients.next(now_s=self._env.now))
 
     def _account(self) -> None:
         self.outcome.note_live(self._num_live, now_s=self._env.now)
@@ -233,6 +283,7 @@ class FleetSimulation:
         return float("inf") if mean_s is None else self._rng.expovariate(1.0 / mean_s)
 
     def _serve(self, node: _Node) -> SimulatedPipeline:
+        self.outcome.ready_s.append(self._env.now)
         pipeline = SimulatedPipeline(
             name=f"pipeline-{next(self._names)}",
             env=self._env,
