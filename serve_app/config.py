@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -478,8 +478,10 @@ def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
     section = root
     for part in path[:-1]:
         field = section.model_fields.get(part)
-        if field is None or not isinstance(field.annotation, type):
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if not sections:
             return "remove it"
-        section = field.annotation
+        section = sections[0]
     close = get_close_matches(path[-1], section.model_fields, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"

@@ -66,7 +66,8 @@ def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
             "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
             each["draining"] or "no",
         )
-    yield table
+    if page["pipelines"]:
+        yield table
     for each in page["starting"]:
         yield f"{each['pipeline']}: {each['reason']}"
     if page["fleet"] is not None:
