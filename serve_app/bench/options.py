@@ -159,9 +159,9 @@ class AutoscalingOptions:
     """
 
     model: Model = BUNDLED_MODEL
-    tokens: Annotated[int, "length of each text"] = 256
+    tokens: Annotated[int, "length of every second text; the others are four times as long"] = 96
     hold_s: Annotated[float, "seconds that a phase goes on after the fleet has followed"] = 5.0
-    noise_s: Annotated[float, "seconds of the load that varies"] = 20.0
+    noise_s: Annotated[float, "seconds of the load that varies"] = 30.0
     idle_s: Annotated[float, "seconds without work after which a node goes"] = 5.0
     timeout_s: Annotated[float, "longest wait for the fleet to follow"] = 180.0
     seed: Annotated[int, "of the prompts"] = 0

@@ -38,7 +38,7 @@ def draw_timeline(file: Path, timeline: Timeline) -> None:
     fleet.set_yticks([0, 1, 2])
     fleet.set_ylabel("number", fontsize=9)
     fleet.set_xlabel("seconds", fontsize=9)
-    fleet.legend(fontsize=8, loc="center left")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     for axes in (load, fleet):
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
