@@ -1,7 +1,8 @@
 """What was seen of a fleet over time: samples, decisions, and the ends of the phases."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 
 from eesd_dist.routing.fleet.departure import FleetState
 
@@ -82,11 +83,21 @@ class Timeline:
         ]
 
     def as_json(self) -> dict[str, object]:
+        """Returns plain JSON; of equal samples in a row the first, and the very last one."""
         return {
-            "samples": [_rounded(asdict(sample)) for sample in self.samples],
+            "samples": [_rounded(asdict(sample)) for sample in _changed(self.samples)],
             "decisions": [_rounded(asdict(decision)) for decision in self.decisions],
             "phases": [_rounded(asdict(phase)) for phase in self.phases],
         }
+
+
+def _changed(samples: Sequence[Sample]) -> list[Sample]:
+    changed = [
+        later
+        for before, later in pairwise(samples)
+        if replace(later, at_s=0.0) != replace(before, at_s=0.0)
+    ]
+    return [*samples[:1], *changed, *samples[-1:]]
 
 
 def _rounded(row: dict[str, object]) -> dict[str, object]:
