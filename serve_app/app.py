@@ -7,6 +7,7 @@ value, module and all.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from pydantic import SecretStr
 from ray import serve
@@ -71,13 +72,24 @@ def application_of(
 
 def _how_many(config: ServiceConfig) -> dict[str, object]:
     wanted = config.pipelines
-    if wanted.min_count == wanted.max_count:
+    if not wanted.is_autoscaled:
         return {"num_replicas": wanted.min_count}
     return {
         "autoscaling_config": {
             "min_replicas": wanted.min_count,
             "max_replicas": wanted.max_count,
-            "target_ongoing_requests": wanted.target_live_requests,
-            "policy": {"policy_function": "serve_app.autoscaling:pipelines_for_load"},
+            # The policy has delays of its own, and Serve's must not add to them.
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "downscale_to_zero_delay_s": 0.0,
+            "policy": {
+                "policy_function": "serve_app.autoscaling:FleetPolicy",
+                "policy_kwargs": {
+                    "app": config.app_name,
+                    "router": config.router.name,
+                    "namespace": config.router.namespace,
+                    "targets": asdict(wanted.targets),
+                },
+            },
         }
     }

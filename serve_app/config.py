@@ -26,6 +26,7 @@ from pydantic import (
 from eesd_dist.config import EngineConfig, HomePath, Section
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
+from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.workers.messages import TelemetryOptions
 
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
@@ -110,16 +111,45 @@ class PlacementConfig(Section):
 
 
 class PipelinesConfig(Section):
-    """How many pipelines serve at the same time."""
+    """How many pipelines serve at the same time. docs/autoscaling.md has the formula."""
 
-    min_count: PositiveInt = 1
-    """Pipelines that always run."""
+    min_count: NonNegativeInt = 1
+    """Pipelines that always run. 0: an idle service has none, and its next request waits for the
+    start of one."""
 
     max_count: PositiveInt = 1
-    """Above `min_count`, Serve adds and drains pipelines by the number of live requests."""
+    """Above `min_count`, pipelines are added and drained by load."""
 
     target_live_requests: PositiveFloat = 16.0
     """Live requests per pipeline that autoscaling aims at."""
+
+    target_utilisation: float = Field(default=0.85, gt=0.0, le=1.0)
+    """Share of a pipeline's measured tokens per second that autoscaling aims at."""
+
+    target_kv_use: float = Field(default=0.85, gt=0.0, le=1.0)
+    """Share of a pipeline's KV pages in use that autoscaling aims at."""
+
+    target_first_token_s: PositiveFloat | None = None
+    """Time from a request's arrival at its pipeline to its first token that nine of ten requests
+    should keep; None: it is no signal."""
+
+    shrink_at: float = Field(default=0.7, gt=0.0, lt=1.0)
+    """A pipeline is given up only when the others would be loaded to this share of the targets. The
+    gap to 1 is the hysteresis: 0.7 tolerates a load that varies by 17 % up and down."""
+
+    up_delay_s: NonNegativeFloat = 10.0
+    """How long the load must exceed the targets before pipelines are added. The first pipeline of
+    an idle service is started at once."""
+
+    down_delay_s: NonNegativeFloat = 120.0
+    """How long the load must be low before a pipeline is drained, and the pause after any change.
+    Longer than a start, which it would waste."""
+
+    idle_delay_s: NonNegativeFloat = 600.0
+    """Time without a request before the last pipeline is given up, where `min_count` is 0."""
+
+    max_step: PositiveInt = 2
+    """Maximum pipelines added by one decision."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -128,6 +158,26 @@ class PipelinesConfig(Section):
                 f"max_count is {self.max_count}, below min_count {self.min_count}: raise max_count"
             )
         return self
+
+    @property
+    def is_autoscaled(self) -> bool:
+        return self.max_count > self.min_count
+
+    @property
+    def targets(self) -> FleetTargets:
+        return FleetTargets(
+            min_count=self.min_count,
+            max_count=self.max_count,
+            live_requests=self.target_live_requests,
+            utilisation=self.target_utilisation,
+            kv_use=self.target_kv_use,
+            first_token_s=self.target_first_token_s,
+            shrink_at=self.shrink_at,
+            up_delay_s=self.up_delay_s,
+            down_delay_s=self.down_delay_s,
+            idle_delay_s=self.idle_delay_s,
+            max_step=self.max_step,
+        )
 
 
 class SparesConfig(Section):

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +36,9 @@ from eesd_dist.routing.directory import (
     PipelineReport,
     Promotion,
 )
+from eesd_dist.routing.fleet.departure import Fleet, FleetState
+from eesd_dist.routing.fleet.size import FleetTargets
+from eesd_dist.routing.ingress_queues import IngressQueues
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
 from serve_app.actor_classes import actor_class
@@ -57,6 +60,9 @@ class Router:
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
+        self._queues = IngressQueues(expiry_s=config.expiry_s)
+        self._fleets: dict[str, Fleet] = {}
+        """By service, where their number of pipelines is autoscaled."""
         self._membership = 0
         """Counts the changes that ingresses should know at once."""
         self._changed = asyncio.Event()
@@ -87,8 +93,8 @@ class Router:
             plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
         )
 
-    async def heartbeat(self, report: PipelineReport) -> None:
-        """Takes a pipeline's heartbeat."""
+    async def heartbeat(self, report: PipelineReport) -> bool:
+        """Takes a pipeline's heartbeat; returns whether it has to take no more requests."""
         if self._directory.heartbeat(report):
             self._membership += 1
             self._changed.set()
@@ -96,14 +102,19 @@ class Router:
         if time.monotonic() - self._turned_s >= _SILENT_S:
             self._turned_s = time.monotonic()
             self._book.turn_page()
+        fleet = self._fleets.get(report.app)
+        return fleet is not None and fleet.leaving == report.pipeline_id
 
     async def pipelines(
-        self, app: str, known: str, wait_s: float
+        self, app: str, known: str, wait_s: float, ingress: str = "", num_waiting: int = 0
     ) -> tuple[str, tuple[Listed, ...]]:
         """Returns the latest reports of one service's pipelines, and the number of the membership.
 
-        Waits up to `wait_s` while that number is the `known` one.
+        Waits up to `wait_s` while that number is the `known` one. `num_waiting` requests wait at
+        this ingress for a pipeline.
         """
+        if ingress:
+            self._queues.note(app, ingress, num_waiting, now_s=time.monotonic())
         if known == self._membership_id:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -122,6 +133,38 @@ class Router:
             return self._directory.choose(app=app, excluded=excluded)
         except CapacityError:
             return None
+
+    async def size_fleet(self, app: str, targets: FleetTargets, count: int) -> int:
+        """Returns how many pipelines a service should have from now on; `count` is what it has."""
+        now_s = time.monotonic()
+        fleet = self._fleets.get(app)
+        if fleet is None:
+            fleet = self._fleets[app] = Fleet(targets, count=count, now_s=now_s)
+        was = fleet.state.decision
+        size = fleet.look(
+            [listed.report for listed in self._directory.listed(app)],
+            targets=targets,
+            num_waiting=self._queues.num_waiting(app, now_s=now_s),
+            count=count,
+            now_s=now_s,
+        )
+        decision = fleet.state.decision
+        if decision != was:
+            logger.info(
+                "autoscaling: app=%s was=%d wanted=%d signal=%s reason=%s",
+                *(app, was.wanted, decision.wanted, decision.signal, decision.reason),
+            )
+        return size
+
+    async def fleet(self, app: str) -> FleetState | None:
+        """Returns how many pipelines a service should have, and why; None where their number is
+        fixed. Times are turned into ages: they are this process's."""
+        fleet = self._fleets.get(app)
+        if fleet is None:
+            return None
+        decision = fleet.state.decision
+        aged = replace(decision, since_s=time.monotonic() - decision.since_s)
+        return replace(fleet.state, decision=aged)
 
     async def promotion(self, in_place_of: str) -> Promotion | None:
         """Returns the exit head that replaces the one of this configuration, or None.
@@ -270,18 +313,50 @@ async def promotion_of(
     return promotion
 
 
+async def size_of_fleet(
+    handle: Any, *, app: str, targets: FleetTargets, count: int, timeout_s: float = 2.0
+) -> int:
+    """Returns how many pipelines a service should have. Raises EngineError without an answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            wanted: int = await handle.size_fleet.remote(app, targets, count)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise EngineError(f"the router did not size the fleet: {error!r}") from error
+    return wanted
+
+
+async def fleet_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> FleetState | None:
+    """Returns the state of a service's autoscaling; None where there is none. Raises EngineError
+    without an answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            state: FleetState | None = await handle.fleet.remote(app)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise EngineError(f"the router did not describe the fleet: {error!r}") from error
+    return state
+
+
 async def pipelines_of(
-    handle: Any, *, app: str, known: str, wait_s: float, timeout_s: float = 1.0
+    handle: Any,
+    *,
+    app: str,
+    known: str,
+    wait_s: float,
+    timeout_s: float = 1.0,
+    ingress: str = "",
+    num_waiting: int = 0,
 ) -> tuple[str, tuple[Listed, ...]]:
     """Returns the directory's reports of a service, and the number of its membership, as soon as
     it is not the `known` one or `wait_s` is over. Raises EngineError without an answer.
+
+    Tells the router how many requests wait at this ingress while no pipeline is ready.
 
     A restarted router lists no pipelines before their next heartbeats.
     """
     answer: tuple[str, tuple[Listed, ...]]
     try:
         async with asyncio.timeout(wait_s + timeout_s):
-            answer = await handle.pipelines.remote(app, known, wait_s)
+            answer = await handle.pipelines.remote(app, known, wait_s, ingress, num_waiting)
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not list the pipelines: {error!r}") from error
     return answer
@@ -300,19 +375,20 @@ async def find_peer_pipeline(
     return found
 
 
-async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> None:
-    """Sends one heartbeat.
+async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> bool:
+    """Sends one heartbeat; returns whether autoscaling wants this pipeline to leave.
 
     Raises PeerLost when the router's actor is dead, or not restarted yet, and has to be found again
     by its name; EngineError when it does not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await handle.heartbeat.remote(report)
+            must_leave: bool = await handle.heartbeat.remote(report)
     except ray.exceptions.RayActorError as error:
         raise PeerLost(peer="router", operation="heartbeat", reason=PROCESS_DIED) from error
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not take the heartbeat: {error!r}") from error
+    return must_leave
 
 
 async def found_again(handle: Any, config: ServiceConfig) -> Any:

@@ -154,6 +154,7 @@ class PipelineChooser:
         self._request_tokens = request_tokens
         self._max_imbalance = max_imbalance
         self._pipelines: dict[PipelineId, _Pipeline] = {}
+        self._slowest_start_s: float | None = None
 
     def refresh(self, listed: Iterable[Listed]) -> None:
         """Takes over the directory's list.
@@ -176,6 +177,9 @@ class PipelineChooser:
                 known.memory.max_blocks = self._blocks_of(each.report)
         oldest_s = now_s - self._expiry_s
         self._pipelines = {i: p for i, p in self._pipelines.items() if p.heard_s >= oldest_s}
+        starts = [p.report.start_s for p in self._pipelines.values()]
+        if known_s := [start_s for start_s in starts if start_s is not None]:
+            self._slowest_start_s = max(known_s)
 
     def kv_tokens(self) -> int | None:
         """Returns the least that the KV pages of a pipeline hold; None while none has reported
@@ -263,9 +267,9 @@ class PipelineChooser:
         return frozenset(name for p in self._pipelines.values() for name in p.report.crashed)
 
     def slowest_start_s(self) -> float | None:
-        """Returns the longest start of a known pipeline; None if none was measured."""
-        starts = [p.report.start_s for p in self._pipelines.values()]
-        return max((start_s for start_s in starts if start_s is not None), default=None)
+        """Returns the longest start of a known pipeline, or of the last ones while there is none;
+        None if none was measured."""
+        return self._slowest_start_s
 
     def describe(self) -> list[dict[str, object]]:
         """Returns plain JSON, for tests and operators."""

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, Literal, NewType
 
 from eesd_dist.errors import CapacityError
+from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 
 PipelineId = NewType("PipelineId", str)
 
@@ -55,6 +56,11 @@ class PipelineReport:
     """What its KV pages hold; None before it was ready."""
     draining: bool = False
     """True: takes no new requests and finishes the old ones."""
+    is_stopping: bool = False
+    """Serve takes it down."""
+    activity: Activity = NO_ACTIVITY
+    max_tokens_per_s: float | None = None
+    """Its measured capacity at the target of live requests; None where nothing was measured."""
     weight: float | None = None
     """Its speed, in a unit common to all pipelines; None where it was not measured."""
     promotion: Promotion | None = None
@@ -203,4 +209,7 @@ def _as_json(report: PipelineReport) -> dict[str, object]:
     content = {each.name: getattr(report, each.name) for each in fields(report)}
     del content["address"], content["ranks"]
     promotion = report.promotion
-    return content | {"promotion": None if promotion is None else asdict(promotion)}
+    return content | {
+        "activity": asdict(report.activity),
+        "promotion": None if promotion is None else asdict(promotion),
+    }

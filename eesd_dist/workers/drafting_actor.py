@@ -148,6 +148,7 @@ class DraftActor(WorkerActor):
             has_computed=running.has_computed,
             is_busy=True,
             num_live=len(self._mail),
+            activity=self._watch.activity(load),
         )
 
     async def prepare(self, cost: Mapping[str, object] | None = None) -> LoadedRank:

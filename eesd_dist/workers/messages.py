@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eesd_dist.errors import EesdError
+from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import Backend
@@ -170,6 +171,8 @@ class WorkerStatus:
     """Grows with every chunk of pages that is migrated: that is progress too."""
     load: LoadReport | None = None
     """Progress of its weights; None before loading begins."""
+    activity: Activity = NO_ACTIVITY
+    """What its engine does; only of a drafting actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

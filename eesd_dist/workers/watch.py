@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
+from eesd_dist.routing.activity import Activity, activity_of
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
@@ -22,6 +23,8 @@ from eesd_dist.types import (
 from eesd_dist.workers.roles import LoadLike, StepLike
 
 _ROUNDS_KEPT = 2048
+_FIRST_TOKEN_WINDOW_S = 30.0
+_FIRST_TOKENS_KEPT = 1024
 
 
 class _Watched:
@@ -32,6 +35,7 @@ class _Watched:
         self._num_prompt_tokens = 0 if self._is_resumed else len(request.prompt)
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
+        self._is_first_taken = False
         self._last_s = self._arrived_s
         self._queue_s = 0.0
         self._inter_token_s: list[float] = []
@@ -47,6 +51,13 @@ class _Watched:
         else:
             self._inter_token_s.append((now_s - self._last_s) / len(emission.tokens))
         self._last_s = now_s
+
+    def take_first_token_s(self) -> float | None:
+        """Returns the time to the first token, once; None of a resumed request."""
+        if self._first_s is None or self._is_resumed or self._is_first_taken:
+            return None
+        self._is_first_taken = True
+        return self._first_s - self._arrived_s
 
     def timings(self, reason: FinishReason | None) -> RequestTimings:
         is_whole = reason is not None and not self._is_resumed
@@ -73,6 +84,8 @@ class DraftWatch:
         self._spans = tracing.rounds
         self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
         self._requests: dict[RequestId, _Watched] = {}
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_FIRST_TOKENS_KEPT)
+        """When the latest first tokens left, and how long after the arrival of their requests."""
 
     def arrived(self, request: Request) -> None:
         self._requests[request.request_id] = _Watched(request)
@@ -84,6 +97,8 @@ class DraftWatch:
             if watched is None or emission.request_id in late:
                 continue
             watched.saw(emission)
+            if emission.tokens and (first_s := watched.take_first_token_s()) is not None:
+                self._first_tokens.append((time.monotonic(), first_s))
             if emission.finish_reason is not None:
                 self._ended(emission.request_id, emission.finish_reason)
         for stats in result.rounds:
@@ -109,14 +124,28 @@ class DraftWatch:
     ) -> bytes:
         """Returns the page that a Prometheus server scrapes."""
         if load is not None:
-            used = 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
             self._metrics.observe_load(
-                num_running=load.num_running, num_waiting=load.num_waiting, kv_usage=used
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                kv_usage=_kv_use(load),
             )
         if recorder is not None:
             self._metrics.observe_recorder(recorder)
         self._metrics.observe_refused(num_refused)
         return self._metrics.render()
+
+    def activity(self, load: LoadLike) -> Activity:
+        """Returns what the engine did in the last seconds."""
+        oldest_s = time.monotonic() - _FIRST_TOKEN_WINDOW_S
+        while self._first_tokens and self._first_tokens[0][0] < oldest_s:
+            self._first_tokens.popleft()
+        return activity_of(
+            reversed(self._rounds),
+            now_unix_s=time.time(),
+            num_waiting=load.num_waiting,
+            kv_use=_kv_use(load),
+            first_tokens_s=[first_s for _, first_s in self._first_tokens],
+        )
 
     def rounds(self) -> Sequence[RoundStats]:
         return tuple(self._rounds)
@@ -137,6 +166,10 @@ class DraftWatch:
         watched = self._requests.pop(request_id, None)
         if watched is not None:
             self._metrics.observe_request(watched.timings(reason))
+
+
+def _kv_use(load: LoadLike) -> float:
+    return 1.0 - load.free_pages / load.num_pages if load.num_pages else 0.0
 
 
 def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

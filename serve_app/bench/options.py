@@ -147,6 +147,33 @@ class MigrationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalingOptions:
+    """Pipelines and nodes that follow a load.
+
+    A service of at most two pipelines runs on a cluster of this machine, with nodes added and
+    removed by Ray's autoscaler, one for each pipeline. The load begins with one stream while there
+    is no pipeline, rises to eight, varies by 17 % up and down, falls to one, ends, and begins
+    again; each phase lasts until the fleet has followed it. Every text is compared with plain
+    decoding in one process. Exit status 1 when a stream was broken or changed, when the number of
+    pipelines was changed under noise, and when the fleet did not follow in time.
+    """
+
+    model: Model = BUNDLED_MODEL
+    tokens: Annotated[int, "length of every second text; the others are four times as long"] = 96
+    hold_s: Annotated[float, "seconds that a phase goes on after the fleet has followed"] = 5.0
+    noise_s: Annotated[float, "seconds of the load that varies"] = 30.0
+    idle_s: Annotated[float, "seconds without work after which a node goes"] = 5.0
+    timeout_s: Annotated[float, "longest wait for the fleet to follow"] = 180.0
+    seed: Annotated[int, "of the prompts"] = 0
+    picture: Annotated[Path | None, "PNG file for the timeline"] = None
+    quick: Annotated[bool, "without the second start from zero"] = False
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tokens", "hold_s", "noise_s", "idle_s", "timeout_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
     """Cost of the router's planning.
 

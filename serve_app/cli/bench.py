@@ -49,3 +49,4 @@ add_module(app, "rounds", service.RoundsOptions, "serve_app.bench.rounds.command
 add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command")
 add_module(app, "endure", service.EndureOptions, "serve_app.bench.endure.command")
 add_module(app, "migration", service.MigrationOptions, "serve_app.bench.kv_migration")
+add_module(app, "autoscaling", service.AutoscalingOptions, "serve_app.bench.autoscaling.command")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from typer import echo
 
+from cluster.fleet.options import FleetOptions
 from cluster.planning.options import PlanOptions
 from cluster.preflight.options import PreflightOptions
 from eesd_dist.command_line import add_callback, add_command, add_module, group, run_app
@@ -53,6 +54,7 @@ add_callback(app, eesd)
 for _command in (serve, wait, stop, generate, batch):
     add_command(app, _command)
 add_module(app, "plan", PlanOptions, "cluster.planning.planner")
+add_module(app, "plan-fleet", FleetOptions, "cluster.fleet.command")
 add_module(app, "preflight", PreflightOptions, "cluster.preflight.command")
 add_command(app, version)
 for _group in (controllers, pipelines, bench, distill):

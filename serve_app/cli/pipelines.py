@@ -38,6 +38,17 @@ def undrain(name: Name, service: RunningService) -> None:
     echo(f"{name} takes requests again")
 
 
+def _fleet_line(fleet: Mapping[str, Any]) -> str:
+    """Returns how many pipelines there should be, and why, like `wanted 2 of 1 to 4 (ready 1,
+    starting 1, draining 0, 3 requests wait) for 12 s: up from 1 to 2: ...`."""
+    return (
+        f"wanted {fleet['wanted']} of {fleet['min_count']} to {fleet['max_count']} (ready "
+        f"{fleet['num_ready']}, starting {fleet['num_starting']}, draining "
+        f"{fleet['num_draining']}, {fleet['num_waiting']} requests wait) for "
+        f"{fleet['since_s']:.0f} s: {fleet['reason']}"
+    )
+
+
 def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
     from rich.table import Table
 
@@ -59,6 +70,8 @@ def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
         yield table
     for each in page["starting"]:
         yield f"{each['pipeline']}: {each['reason']}"
+    if page["fleet"] is not None:
+        yield _fleet_line(page["fleet"])
     if page["refused_settings"]:
         yield f"not applied: {page['refused_settings']}"
 

@@ -21,10 +21,12 @@ from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
+from eesd_dist.routing.fleet.departure import FleetState
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
 from serve_app.config import LimitsConfig, ServiceConfig, live_config, require_key
+from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
 from serve_app.ingress.pipeline_client import ServiceClient
@@ -32,7 +34,7 @@ from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
-from serve_app.router import find_router
+from serve_app.router import find_router, fleet_of, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
+        if config.pipelines.min_count == 0:
+            router_handle(config)  # no pipeline may be there to start it
         self._load_balancer.start()
         leave_out_torch()
         api_key = key_of(config, given=self._api_key)
@@ -117,6 +121,8 @@ class Ingress:
         try:
             answers = await self._client.health(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError as error:
+            if await self._is_idle():
+                return None
             reasons = self._load_balancer.unavailable()
             return await self._with_waiting(_joined(reasons) or str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
@@ -136,9 +142,33 @@ class Ingress:
                 return f"{reason}; {waiting}"
         return reason
 
+    async def _is_idle(self) -> bool:
+        """Returns whether there is no pipeline because none is wanted: the next request starts
+        one."""
+        fleet = await self._fleet()
+        return fleet is not None and fleet.targets.min_count == 0 and fleet.decision.wanted == 0
+
+    async def _fleet(self) -> FleetState | None:
+        """Returns the state of autoscaling; None where there is none, or the router is silent."""
+        if not self._config.pipelines.is_autoscaled:
+            return None
+        try:
+            # Ray's head is asked for the name, and may be away.
+            router = await asyncio.to_thread(find_router, self._config.router)
+            return await fleet_of(router, app=self._config.app_name)
+        except EngineError as error:
+            logger.info("fleet unknown: error=%s", error)
+            return None
+
     async def _metrics(self) -> bytes:
-        pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)
-        return merged(pages) + self._load_balancer.page()
+        fleet = await self._fleet()
+        try:
+            pages = merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
+        except EngineError:
+            if fleet is None:
+                raise
+            pages = b""  # it has no pipeline now
+        return pages + self._load_balancer.page() + (b"" if fleet is None else fleet_page(fleet))
 
     async def _rounds(self) -> dict[str, object]:
         """Returns where the time of the latest rounds went."""
@@ -146,11 +176,12 @@ class Ingress:
         return {"rounds": [asdict(stats) for stats in rounds]}
 
     async def _pipelines(self) -> dict[str, object]:
-        """Returns the processes of the pipelines, how often they were interrupted, and what those
-        wait for that start."""
+        """Returns the processes of the pipelines, how often they were interrupted, what those wait
+        for that start, and why there are as many."""
         states: tuple[PipelineState, ...] = ()
         with suppress(EngineError):  # none is running
             states = await self._client.states(timeout_s=_ANSWER_TIMEOUT_S)
+        fleet = await self._fleet()
         started = {state.pipeline for state in states}
         starting = [
             {"pipeline": name, "reason": reason}
@@ -160,6 +191,7 @@ class Ingress:
         return {
             "pipelines": [asdict(state) for state in states],
             "starting": starting,
+            "fleet": None if fleet is None else fleet_as_json(fleet),
             "refused_settings": self._refused,
         }
 

@@ -43,6 +43,7 @@ class LoadBalancer:
         """`pipelines` is Serve's handle, `ingress` the label of its metrics."""
         self._config = config
         self._pipelines = pipelines
+        self._ingress = ingress
         cache = config.engine.cache
         self._chooser = PipelineChooser(
             block_size=cache.page_size,
@@ -56,6 +57,8 @@ class LoadBalancer:
         """Set at every answer, and then replaced."""
         self.on_answer: Callable[[dict[str, str]], None] = lambda _: None
         """Called at every answer, with the leader of each pipeline."""
+        self.num_waiting = 0
+        """Requests of this ingress for which no pipeline is ready; the router is told."""
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
@@ -142,7 +145,12 @@ class LoadBalancer:
                 if router is None:
                     router = await asyncio.to_thread(find_router, self._config.router)
                 known, listed = await pipelines_of(
-                    router, app=self._config.app_name, known=known, wait_s=_POLL_S
+                    router,
+                    app=self._config.app_name,
+                    known=known,
+                    wait_s=_POLL_S,
+                    ingress=self._ingress,
+                    num_waiting=self.num_waiting,
                 )
                 self._refresh(listed)
                 self._is_silent = False

@@ -46,8 +46,6 @@ class ServiceClient:
         self._tracer = tracing.tracer
         self._recovery = config.recovery
         self._max_waiting = config.engine.scheduler.max_waiting
-        self._num_waiting = 0
-        """Requests for which no pipeline is ready."""
         self._links = Links(silence_s=TAKE_WAIT_S + config.engine.parallel.timeout_s)
         load_balancer.on_answer = self._links.keep
         self._submissions = count(time.time_ns())
@@ -118,13 +116,14 @@ class ServiceClient:
         choice = self._load_balancer.choose(attempts)
         if choice is not None:
             return choice
-        if attempts.is_new and self._num_waiting >= self._max_waiting:
-            raise QueueFull(num_waiting=self._num_waiting, limit=self._max_waiting)
-        self._num_waiting += 1
+        balancer = self._load_balancer
+        if attempts.is_new and balancer.num_waiting >= self._max_waiting:
+            raise QueueFull(num_waiting=balancer.num_waiting, limit=self._max_waiting)
+        balancer.num_waiting += 1
         try:
             return await self._awaited(attempts)
         finally:
-            self._num_waiting -= 1
+            balancer.num_waiting -= 1
 
     async def _awaited(self, attempts: Attempts) -> PipelineChoice:
         since_s = time.monotonic() - attempts.stuck_s

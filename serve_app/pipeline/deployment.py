@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
+from eesd_dist.routing.activity import NO_ACTIVITY, max_tokens_per_s
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId, RoundStats
 from eesd_dist.workers.messages import (
@@ -27,7 +28,6 @@ from eesd_dist.workers.messages import (
 )
 from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
-from serve_app.autoscaling import LIVE
 from serve_app.config import ServiceConfig, live_config
 from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
@@ -334,11 +334,6 @@ class Pipeline:
     async def _num_live(self) -> int:
         return len(await self._live())
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what Serve's autoscaler decides from."""
-        leader = self._leader()
-        return {LIVE: 0.0 if leader is None else float(leader.status.num_live)}
-
     async def check_health(self) -> None:
         """Raises when this pipeline cannot recover: Serve then starts another."""
         await self._supervisor.check()
@@ -357,7 +352,7 @@ class Pipeline:
         if self._is_claiming and self._supervisor.group is None:
             return
         try:
-            await beat(self._router, self._report())
+            self._draining.follow(must_leave=await beat(self._router, self._report()))
         except PeerLost:
             if self._finding is None or self._finding.done():
                 self._finding = asyncio.ensure_future(self._find_router())
@@ -388,9 +383,19 @@ class Pipeline:
             start_s=supervisor.start_s,
             kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),
+            is_stopping=self._draining.is_last,
+            activity=NO_ACTIVITY if leader is None else leader.status.activity,
+            max_tokens_per_s=self._max_tokens_per_s(leader),
             weight=self._speed.value,
             promotion=supervisor.promotion,
         )
+
+    def _max_tokens_per_s(self, leader: Worker | None) -> float | None:
+        if leader is None:
+            return None
+        most = self._config.engine.scheduler.max_running
+        num_live = max(min(round(self._config.pipelines.target_live_requests), most), 1)
+        return max_tokens_per_s(self._speed.cost, leader.status.activity, num_live=num_live)
 
     def _why_unavailable(self) -> str:
         reason = self._supervisor.why_unavailable()

@@ -1,8 +1,9 @@
 """Draining of a pipeline: it takes no more requests, and its live streams leave.
 
-Serve calls `leave` before it stops a replica; an operator can drain a pipeline directly. Either way
-its streams continue in another pipeline, with their KV pages or from their tokens. If there is no
-other pipeline, it serves them to their ends. Nothing here depends on what a stream carries.
+Serve calls `leave` before it stops a replica; an operator can drain a pipeline directly, and
+autoscaling does before it wants fewer. Each time its streams continue in another pipeline, with
+their KV pages or from their tokens. If there is no other pipeline, it serves them to their ends.
+Nothing here depends on what a stream carries.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _BY_HAND = "drained by hand"
 _BY_SERVE = "Serve takes it down"
+_BY_AUTOSCALING = "autoscaling wants fewer pipelines"
 
 FindPeerPipeline = Callable[[], Awaitable[PipelineReport | None]]
 """Returns another pipeline that takes requests, if there is one."""
@@ -70,6 +72,11 @@ class Draining:
         """Why no more requests are taken; empty if they are."""
         return self._reason
 
+    @property
+    def is_last(self) -> bool:
+        """Whether Serve takes the pipeline down."""
+        return self._reason == _BY_SERVE
+
     async def drain(self) -> Drained:
         """Takes no more requests and migrates the live ones.
 
@@ -80,7 +87,8 @@ class Draining:
                 f"{self._pipeline} goes on: no other pipeline takes requests; start another one "
                 "first (pipelines.min_count), or wait until it is ready"
             )
-        self._reason = self._reason or _BY_HAND
+        if self._reason != _BY_SERVE:
+            self._reason = _BY_HAND
         await self._publish_status()
         migration = await self._migrate_all()
         if self._emptying is None:
@@ -91,11 +99,24 @@ class Draining:
     async def undrain(self) -> None:
         """Takes requests again, unless Serve takes the pipeline down."""
         if self._reason == _BY_HAND:
-            self._reason = ""
-            if self._emptying is not None:
-                self._emptying.cancel()
-                self._emptying = None
+            self._take_requests()
             await self._publish_status()
+
+    def follow(self, *, must_leave: bool) -> None:
+        """Does what autoscaling wants: it drains a pipeline before the number is lowered, and lets
+        it take requests again where another one was stopped. The next heartbeat tells the
+        router."""
+        if must_leave and not self._reason:
+            self._reason = _BY_AUTOSCALING
+            self._emptying = asyncio.ensure_future(self._keep_empty())
+        elif not must_leave and self._reason == _BY_AUTOSCALING:
+            self._take_requests()
+
+    def _take_requests(self) -> None:
+        self._reason = ""
+        if self._emptying is not None:
+            self._emptying.cancel()
+            self._emptying = None
 
     async def leave(self, *, timeout_s: float) -> None:
         """Returns when no stream is live, or after `timeout_s`."""

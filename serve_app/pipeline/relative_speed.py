@@ -26,6 +26,8 @@ class SpeedOf:
         """The epoch it was measured in."""
         self.value: float | None = None
         """None before it is known, and without an exit head, when nothing is measured."""
+        self.cost: CostModel | None = None
+        """The measured costs that it follows from."""
 
     async def ask(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -37,6 +39,7 @@ class SpeedOf:
             logger.debug("speed unknown: error=%s", error)
             return
         self.value = speed_of(control.cost)
+        self.cost = None if control.cost is None else CostModel.from_json(control.cost)
 
 
 def speed_of(cost: Mapping[str, object] | None) -> float | None:

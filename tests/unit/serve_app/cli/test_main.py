@@ -14,14 +14,15 @@ from serve_app.cli import main as cli
 
 GROUPS = {
     (): (
-        *("serve", "wait", "stop", "generate", "batch", "plan", "preflight", "version"),
+        *("serve", "wait", "stop", "generate", "batch", "plan", "plan-fleet", "preflight"),
+        "version",
         *("controllers", "pipelines", "bench", "distill"),
     ),
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
         *("offline", "online", "exact", "batch", "host", "noise", "filters", "control"),
-        *("router", "rounds", "chaos", "endure", "migration"),
+        *("router", "rounds", "chaos", "endure", "migration", "autoscaling"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }

@@ -73,7 +73,9 @@ class _Router:
     def pipelines(self) -> SimpleNamespace:
         return SimpleNamespace(remote=self._listed)
 
-    async def _listed(self, app: str, known: str, wait_s: float) -> tuple[str, list[Listed]]:
+    async def _listed(
+        self, app: str, known: str, wait_s: float, *queue: object
+    ) -> tuple[str, list[Listed]]:
         del app, known, wait_s
         if self._is_silent:
             raise RayError

@@ -208,3 +208,31 @@ def test_speed_is_plain_rounds_a_second() -> None:
     cost = {"draft_step_s": 0.5, "verify_s": [0.03, 0.04], "round_s": 0.01}
     assert speed_of(cost) == pytest.approx(25.0)
     assert speed_of(None) is None
+
+
+def test_autoscaling_drains_a_pipeline_and_lets_it_take_requests_again() -> None:
+    async def story(world: World) -> None:
+        world.draining.follow(must_leave=True)
+        assert world.draining.reason == "autoscaling wants fewer pipelines"
+        async with asyncio.timeout(5.0):
+            while not world.migrated:  # noqa: ASYNC110  # the world has no event for it
+                await asyncio.sleep(0.01)
+        world.draining.follow(must_leave=False)
+        assert world.draining.reason == ""
+        world.num_live = 2
+        await asyncio.sleep(0.05)
+        assert world.num_live == 2, "they stay"
+
+    run(story)
+
+
+def test_autoscaling_does_not_undo_what_an_operator_or_serve_has_drained() -> None:
+    async def story(world: World) -> None:
+        await world.draining.drain()
+        world.draining.follow(must_leave=False)
+        assert world.draining.reason == "drained by hand"
+        await world.draining.leave(timeout_s=1.0)
+        world.draining.follow(must_leave=False)
+        assert world.draining.is_last
+
+    run(story)

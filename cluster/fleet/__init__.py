@@ -1,0 +1,1 @@
+"""Simulation of a fleet of pipelines under a load, with the policy that a service runs."""

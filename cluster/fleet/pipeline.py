@@ -1,0 +1,156 @@
+"""A pipeline of the simulation: requests that share its rounds, and a queue before them.
+
+A round of b requests takes `fixed_s + b * request_s` seconds and gives each of them
+`tokens_per_turn` tokens. Between two events every running request gains tokens at the same rate. A
+prompt is work too, in units of generated tokens: `prompt_share` for each of its tokens.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from cluster.fleet.arrivals import Arrival
+from eesd_dist.errors import ConfigError
+
+_LEFT = 1e-9
+"""Work that is left by rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Cost of a pipeline's rounds, from a measured cost model or the planner."""
+
+    fixed_s: float = 0.03
+    request_s: float = 0.001
+    tokens_per_turn: float = 2.5
+    prompt_share: float = 0.02
+    max_running: int = 32
+
+    def __post_init__(self) -> None:
+        if self.fixed_s + self.request_s <= 0.0 or self.tokens_per_turn <= 0.0:
+            raise ConfigError(
+                f"found rounds of {self.fixed_s:g} + {self.request_s:g} s a request and "
+                f"{self.tokens_per_turn:g} tokens a turn: expected positive figures"
+            )
+
+    def tokens_per_s(self, num_running: int) -> float:
+        """Returns the tokens per second of all running requests together."""
+        if num_running == 0:
+            return 0.0
+        return num_running * self.tokens_per_turn / (self.fixed_s + num_running * self.request_s)
+
+
+SPEED = Speed()
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A request in the fleet."""
+
+    arrival: Arrival
+    work: float = 0.0
+    """Prompt tokens to compute before the next token, in units of generated tokens."""
+    done: float = 0.0
+    """Tokens generated so far."""
+    first_token_s: float | None = None
+    """When its first token left."""
+    num_moves: int = 0
+    """Times that another pipeline continued it."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.done >= self.arrival.num_tokens - _LEFT
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedPipeline:
+    """Serves jobs until it is stopped; `ended` is called with each job that is over."""
+
+    name: str
+    env: simpy.Environment
+    speed: Speed
+    ended: Callable[[Job], None]
+    is_draining: bool = False
+    num_tokens: float = 0.0
+    """Generated so far, by all jobs."""
+    _running: list[Job] = field(default_factory=list)
+    _queue: list[Job] = field(default_factory=list)
+    _since_s: float = 0.0
+    """Up to when the running jobs are accounted for."""
+    _change: simpy.Event | None = None
+    """Wakes the pipeline: its jobs have changed."""
+
+    @property
+    def num_live(self) -> int:
+        return len(self._running) + len(self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def add(self, job: Job) -> None:
+        """Takes a job; its prompt and what it has so far are computed again."""
+        self._advance()
+        job.work = self.speed.prompt_share * (job.arrival.num_prompt_tokens + job.done)
+        self._queue.append(job)
+        self._wake()
+
+    def take_all(self) -> list[Job]:
+        """Returns all jobs, which continue in another pipeline."""
+        self._advance()
+        jobs = self._running + self._queue
+        self._running, self._queue = [], []
+        self._wake()
+        return jobs
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """Serves for ever, as a process of the simulation."""
+        self._since_s = self.env.now
+        while True:
+            while self._queue and len(self._running) < self.speed.max_running:
+                self._running.append(self._queue.pop(0))
+            self._change = self.env.event()
+            awaited: list[simpy.Event] = [self._change]
+            if self._running:
+                awaited.append(self.env.timeout(self._next_s()))
+            yield simpy.AnyOf(self.env, awaited)
+            self._advance()
+
+    def _wake(self) -> None:
+        if self._change is not None and not self._change.triggered:
+            self._change.succeed()
+
+    def _rate(self) -> float:
+        """Returns the tokens per second of one running job."""
+        return self.speed.tokens_per_s(len(self._running)) / len(self._running)
+
+    def _next_s(self) -> float:
+        """Returns the time to the next first token or end."""
+        least = min(_left(job) for job in self._running)
+        return max(least, 0.0) / self._rate() + 1e-6
+
+    def _advance(self) -> None:
+        elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now
+        if not self._running or elapsed_s <= 0.0:
+            return
+        gain = elapsed_s * self._rate()
+        for job in self._running:
+            computed = min(gain, job.work)
+            job.work -= computed
+            generated = min(gain - computed, job.arrival.num_tokens - job.done)
+            job.done += generated
+            self.num_tokens += generated
+            if job.first_token_s is None and job.done >= 1.0 - _LEFT:
+                job.first_token_s = self.env.now
+        over = [job for job in self._running if job.is_over]
+        self._running = [job for job in self._running if not job.is_over]
+        for job in over:
+            self.ended(job)
+
+
+def _left(job: Job) -> float:
+    """Returns the work to a job's first token, or to its end."""
+    until = 1.0 if job.first_token_s is None else float(job.arrival.num_tokens)
+    return job.work + until - job.done

@@ -1,0 +1,321 @@
+"""A service over time: arrivals, pipelines, births and deaths of nodes, and autoscaling.
+
+Discrete events by simpy. The number of pipelines is decided by the policy that a service runs
+(`eesd_dist.routing.fleet`), from the same figures. Each pipeline has a node: it takes `birth_s` to
+get one and `load_s` to load, and a spot node dies after an exponential time. Jobs of a dead node
+wait for another pipeline, and are computed again from their tokens.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any
+
+import simpy
+
+from cluster.fleet.arrivals import Arrival
+from cluster.fleet.outcome import Change, Outcome
+from cluster.fleet.pipeline import SPEED, Job, SimulatedPipeline, Speed
+from eesd_dist.routing.activity import Activity
+from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.routing.fleet.departure import Fleet
+from eesd_dist.routing.fleet.size import FleetTargets
+
+_WINDOW_S = 10.0
+"""Over which tokens per second are measured."""
+_FIRST_TOKEN_WINDOW_S = 30.0
+_PERCENTILE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSetting:
+    """What is simulated, apart from the load."""
+
+    targets: FleetTargets
+    speed: Speed = SPEED
+    initial: int = 1
+    """Pipelines that serve at the beginning."""
+    birth_s: float = 120.0
+    """From asking for a node to the node."""
+    load_s: float = 180.0
+    """From the node to a pipeline that serves."""
+    node_idle_s: float = 60.0
+    """From the end of a pipeline to the end of its node."""
+    mean_life_s: float | None = None
+    """Mean life of a spot node; None: nodes do not die."""
+    max_waiting: int = 256
+    """Requests that may wait while no pipeline serves; the next one is refused."""
+    look_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoad:
+    """Clients that each start their next request when the one before is over, as a benchmark's."""
+
+    steps: Sequence[tuple[float, int]]
+    """From when on there are how many clients, in the order of time."""
+    lengths: Sequence[int]
+    """Tokens of the answers, in turns."""
+    num_prompt_tokens: int
+    ends_s: float
+    """When the last clients end their texts, and the run is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clients:
+    """The clients of a closed load."""
+
+    load: ClosedLoad
+    wanted: int = 0
+    _number: int = 0
+
+    def next(self, *, now_s: float) -> Arrival:
+        """Returns the next request."""
+        lengths = self.load.lengths
+        self._number += 1
+        return Arrival(
+            at_s=now_s,
+            num_prompt_tokens=self.load.num_prompt_tokens,
+            num_tokens=lengths[(self._number - 1) % len(lengths)],
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Node:
+    """A pipeline of the service, with or without its node so far."""
+
+    born_s: float | None = None
+    """When its node came; None before that."""
+    pipeline: SimulatedPipeline | None = None
+    """None until it serves."""
+    processes: list[simpy.Process] = field(default_factory=list)
+    is_gone: bool = False
+
+
+class FleetSimulation:
+    """One run."""
+
+    def __init__(
+        self, setting: FleetSetting, load: Iterable[Arrival] | ClosedLoad, *, seed: int
+    ) -> None:
+        self._clients: _Clients | None = None
+        self._setting = setting
+        self._load = load
+        self._rng = Random(seed)
+        self._env = simpy.Environment()
+        self._fleet = Fleet(setting.targets, count=setting.initial, now_s=0.0)
+        self._names = count()
+        self._nodes: list[_Node] = []
+        self._waiting: list[Job] = []
+        self._num_live = 0
+        self._is_load_over = False
+        self._first_tokens: list[tuple[float, float]] = []
+        self._rates: dict[str, list[tuple[float, float]]] = {}
+        """By pipeline: when, and how many tokens it had generated."""
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Runs until every request of the load is over; returns what was seen."""
+        for _ in range(self._setting.initial):
+            self._add(is_ready=True)
+        load = self._load
+        arriving = self._keep_clients(load) if isinstance(load, ClosedLoad) else self._arrive(load)
+        self._env.process(arriving)
+        looking = self._env.process(self._look())
+        self._env.run(until=looking)
+        for node in self._nodes:
+            self._release(node)
+        self.outcome.lasted_s = self._env.now
+        return self.outcome
+
+    def _arrive(self, load: Iterable[Arrival]) -> Generator[simpy.Event, Any, None]:
+        for arrival in load:
+            yield self._env.timeout(max(arrival.at_s - self._env.now, 0.0))
+            self._take(arrival)
+        self._is_load_over = True
+
+    def _keep_clients(self, load: ClosedLoad) -> Generator[simpy.Event, Any, None]:
+        self._clients = clients = _Clients(load=load)
+        for at_s, number in (*load.steps, (load.ends_s, 0)):
+            yield self._env.timeout(max(at_s - self._env.now, 0.0))
+            clients.wanted = number
+            while self._num_live < number:
+                self._take(clients.next(now_s=self._env.now))
+        self._is_load_over = True
+
+    def _take(self, arrival: Arrival) -> None:
+        """Takes a request, or refuses it where too many wait already."""
+        self.outcome.num_arrived += 1
+        if not self._serving() and len(self._waiting) >= self._setting.max_waiting:
+            self.outcome.num_refused += 1
+            return
+        self._account()
+        self._num_live += 1
+        self._send(Job(arrival=arrival))
+
+    def _send(self, job: Job) -> None:
+        """Gives a job to the least loaded pipeline that takes requests; without one it waits."""
+        serving = self._serving()
+        if serving:
+            min(serving, key=lambda each: (each.num_live, each.name)).add(job)
+        else:
+            self._waiting.append(job)
+
+    def _serving(self) -> list[SimulatedPipeline]:
+        return [
+            node.pipeline
+            for node in self._nodes
+            if node.pipeline is not None and not node.pipeline.is_draining
+        ]
+
+    def _ended(self, job: Job) -> None:
+        self._account()
+        self._num_live -= 1
+        assert job.first_token_s is not None
+        first_s = job.first_token_s - job.arrival.at_s
+        self._first_tokens.append((self._env.now, first_s))
+        self.outcome.first_token_s.append(first_s)
+        self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
+        self.outcome.num_moves += job.num_moves
+        if self._clients is not None and self._num_live < self._clients.wanted:
+            self._take(self._clients.next(now_s=self._env.now))
+
+    def _account(self) -> None:
+        self.outcome.note_live(self._num_live, now_s=self._env.now)
+
+    def _look(self) -> Generator[simpy.Event, Any, None]:
+        while not (self._is_load_over and self._num_live == 0):
+            yield self._env.timeout(self._setting.look_s)
+            self._decide()
+
+    def _decide(self) -> None:
+        was, present = self._fleet.state.decision, len(self._nodes)
+        wanted = self._fleet.look(
+            [self._report(node.pipeline) for node in self._nodes if node.pipeline is not None],
+            targets=self._setting.targets,
+            num_waiting=len(self._waiting),
+            count=present,
+            now_s=self._env.now,
+        )
+        decision = self._fleet.state.decision
+        if decision != was:
+            change = Change(at_s=self._env.now, was=was.wanted, wanted=decision.wanted)
+            self.outcome.changes.append(change)
+        for _ in range(wanted - present):
+            self._add(is_ready=False)
+        for _ in range(present - wanted):
+            self._stop_newest()
+        self._drain()
+
+    def _drain(self) -> None:
+        for node in self._nodes:
+            if node.pipeline is not None:
+                node.pipeline.is_draining = node.pipeline.name == self._fleet.leaving
+        for node in self._nodes:
+            if node.pipeline is not None and node.pipeline.is_draining and self._serving():
+                self._move(node.pipeline.take_all())
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self._send(job)
+
+    def _move(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.num_moves += 1
+            self._send(job)
+
+    def _report(self, pipeline: SimulatedPipeline) -> PipelineReport:
+        target = max(round(self._setting.targets.live_requests), 1)
+        most = self._setting.speed.tokens_per_s(min(target, self._setting.speed.max_running))
+        return PipelineReport(
+            pipeline_id=PipelineId(pipeline.name),
+            leader=pipeline.name,
+            address=None,
+            num_running=pipeline.num_live,
+            draining=pipeline.is_draining,
+            activity=Activity(
+                num_waiting=pipeline.num_waiting,
+                tokens_per_s=self._tokens_per_s(pipeline),
+                first_token_s=self._late_first_token_s(),
+            ),
+            max_tokens_per_s=most,
+        )
+
+    def _tokens_per_s(self, pipeline: SimulatedPipeline) -> float:
+        seen = self._rates.setdefault(pipeline.name, [])
+        seen.append((self._env.now, pipeline.num_tokens))
+        while seen[0][0] < self._env.now - _WINDOW_S:
+            seen.pop(0)
+        return (seen[-1][1] - seen[0][1]) / _WINDOW_S
+
+    def _late_first_token_s(self) -> float | None:
+        oldest_s = self._env.now - _FIRST_TOKEN_WINDOW_S
+        self._first_tokens = [each for each in self._first_tokens if each[0] >= oldest_s]
+        ordered = sorted(first_s for _, first_s in self._first_tokens)
+        return ordered[int(_PERCENTILE * (len(ordered) - 1))] if ordered else None
+
+    def _add(self, *, is_ready: bool) -> None:
+        node = _Node()
+        self._nodes.append(node)
+        node.processes.append(self._env.process(self._live(node, is_ready=is_ready)))
+
+    def _live(self, node: _Node, *, is_ready: bool) -> Generator[simpy.Event, Any, None]:
+        """Runs a pipeline from asking for its node to its end; a death begins it again."""
+        try:
+            while True:
+                if not is_ready:
+                    yield self._env.timeout(self._setting.birth_s)
+                node.born_s = self._env.now
+                if not is_ready:
+                    yield self._env.timeout(self._setting.load_s)
+                is_ready = False
+                pipeline = self._serve(node)
+                yield self._env.timeout(self._life_s())
+                self._die(node, pipeline)
+        except simpy.Interrupt:
+            return
+
+    def _life_s(self) -> float:
+        mean_s = self._setting.mean_life_s
+        return float("inf") if mean_s is None else self._rng.expovariate(1.0 / mean_s)
+
+    def _serve(self, node: _Node) -> SimulatedPipeline:
+        self.outcome.ready_s.append(self._env.now)
+        pipeline = SimulatedPipeline(
+            name=f"pipeline-{next(self._names)}",
+            env=self._env,
+            speed=self._setting.speed,
+            ended=self._ended,
+        )
+        node.pipeline = pipeline
+        self._env.process(pipeline.run())
+        self._send_waiting()
+        return pipeline
+
+    def _die(self, node: _Node, pipeline: SimulatedPipeline) -> None:
+        self.outcome.num_deaths += 1
+        self._release(node, idle_s=0.0)
+        node.pipeline = None
+        self._move(pipeline.take_all())
+
+    def _stop_newest(self) -> None:
+        """Ends a pipeline as Serve would: one that does not serve yet, or else the newest."""
+        idle = [node for node in self._nodes if node.pipeline is None]
+        node = (idle or self._nodes)[-1]
+        self._nodes.remove(node)
+        node.is_gone = True
+        self._release(node)
+        for process in node.processes:
+            process.interrupt()
+        if node.pipeline is not None:
+            self._move(node.pipeline.take_all())
+
+    def _release(self, node: _Node, *, idle_s: float | None = None) -> None:
+        """Ends a node: its hours count from its birth, the time without work at the end too."""
+        if node.born_s is not None:
+            idle_s = self._setting.node_idle_s if idle_s is None else idle_s
+            self.outcome.node_s += self._env.now + idle_s - node.born_s
+            node.born_s = None

@@ -1,0 +1,1 @@
+"""`eesd bench autoscaling`: pipelines and nodes that follow a load."""

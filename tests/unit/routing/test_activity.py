@@ -1,0 +1,72 @@
+"""What an engine did in the last seconds, and its measured capacity."""
+
+import pytest
+
+from eesd_dist.control.cost import CostModel
+from eesd_dist.routing.activity import Activity, activity_of, max_tokens_per_s
+from eesd_dist.routing.ingress_queues import IngressQueues
+from eesd_dist.types import RoundStats
+
+
+def round_of(at_s: float, *, requests: int, emitted: int, drafted: int, prefill: int = 0):  # type: ignore[no-untyped-def]
+    return RoundStats(
+        round_id=1,
+        microbatch=0,
+        num_requests=requests,
+        num_rows=requests,
+        num_prefill_rows=prefill,
+        num_drafted=drafted,
+        num_accepted=0,
+        num_emitted=emitted,
+        plan_s=0.0,
+        draft_s=0.0,
+        transfer_s=0.0,
+        verify_s=0.0,
+        commit_s=0.0,
+        started_unix_s=at_s,
+    )
+
+
+def test_only_rounds_of_the_last_ten_seconds_count() -> None:
+    rounds = [
+        round_of(99.0, requests=2, emitted=6, drafted=8),
+        round_of(95.0, requests=4, emitted=4, drafted=0, prefill=100),
+        round_of(89.0, requests=9, emitted=90, drafted=9),
+    ]
+    activity = activity_of(
+        rounds, now_unix_s=100.0, num_waiting=3, kv_use=0.25, first_tokens_s=[0.1] * 9 + [5.0]
+    )
+    assert activity == Activity(
+        num_waiting=3,
+        kv_use=0.25,
+        tokens_per_s=1.0,
+        tokens_per_turn=3.0,
+        draft_length=4.0,
+        first_token_s=0.1,
+    )
+
+
+def test_an_idle_engine_has_no_first_token_and_gains_one_token_a_round() -> None:
+    activity = activity_of([], now_unix_s=1.0, num_waiting=0, kv_use=0.0, first_tokens_s=[])
+    assert (activity.tokens_per_s, activity.tokens_per_turn) == (0.0, 1.0)
+    assert activity.first_token_s is None
+
+
+def test_the_capacity_is_that_of_a_round_at_the_target_of_live_requests() -> None:
+    cost = CostModel(
+        draft_step_s=0.01, verify_s=(0.1,), verify_rows_s=((20, 0.2),), draft_rows_s=((4, 0.02),)
+    )
+    activity = Activity(tokens_per_turn=3.0, draft_length=4.0)
+    round_s = cost.batch_seconds([4] * 4)
+    assert max_tokens_per_s(cost, activity, num_live=4) == pytest.approx(4 * 3.0 / round_s)
+    assert max_tokens_per_s(None, activity, num_live=4) is None
+
+
+def test_the_queue_of_a_silent_ingress_does_not_count() -> None:
+    queues = IngressQueues(expiry_s=5.0)
+    queues.note("eesd", "one", 3, now_s=0.0)
+    queues.note("eesd", "two", 4, now_s=2.0)
+    queues.note("other", "one", 9, now_s=2.0)
+    assert queues.num_waiting("eesd", now_s=3.0) == 7
+    queues.note("eesd", "two", 1, now_s=6.0)
+    assert queues.num_waiting("eesd", now_s=6.0) == 1
