@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 
 from cluster.planning.shapes import Load, ModelShape, Split
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
+from eesd_dist.model.rank_memory import NUM_READERS, activation_bytes, num_read_ahead
+
+USUAL_SHARE = 0.9
+"""Of a GPU's memory that a rank uses: the default of `cache.gpu_memory_utilization`."""
+ROWS_OF_PREFILL = 512
+"""The default of `scheduler.token_budget`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +23,27 @@ class RankMemory:
     """And the tables of rotations."""
     kv_bytes: int
     """Of all requests at their full context."""
+    activation_bytes: int
+    """Of the largest round: the rows of a prefill, or of all drafts."""
     loading_bytes: int
     """Peak while loading, in host memory on a CPU: the weights, the current piece, those read
     ahead, the pages they are read from, and the largest matrix in float32."""
 
+    @property
+    def serving_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes
+
+    def fits(self, memory_bytes: float | None) -> bool:
+        """Returns whether it fits a rank's memory; None: of any size."""
+        return memory_bytes is None or self.serving_bytes <= memory_bytes
+
 
 def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, RankMemory]:
-    """Returns the memory of a draft rank and a verify rank, without activations and libraries.
+    """Returns the memory of a draft rank and a verify rank, without libraries.
 
     Matrices are sharded over the ranks of a stage; the embedding is replicated on each draft rank.
     """
-    head = shape.hidden_size * shape.vocab_size
+    head = shape.head_weights
     draft_head = shape.hidden_size * (split.draft_vocab_size or shape.vocab_size)
     return (
         _rank_memory(
@@ -54,6 +69,34 @@ def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemor
     )
 
 
+def memory_of_plain(shape: ModelShape, *, num_ranks: int, load: Load) -> RankMemory:
+    """Returns the memory of a rank that decodes plainly, with all layers."""
+    return _rank_memory(
+        shape,
+        replace(load, max_draft_tokens=0),
+        stage="plain",
+        ranks=num_ranks,
+        num_layers=shape.num_layers,
+        num_tables=1,
+        shared=shape.head_weights,
+        whole=shape.head_weights,
+    )
+
+
+def require_memory(memories: Sequence[RankMemory], memory_bytes: float | None) -> None:
+    """Raises ConfigError for a rank that does not fit."""
+    for row in memories:
+        if not row.fits(memory_bytes):
+            assert memory_bytes is not None
+            raise ConfigError(
+                f"a {row.stage} rank of {row.num_ranks} needs {row.serving_bytes / 1e9:.1f} GB "
+                f"({row.weights_bytes / 1e9:.1f} weights, {row.kv_bytes / 1e9:.1f} KV, "
+                f"{row.activation_bytes / 1e9:.1f} activations), expected at most "
+                f"{memory_bytes / 1e9:.1f} GB: raise --draft-tp or --verify-tp, lower --requests "
+                "or --context, or choose a GPU with more memory"
+            )
+
+
 def with_fallbacks(
     memories: tuple[RankMemory, RankMemory], shape: ModelShape, *, split: Split, load: Load
 ) -> tuple[RankMemory, ...]:
@@ -75,13 +118,14 @@ def with_fallbacks(
         num_layers=split.exit_layer,
         num_tables=1,
         shared=0,
-        whole=shape.hidden_size * shape.vocab_size,
+        whole=shape.head_weights,
     )
     both = RankMemory(
         stage="verify with fallback",
         num_ranks=fallback.num_ranks,
         weights_bytes=verify.weights_bytes + fallback.weights_bytes,
         kv_bytes=verify.kv_bytes + fallback.kv_bytes,
+        activation_bytes=verify.activation_bytes,
         loading_bytes=max(verify.loading_bytes, verify.weights_bytes + fallback.loading_bytes),
     )
     without = replace(verify, num_ranks=verify.num_ranks - both.num_ranks)
@@ -105,6 +149,7 @@ def _rank_memory(
     matrices_bytes = (num_layers * layer_weights + shared // ranks + whole) * wide
     weights_bytes = matrices_bytes + num_tables * shape.table_bytes
     num_tokens = load.num_requests * load.context_tokens
+    num_rows = load.num_requests * (load.max_draft_tokens + 1)
     piece_bytes = max(layer_weights, shared // ranks, whole) * wide
     num_ahead = num_read_ahead([piece_bytes] * NUM_READERS)
     matrix = max(2 * shape.hidden_size * shape.intermediate_size, shared) // ranks
@@ -113,6 +158,15 @@ def _rank_memory(
         num_ranks=ranks,
         weights_bytes=weights_bytes,
         kv_bytes=num_layers * num_tokens * shape.kv_bytes_per_token_of(ranks),
+        activation_bytes=activation_bytes(
+            num_rows=max(num_rows, ROWS_OF_PREFILL),
+            num_sampled=num_rows,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            vocab_size=shape.vocab_size,
+            num_ranks=ranks,
+            bytes_per_value=shape.bytes_per_activation,
+        ),
         loading_bytes=weights_bytes + (1 + 2 * num_ahead) * piece_bytes + 4 * matrix,
     )
 
@@ -121,11 +175,11 @@ def render_memory(memories: Sequence[RankMemory]) -> str:
     """Returns one line for each stage."""
     width = max(len("verify"), *(len(row.stage) for row in memories))
     header = "memory of one rank".ljust(width + len(",   8 ranks"))
-    lines = [f"{header}   weights GB      KV GB  peak while loading GB"]
+    lines = [f"{header}   weights GB      KV GB  activations GB  peak while loading GB"]
     lines += [
         f"{row.stage:>{width}}, {row.num_ranks:>3} rank{'s' if row.num_ranks > 1 else ' '}   "
         f"{row.weights_bytes / 1e9:>10.2f}{row.kv_bytes / 1e9:>11.2f}"
-        f"{row.loading_bytes / 1e9:>23.2f}"
+        f"{row.activation_bytes / 1e9:>16.2f}{row.loading_bytes / 1e9:>23.2f}"
         for row in memories
     ]
     return "\n".join(lines)

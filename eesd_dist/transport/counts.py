@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from eesd_dist.types import NO_TRAFFIC, Traffic
 
+WHOLE_BYTES = 256 * 1024
+"""Largest tensor that is summed by one exchange of all data; of a larger one each rank sums one
+share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCounts:
@@ -61,3 +65,10 @@ def _added(parts: Sequence[Traffic]) -> Traffic:
         received_bytes=sum(part.received_bytes for part in parts),
         wait_s=sum(part.wait_s for part in parts),
     )
+
+
+def bytes_of_sum(size_bytes: int, *, size: int) -> int:
+    """Returns the bytes that each rank sends, and receives, for a sum of a tensor of this size."""
+    if size_bytes <= WHOLE_BYTES:
+        return size_bytes * (size - 1)
+    return 2 * size_bytes * (size - 1) // size

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.transport.counts import GroupCounts, Tally
+from eesd_dist.transport.counts import WHOLE_BYTES, GroupCounts, Tally, bytes_of_sum
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.rank_sums import WHOLE_BYTES, bytes_of_sum, sum_in_rank_order
+from eesd_dist.transport.rank_sums import sum_in_rank_order
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-WHOLE_BYTES = 256 * 1024
-"""Up to this size every rank gets all data from every other; above it each rank sums one share."""
+from eesd_dist.transport.counts import WHOLE_BYTES
 
 
 class Exchange(Protocol):
@@ -55,10 +54,3 @@ def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
     padded_N = functional.pad(flat_N, (0, width * size - flat_N.numel()))
     share_W = sum_in_rank_order(exchange.swapped(padded_N.view(size, width)).unbind())
     return exchange.gathered(share_W).view(-1).narrow(0, 0, flat_N.numel()).view(x.shape)
-
-
-def bytes_of_sum(size_bytes: int, *, size: int) -> int:
-    """Returns the bytes that each rank sends, and receives, for a sum of a tensor of this size."""
-    if size_bytes <= WHOLE_BYTES:
-        return size_bytes * (size - 1)
-    return 2 * size_bytes * (size - 1) // size

@@ -53,7 +53,7 @@ app = group("eesd")
 add_callback(app, eesd)
 for _command in (serve, wait, stop, generate, batch):
     add_command(app, _command)
-add_module(app, "plan", PlanOptions, "cluster.planning.planner")
+add_module(app, "plan", PlanOptions, "cluster.planning.command")
 add_module(app, "plan-fleet", FleetOptions, "cluster.fleet.command")
 add_module(app, "preflight", PreflightOptions, "cluster.preflight.command")
 add_command(app, version)

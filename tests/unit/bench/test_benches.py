@@ -156,3 +156,21 @@ def test_noise_is_surveyed_and_its_figures_are_printed(capsys: pytest.CaptureFix
         "lag": 2048,
     }
     assert "wins at 0.2" in report["surveys"]["xor"]["statistics"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["costs", "--batches", "0"], "at least 1 request"),
+        (["costs", "--lengths", "-1"], "drafts of -1 tokens"),
+        (["costs", "--verify-tp", "3"], "choose one of"),
+        (["costs", "--repeats", "0"], "repeats is 0"),
+        (["plan", "--verify-tp", "0"], "at least"),
+        (["plan", "--max-tokens", "0"], "max_tokens is 0"),
+    ],
+)
+def test_costs_that_cannot_be_measured_are_refused_before_a_rank_starts(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.transport.rank_sums import WHOLE_BYTES, bytes_of_sum, sum_over_ranks
+from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
+from eesd_dist.transport.rank_sums import sum_over_ranks
 from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
 
 

@@ -21,8 +21,8 @@ GROUPS = {
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
     ("pipelines",): ("list", "drain", "undrain"),
     ("bench",): (
-        *("offline", "online", "exact", "batch", "host", "noise", "filters", "control"),
-        *("router", "rounds", "chaos", "endure", "migration", "autoscaling"),
+        *("offline", "online", "exact", "batch", "host", "costs", "plan", "noise", "filters"),
+        *("control", "router", "rounds", "chaos", "endure", "migration", "autoscaling"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }

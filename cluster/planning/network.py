@@ -1,0 +1,79 @@
+"""Time of messages and sums between ranks, from a link's figures or from measured times.
+
+Ranks of a group are placed node by node: a group of more ranks than a node has GPUs crosses nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.link_figures import CollectiveFigures, Operation, Scope
+from cluster.planning.presets import COLLECTIVE_S, LINKS, Link
+from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Links inside a node and between nodes."""
+
+    intra: Link = LINKS["nvlink"]
+    inter: Link = LINKS["infiniband"]
+    gpus_per_node: int = 8
+    collective_s: float = COLLECTIVE_S
+    measured: tuple[CollectiveFigures, ...] = ()
+    """Take precedence over the links' figures."""
+
+    def sum_s(self, size_bytes: int, num_ranks: int) -> float:
+        """Returns the seconds of one all-reduce of a tensor of this size."""
+        if num_ranks == 1:
+            return 0.0
+        found = self._nearest("all_reduce", num_ranks)
+        if found is None:
+            return self._computed_sum_s(size_bytes, num_ranks)
+        measured_s = interpolated(found.times, size_bytes)
+        if found.num_ranks == num_ranks:
+            return measured_s
+        ratio = self._computed_sum_s(size_bytes, num_ranks)
+        return measured_s * ratio / self._computed_sum_s(size_bytes, found.num_ranks)
+
+    def message_s(self, size_bytes: int, *, crosses: bool) -> float:
+        """Returns the seconds of one message between two ranks, one way."""
+        found = self._nearest("sendrecv", self.gpus_per_node + 1 if crosses else 2)
+        if found is not None:
+            return interpolated(found.times, size_bytes)
+        link = self.inter if crosses else self.intra
+        return link.hop_s + size_bytes / link.bytes_per_s
+
+    def _nearest(self, operation: Operation, num_ranks: int) -> CollectiveFigures | None:
+        """Returns the figures of the operation in the same scope with the closest rank count."""
+        scope: Scope = "nodes" if num_ranks > self.gpus_per_node else "node"
+        fitting = [
+            each
+            for each in self.measured
+            if each.operation == operation and each.scope == scope and each.times
+        ]
+        return min(fitting, key=lambda each: abs(each.num_ranks - num_ranks), default=None)
+
+    def _computed_sum_s(self, size_bytes: int, num_ranks: int) -> float:
+        """A ring that gathers what the ranks add, as `numerics: invariant` needs; for a large
+        tensor twice, with shares."""
+        per_node = min(num_ranks, self.gpus_per_node)
+        num_nodes = -(-num_ranks // per_node)
+        hops_s = (num_ranks - num_nodes) * self.intra.hop_s + (num_nodes - 1) * self.inter.hop_s
+        moved = bytes_of_sum(size_bytes, size=num_ranks)
+        bytes_s = moved / self.intra.bytes_per_s
+        if num_nodes > 1:
+            crossing = moved * (num_ranks - per_node) / (num_ranks - 1)
+            sharing = per_node if self.inter.is_of_node else 1
+            bytes_s = max(bytes_s, crossing * sharing / self.inter.bytes_per_s)
+        num_exchanges = 1 if size_bytes <= WHOLE_BYTES else 2
+        return num_exchanges * (self.collective_s + hops_s) + bytes_s
+
+
+def interpolated(times: Sequence[tuple[int, float]], size_bytes: int) -> float:
+    """Returns the seconds at this size: linear between two sizes, along the last slope beyond the
+    largest, and the first time below the smallest. Never less than for a smaller size."""
+    if size_bytes <= times[0][0] or len(times) == 1:
+        return times[0][1]
+    right = next((i for i, (size, _) in enumerate(times) if size >= size_bytes), len(times) - 1)
+    (low, low_s), (high, high_s) = times[max(right, 1) - 1], times[max(right, 1)]
+    return low_s + max(high_s - low_s, 0.0) * (size_bytes - low) / (high - low)

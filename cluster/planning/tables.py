@@ -1,0 +1,135 @@
+"""The tables of docs/planning.md: known models on one to four nodes, over three kinds of links.
+
+    python -m cluster.planning.tables      # prints them, in Markdown
+
+A test compares the page with this output.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from cluster.planning.machine import Arithmetic, Machine
+from cluster.planning.memory import USUAL_SHARE
+from cluster.planning.network import Network
+from cluster.planning.planner import Plan
+from cluster.planning.presets import GPUS, LINKS, USUAL_EFFICIENCY, LinkName, ShapeName
+from cluster.planning.search import Heads, search
+from cluster.planning.shapes import AcceptanceAt, Load, named_shape
+
+MODELS: tuple[ShapeName, ...] = ("llama-2-13b", "codellama-34b", "llama-3-70b")
+BETWEEN_NODES: tuple[LinkName, ...] = ("infiniband", "infiniband-hdr", "ethernet-25")
+LOADS = (1, 64)
+CONTEXT = 2048
+GPUS_PER_NODE = 8
+ACCEPTANCES = (
+    AcceptanceAt(exit_layer=1, acceptance=0.6),
+    AcceptanceAt(exit_layer=4, acceptance=0.7),
+    AcceptanceAt(exit_layer=16, acceptance=0.8),
+)
+"""Assumed: deeper heads guess better. Measure those of your heads."""
+
+
+LIMIT_LOADS = (1, 64, 512)
+LIMIT_CONTEXT = 512
+LIMIT_ACCEPTANCES = (0.3, 0.4, 0.5)
+"""At every exit layer: heads that guess badly, or text that they were not trained on."""
+
+
+def tables() -> str:
+    """Returns one table for each load, and one of where speculation stops paying."""
+    return "\n\n".join([*(_table(num_requests) for num_requests in LOADS), _limits()])
+
+
+def _limits() -> str:
+    columns = [f"acceptance {acceptance}" for acceptance in LIMIT_ACCEPTANCES]
+    lines = [
+        f"One node, contexts of {LIMIT_CONTEXT} tokens, a low acceptance at every exit layer:",
+        "",
+        f"| model | requests | best plain decoding | {' | '.join(columns)} |",
+        f"|---|---|---|{'---|' * len(columns)}",
+        *(row for model in MODELS for row in limit_rows_of(model)),
+    ]
+    return "\n".join(lines)
+
+
+def limit_rows_of(model: ShapeName) -> Iterator[str]:
+    """Yields the rows of one model in the table of where speculation stops paying."""
+    for num_requests in LIMIT_LOADS:
+        plans = [
+            _best(
+                model,
+                1,
+                BETWEEN_NODES[0],
+                Load(
+                    num_requests=num_requests, context_tokens=LIMIT_CONTEXT, acceptance=acceptance
+                ),
+                acceptance_at=(),
+            )
+            for acceptance in LIMIT_ACCEPTANCES
+        ]
+        ratios = " | ".join(_ratio(plan) for plan in plans)
+        yield f"| {model} | {num_requests} | {plans[0].plain[0].name} | {ratios} |"
+
+
+def _table(num_requests: int) -> str:
+    title = f"{num_requests} request{'s' if num_requests > 1 else ''} at once:"
+    header = (
+        "| model | nodes | between nodes | best plain decoding | tokens/s | best speculation "
+        "| tokens/s | over plain |\n|---|---|---|---|---|---|---|---|"
+    )
+    rows = [row for model in MODELS for row in rows_of(model, num_requests)]
+    return "\n".join([title, "", header, *rows])
+
+
+def rows_of(model: ShapeName, num_requests: int) -> Iterator[str]:
+    """Yields the rows of one model in the table of one load."""
+    for nodes in range(1, 5):
+        for link in BETWEEN_NODES if nodes > 1 else BETWEEN_NODES[:1]:
+            load = Load(num_requests=num_requests, context_tokens=CONTEXT)
+            best = _best(model, nodes, link, load, acceptance_at=ACCEPTANCES)
+            between = link if nodes > 1 else ""
+            yield (
+                f"| {model} | {nodes} | {between} | {best.plain[0].name} "
+                f"| {best.plain_tokens_per_s:,.0f} | {_name(best)} "
+                f"| {best.tokens_per_s:,.0f} | {_ratio(best)} |"
+            )
+
+
+def _best(
+    model: ShapeName,
+    nodes: int,
+    link: LinkName,
+    load: Load,
+    *,
+    acceptance_at: tuple[AcceptanceAt, ...],
+) -> Plan:
+    shape, gpu = named_shape(model), GPUS["h100"]
+    machine = Machine(
+        arithmetic=Arithmetic(
+            memory_bytes_per_s=gpu.memory_bytes_per_s,
+            flops_per_s=gpu.flops_per_s,
+            efficiency=USUAL_EFFICIENCY,
+        ),
+        network=Network(inter=LINKS[link], gpus_per_node=GPUS_PER_NODE),
+        memory_bytes=USUAL_SHARE * gpu.memory_bytes,
+    )
+    heads = Heads(acceptance_at=acceptance_at, draft_vocab_size=shape.vocab_size // 4)
+    return search(shape, machine=machine, load=load, num_gpus=nodes * GPUS_PER_NODE, heads=heads)[0]
+
+
+def _name(plan: Plan) -> str:
+    split = plan.split
+    vocabulary = "" if split.draft_vocab_size is None else ", truncated"
+    return (
+        f"{plan.num_pipelines} x (N {split.exit_layer}, draft TP "
+        f"{split.draft_tensor_parallel_size}, verify TP {split.verify_tensor_parallel_size}, "
+        f"K {plan.best.num_draft_tokens}{vocabulary})"
+    )
+
+
+def _ratio(plan: Plan) -> str:
+    return f"{plan.speedup:.2f}" if plan.pays else "does not pay"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables() + "\n")

@@ -1,0 +1,95 @@
+"""Times the attention of one layer by requests, rows and context.
+
+Like a product it is shared by tensor-parallel ranks: each has a part of the heads.
+"""
+
+import statistics
+import time
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from eesd_dist.bench.costs.form import AttentionCost
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import layout_of
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.kernels import LinearPacker
+from eesd_dist.page_table import PageTable
+
+REQUESTS = (1, 8)
+ROWS_EACH = (1, 3, 9)
+CONTEXTS = (64, 256)
+_LAYERS = 8
+"""Layers with pages of their own that are timed in turn: a single one would stay in the caches."""
+_REPEATS = 30
+
+
+@torch.inference_mode()
+def measure_attention(config: EngineConfig) -> list[AttentionCost]:
+    """Times all heads of a layer, in this process."""
+    layout = layout_of(config)
+    spec, page_size = layout.spec, config.cache.page_size
+    pages_each = -(-(max(CONTEXTS) + max(ROWS_EACH)) // page_size)
+    packer = LinearPacker(dtype=layout.dtype, numerics=config.model.numerics, device=layout.device)
+    layers = [
+        LayerPages(
+            num_pages=pages_each * max(REQUESTS),
+            page_size=page_size,
+            num_kv_heads=spec.num_kv_heads,
+            queries_per_kv=spec.num_heads // spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=packer.compute_dtype,
+            device=layout.device,
+            scores=spec.traits.scores,
+        )
+        for _ in range(_LAYERS)
+    ]
+    found = []
+    for requests, rows_each, context in product(REQUESTS, ROWS_EACH, CONTEXTS):
+        rows = RowPlan.build(
+            [
+                RowSegment(
+                    start=context,
+                    num_rows=rows_each,
+                    pages=PageTable(range(at * pages_each, (at + 1) * pages_each)),
+                )
+                for at in range(requests)
+            ],
+            page_size=page_size,
+            device=layout.device,
+            numerics=config.model.numerics,
+        )
+        num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        heads_THE = torch.randn(rows.num_padded, num_heads, spec.head_dim, device=layout.device).to(
+            packer.compute_dtype
+        )
+        found.append(
+            AttentionCost(
+                num_heads=spec.num_heads,
+                num_requests=requests,
+                rows_each=rows_each,
+                context_tokens=context,
+                seconds=round(_seconds_of(layers, rows, heads_THE), 9),
+            )
+        )
+    return found
+
+
+def _seconds_of(layers: list[LayerPages], rows: RowPlan, heads_THE: Tensor) -> float:
+    """Returns the lower quartile of one layer."""
+    times = []
+    for _ in range(_REPEATS):
+        _settle(heads_THE)
+        started = time.perf_counter()
+        for layer in layers:
+            layer.attend(rows, heads_THE)
+        _settle(heads_THE)
+        times.append((time.perf_counter() - started) / len(layers))
+    return statistics.quantiles(times, n=4, method="inclusive")[0]
+
+
+def _settle(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,73 @@
+"""Costs measured over real processes: what is written can be read and planned with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eesd_dist.bench.costs.form import read_costs
+from eesd_dist.bench.costs.measure import (
+    RoundSetting,
+    engine_config,
+    measure_rounds,
+    round_costs,
+    survival_of,
+)
+from eesd_dist.bench.costs.rounds import RoundTimes
+from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.control.cost import NOMINAL_COST
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.text.prompts import load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
+from serve_app.cli.main import main
+
+BATCHES, LENGTHS, TOKENS = (1, 2), (0, 2), 20
+SETTINGS = [
+    RoundSetting(verify_tp=1, num_requests=batch, num_draft_tokens=length)
+    for batch in BATCHES
+    for length in LENGTHS
+]
+
+
+def _rounds_of_one_process() -> dict[RoundSetting, RoundTimes]:
+    prompts = load_prompts(Tokenizer.load(BUNDLED_MODEL), SHIPPED_PROMPTS, limit=2)
+    longest = TOKENS + max(len(prompt.tokens) for prompt in prompts)
+    config = engine_config(BUNDLED_MODEL, None, settings=SETTINGS, verify_tp=1, longest=longest)
+    engine = build_local_engine(config, cost=NOMINAL_COST)
+    times: dict[RoundSetting, RoundTimes] = {}
+    measure_rounds({1: engine}, prompts, SETTINGS, max_tokens=TOKENS, times=times)
+    return times
+
+
+def test_two_ranks_make_the_rounds_of_one_process_and_their_costs_are_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "costs", "--json", "--verify-tp", "2", "--repeats", "1"]
+    words += ["--batches", *map(str, BATCHES), "--lengths", *map(str, LENGTHS)]
+    words += ["--num-prompts", "2", "--max-tokens", str(TOKENS)]
+    assert main(words) == 0
+    file = tmp_path / "costs.json"
+    file.write_text(capsys.readouterr().out)
+    costs = read_costs(file)
+    found = [(each.num_requests, each.num_draft_tokens) for each in costs.rounds]
+    assert found == [(each.num_requests, each.num_draft_tokens) for each in SETTINGS]
+    for each in costs.rounds:
+        assert 0.0 < max(each.draft_s, each.verify_s) < each.round_s
+
+    # The same texts, so that every round accepts the same drafts.
+    alone = _rounds_of_one_process()
+    assert [each.tokens_per_round for each in costs.rounds] == [
+        each.tokens_per_round for each in round_costs(alone)
+    ]
+    assert costs.survival == survival_of(alone)
+    assert costs.survival[0] >= costs.survival[1] > 0.0
+
+    words = ["plan", "--config", str(BUNDLED_MODEL / "config.json"), "--on-cpu", "--json"]
+    words += ["--exit-layer", str(costs.model.exit_layer), "--costs"]
+    assert main([*words, str(file)]) == 2
+    assert "eesd bench costs --verify-tp 1" in capsys.readouterr().err
+    report = json.loads(file.read_text())
+    report["costs"]["verify_tensor_parallel_size"] = 1
+    file.write_text(json.dumps(report))
+    assert main([*words, str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["lengths"][2]["round_s"] > 0.0

@@ -1,0 +1,74 @@
+"""The forecast against recorded figures: rounds of the bundled model on two CPU cores."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.link_figures import read_links
+from cluster.planning.accuracy import Comparison, compare
+from cluster.planning.shapes import read_shape
+from eesd_dist.bench.costs.form import RoundCost, read_costs
+from eesd_dist.bench.prompts import BUNDLED_MODEL
+from serve_app.cli.main import main
+
+RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.json"
+CONFIG = BUNDLED_MODEL / "config.json"
+
+
+def _comparisons() -> list[Comparison]:
+    report = json.loads(RECORDED.read_text())
+    measured = {
+        int(ranks): [msgspec.convert(each, RoundCost) for each in rounds]
+        for ranks, rounds in report["rounds"].items()
+    }
+    shape = read_shape(CONFIG, on_cpu=True)
+    return compare(shape, read_costs(RECORDED), read_links(RECORDED), measured)
+
+
+def test_two_ranks_and_other_batches_are_predicted_within_fifteen_percent() -> None:
+    found = _comparisons()
+    settings = {(each.setting.verify_tp, each.setting.num_requests) for each in found}
+    assert settings >= {(1, 4), (1, 16), (2, 1), (2, 4), (2, 8), (2, 16)}
+    assert {each.setting.num_draft_tokens for each in found} >= {0, 4}
+    assert max(each.worst for each in found) < 0.15
+
+
+def test_nothing_that_is_predicted_was_fitted() -> None:
+    costs = read_costs(RECORDED)
+    assert costs.verify_tensor_parallel_size == 1
+    fitted = {(1, each.num_requests, each.num_draft_tokens) for each in costs.rounds}
+    predicted = {
+        (each.setting.verify_tp, each.setting.num_requests, each.setting.num_draft_tokens)
+        for each in _comparisons()
+    }
+    assert {batch for _, batch, _ in fitted} == {1, 8}
+    assert not fitted & predicted
+
+
+def test_the_recorded_forecast_is_what_the_planner_predicts() -> None:
+    recorded = json.loads(RECORDED.read_text())["comparisons"]
+    assert [each.as_json() for each in _comparisons()] == recorded
+
+
+def test_the_command_takes_the_recorded_costs_and_links(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    costs = read_costs(RECORDED)
+    words = ["plan", "--config", str(CONFIG), "--on-cpu", "--exit-layer", "1", "--verify-tp", "2"]
+    words += ["--draft-vocab-size", str(costs.model.draft_vocab_size), "--requests", "4"]
+    words += ["--costs", str(RECORDED), "--links", str(RECORDED), "--context", "60", "--json"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    (row,) = (
+        each
+        for each in _comparisons()
+        if (each.setting.verify_tp, each.setting.num_requests, each.setting.num_draft_tokens)
+        == (2, 4, 4)
+    )
+    length = report["lengths"][4]
+    assert length["round_s"] == pytest.approx(row.predicted_s, rel=0.01)
+    assert length["tokens_per_s"] == pytest.approx(row.predicted_rate, rel=0.01)
+    # Two processes on these cores spend more on their sums than they save: said plainly.
+    assert report["plain"][0]["num_ranks"] == 1
