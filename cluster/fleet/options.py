@@ -12,7 +12,9 @@ from eesd_dist.checks import require_positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Simulates pipelines that follow a load: times to first tokens, node hours, changes.
+    """Simulates pipelines that follow a load.
+
+    Prints times to first tokens, node hours and changes.
 
     Requests arrive at random, at a constant rate, in bursts or along a day. The number of pipelines
     is decided by the policy of `pipelines` in a service's configuration. A pipeline's speed is a

@@ -26,6 +26,7 @@ from typing import Self
 
 import psutil
 
+from eesd_dist.model.answers import cache_folder
 from tests.support.hosts import Hosts, HostsError, can_make_hosts
 
 USER = "eesd"
@@ -176,6 +177,8 @@ class SshHosts:
         (home / "eesd-dist" / ".venv").symlink_to(_VENV)
         for name in (".bashrc", ".profile"):
             shutil.copy(Path("/etc/skel") / name, home)
+        if cache_folder().is_dir():  # as on hosts that have served before
+            shutil.copytree(cache_folder(), home / ".cache" / "eesd")
         shutil.copy(key, secrets / KEY.name)
         shutil.copy(key.with_suffix(".pub"), secrets / "authorized_keys")
         lines = {

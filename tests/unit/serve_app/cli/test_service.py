@@ -62,6 +62,10 @@ def test_pipelines_are_a_table_or_json(
     page = {
         "pipelines": [pipeline],
         "starting": [{"pipeline": "p2", "reason": "verify rank 0 needs GPU 1"}],
+        "fleet": {
+            **{"wanted": 2, "min_count": 1, "max_count": 4, "num_ready": 1, "num_starting": 1},
+            **{"num_draining": 0, "num_waiting": 3, "since_s": 12.0, "reason": "up from 1 to 2"},
+        },
         "refused_settings": "user_config: log_level: found 'LOUD'",
     }
     server.status, server.answer = 200, json.dumps(page).encode()  # type: ignore[attr-defined]
@@ -75,6 +79,8 @@ def test_pipelines_are_a_table_or_json(
     assert "not measured" in table
     assert "22528 (512 MiB a rank)" in table
     assert "p2: verify rank 0 needs GPU 1" in table
+    assert "wanted 2 of 1 to 4 (ready 1, starting 1, draining 0, 3 requests wait)" in table
+    assert "for 12 s: up from 1 to 2" in table
     assert "not applied: user_config: log_level: found 'LOUD'" in table
 
 
