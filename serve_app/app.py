@@ -76,8 +76,10 @@ def _how_many(config: ServiceConfig) -> dict[str, object]:
         return {"num_replicas": wanted.min_count}
     return {
         "autoscaling_config": {
-            "min_replicas": wanted.min_count,
-            "max_replicas": wanted.max_count,
+            # The policy keeps the bounds, which `user_config` may change.
+            "min_replicas": 0,
+            "initial_replicas": wanted.min_count,
+            "max_replicas": _MANY,
             # The policy has delays of its own, and Serve's must not add to them.
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,

@@ -275,6 +275,10 @@ class LiveConfig(Section):
     limits: LimitsConfig | None = None
     """Of the deployment `Ingress`, for requests to come; None: those of `args`."""
 
+    pipelines: PipelinesConfig | None = None
+    """Of the deployment `Ingress`: bounds, targets and delays of autoscaling, where `args` have
+    autoscaling; None: those of `args`."""
+
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Of this project's log lines in the deployment's processes, for `Pipeline` its workers
     included."""
@@ -458,6 +462,16 @@ def live_config(tree: object) -> LiveConfig:
         return LiveConfig.model_validate({} if tree is None else tree)
     except ValidationError as error:
         raise ConfigError(f"user_config: {_complaint(error, LiveConfig)}") from error
+
+
+def require_autoscaled(config: ServiceConfig, live: LiveConfig) -> None:
+    """Raises ConfigError for autoscaling settings of a service with a fixed number of pipelines."""
+    if live.pipelines is not None and not config.pipelines.is_autoscaled:
+        raise ConfigError(
+            f"user_config: pipelines: `args` fix the number at {config.pipelines.min_count}: "
+            "change num_replicas of the deployment Pipeline, or let max_count in `args` be above "
+            "min_count"
+        )
 
 
 def _complaint(error: ValidationError, root: type[BaseModel]) -> str:

@@ -38,7 +38,7 @@ from eesd_dist.routing.directory import (
 )
 from eesd_dist.routing.fleet.departure import Fleet, FleetState
 from eesd_dist.routing.fleet.size import FleetTargets
-from eesd_dist.routing.ingress_queues import IngressQueues
+from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
 from serve_app.actor_classes import actor_class
@@ -60,7 +60,7 @@ class Router:
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
-        self._queues = IngressQueues(expiry_s=config.expiry_s)
+        self._ingresses = IngressReports(expiry_s=config.expiry_s)
         self._fleets: dict[str, Fleet] = {}
         """By service, where their number of pipelines is autoscaled."""
         self._membership = 0
@@ -106,15 +106,26 @@ class Router:
         return fleet is not None and fleet.leaving == report.pipeline_id
 
     async def pipelines(
-        self, app: str, known: str, wait_s: float, ingress: str = "", num_waiting: int = 0
+        self,
+        app: str,
+        known: str,
+        wait_s: float,
+        ingress: str = "",
+        num_waiting: int = 0,
+        targets: FleetTargets | None = None,
     ) -> tuple[str, tuple[Listed, ...]]:
         """Returns the latest reports of one service's pipelines, and the number of the membership.
 
         Waits up to `wait_s` while that number is the `known` one. `num_waiting` requests wait at
-        this ingress for a pipeline.
+        this ingress for a pipeline; `targets`, from its `user_config`, replace those of the
+        application.
         """
         if ingress:
-            self._queues.note(app, ingress, num_waiting, now_s=time.monotonic())
+            self._ingresses.note(
+                app,
+                ingress,
+                IngressReport(num_waiting=num_waiting, targets=targets, heard_s=time.monotonic()),
+            )
         if known == self._membership_id:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -135,8 +146,13 @@ class Router:
             return None
 
     async def size_fleet(self, app: str, targets: FleetTargets, count: int) -> int:
-        """Returns how many pipelines a service should have from now on; `count` is what it has."""
+        """Returns how many pipelines a service should have from now on; `count` is what it has, and
+        stays while no ingress reports."""
         now_s = time.monotonic()
+        ingress = self._ingresses.latest(app, now_s=now_s)
+        if ingress is None:  # which targets hold is not known yet
+            return count
+        targets = ingress.targets or targets
         fleet = self._fleets.get(app)
         if fleet is None:
             fleet = self._fleets[app] = Fleet(targets, count=count, now_s=now_s)
@@ -144,7 +160,7 @@ class Router:
         size = fleet.look(
             [listed.report for listed in self._directory.listed(app)],
             targets=targets,
-            num_waiting=self._queues.num_waiting(app, now_s=now_s),
+            num_waiting=self._ingresses.num_waiting(app, now_s=now_s),
             count=count,
             now_s=now_s,
         )
@@ -345,18 +361,22 @@ async def pipelines_of(
     timeout_s: float = 1.0,
     ingress: str = "",
     num_waiting: int = 0,
+    targets: FleetTargets | None = None,
 ) -> tuple[str, tuple[Listed, ...]]:
     """Returns the directory's reports of a service, and the number of its membership, as soon as
     it is not the `known` one or `wait_s` is over. Raises EngineError without an answer.
 
-    Tells the router how many requests wait at this ingress while no pipeline is ready.
+    Tells the router how many requests wait at this ingress while no pipeline is ready, and which
+    targets of autoscaling it was given.
 
     A restarted router lists no pipelines before their next heartbeats.
     """
     answer: tuple[str, tuple[Listed, ...]]
     try:
         async with asyncio.timeout(wait_s + timeout_s):
-            answer = await handle.pipelines.remote(app, known, wait_s, ingress, num_waiting)
+            answer = await handle.pipelines.remote(
+                app, known, wait_s, ingress, num_waiting, targets
+            )
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not list the pipelines: {error!r}") from error
     return answer

@@ -25,7 +25,13 @@ from eesd_dist.routing.fleet.departure import FleetState
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
-from serve_app.config import LimitsConfig, ServiceConfig, live_config, require_key
+from serve_app.config import (
+    LimitsConfig,
+    ServiceConfig,
+    live_config,
+    require_autoscaled,
+    require_key,
+)
 from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import merged
@@ -68,6 +74,7 @@ class Ingress:
         here would end the replica."""
         try:
             live = live_config(user_config)
+            require_autoscaled(self._config, live)
         except ConfigError as error:
             self._refused = str(error)
             logger.error("ignored: %s", error)
@@ -75,6 +82,7 @@ class Ingress:
         self._refused = ""
         set_log_level(live.log_level)
         self._limits.update(self._limits_of(live.limits or self._config.limits))
+        self._load_balancer.targets = None if live.pipelines is None else live.pipelines.targets
 
     def _limits_of(self, config: LimitsConfig) -> Limits:
         return limits_of(

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
 from eesd_dist.routing.directory import Listed, PipelineId
+from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.types import RequestId
 from serve_app.config import ServiceConfig
 from serve_app.ingress.replicas import of_all
@@ -59,6 +60,8 @@ class LoadBalancer:
         """Called at every answer, with the leader of each pipeline."""
         self.num_waiting = 0
         """Requests of this ingress for which no pipeline is ready; the router is told."""
+        self.targets: FleetTargets | None = None
+        """Of autoscaling, from `user_config`; None: those of the application."""
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
@@ -151,6 +154,7 @@ class LoadBalancer:
                     wait_s=_POLL_S,
                     ingress=self._ingress,
                     num_waiting=self.num_waiting,
+                    targets=self.targets,
                 )
                 self._refresh(listed)
                 self._is_silent = False

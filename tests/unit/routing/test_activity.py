@@ -4,7 +4,7 @@ import pytest
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.routing.activity import Activity, activity_of, max_tokens_per_s
-from eesd_dist.routing.ingress_queues import IngressQueues
+from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
 from eesd_dist.types import RoundStats
 
 
@@ -63,10 +63,19 @@ def test_the_capacity_is_that_of_a_round_at_the_target_of_live_requests() -> Non
 
 
 def test_the_queue_of_a_silent_ingress_does_not_count() -> None:
-    queues = IngressQueues(expiry_s=5.0)
-    queues.note("eesd", "one", 3, now_s=0.0)
-    queues.note("eesd", "two", 4, now_s=2.0)
-    queues.note("other", "one", 9, now_s=2.0)
-    assert queues.num_waiting("eesd", now_s=3.0) == 7
-    queues.note("eesd", "two", 1, now_s=6.0)
-    assert queues.num_waiting("eesd", now_s=6.0) == 1
+    reports = IngressReports(expiry_s=5.0)
+
+    def note(app: str, ingress: str, num_waiting: int, heard_s: float) -> None:
+        report = IngressReport(num_waiting=num_waiting, targets=None, heard_s=heard_s)
+        reports.note(app, ingress, report)
+
+    note("eesd", "one", 3, 0.0)
+    note("eesd", "two", 4, 2.0)
+    note("other", "one", 9, 2.0)
+    assert reports.num_waiting("eesd", now_s=3.0) == 7
+    note("eesd", "two", 1, 6.0)
+    assert reports.num_waiting("eesd", now_s=6.0) == 1
+    latest = reports.latest("eesd", now_s=6.0)
+    assert latest is not None
+    assert latest.heard_s == 6.0
+    assert reports.latest("eesd", now_s=12.0) is None

@@ -9,10 +9,11 @@ import pytest
 from ray.serve.config import AutoscalingConfig
 
 import serve_app.autoscaling
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.routing.fleet.size import FleetTargets
 from serve_app.app import _how_many
-from serve_app.config import service_config
+from serve_app.config import PipelinesConfig, live_config, require_autoscaled, service_config
+from serve_app.router import Router
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_serve_adds_no_delay_to_the_policys_own(config: Any) -> None:
     found = AutoscalingConfig.model_validate(_how_many(config)["autoscaling_config"])
     delays = (found.upscale_delay_s, found.downscale_delay_s, found.downscale_to_zero_delay_s)
     assert delays == (0.0, 0.0, 0.0)
-    assert (found.min_replicas, found.max_replicas) == (0, 3)
+    assert (found.min_replicas, found.initial_replicas) == (0, 0)
 
 
 def test_the_targets_of_the_configuration_reach_the_policy(config: Any) -> None:
@@ -93,3 +94,28 @@ def test_the_module_of_the_policy_is_named_in_the_configuration(config: Any) -> 
     module, name = wanted["policy"]["policy_function"].split(":")
     assert module == serve_app.autoscaling.__name__
     assert name == serve_app.autoscaling.FleetPolicy.__name__
+
+
+def test_targets_of_a_user_config_replace_those_of_the_application(config: Any) -> None:
+    given = FleetTargets(min_count=1, max_count=2)
+    live = FleetTargets(min_count=3, max_count=8)
+
+    async def sizes() -> list[int]:
+        router = Router(config.router, config.engine.speculation)
+        seen = [await router.size_fleet("eesd", given, 4)]  # no ingress has reported yet
+        await router.pipelines("eesd", "", 0.0, "one", 0, live)
+        seen.append(await router.size_fleet("eesd", given, 4))
+        seen.append(await router.size_fleet("eesd", given, 2))
+        await router.pipelines("eesd", "", 0.0, "one", 0, None)
+        return [*seen, await router.size_fleet("eesd", given, 4)]
+
+    assert asyncio.run(sizes()) == [4, 4, 4, 3], "the number falls by one at a time"
+
+
+def test_autoscaling_is_not_configured_where_the_number_is_fixed(config: Any) -> None:
+    live = live_config({"pipelines": {"min_count": 1, "max_count": 2}})
+    require_autoscaled(config, live)
+    fixed = config.model_copy(update={"pipelines": PipelinesConfig()})
+    require_autoscaled(fixed, live_config({}))
+    with pytest.raises(ConfigError, match="fix the number at 1: change num_replicas"):
+        require_autoscaled(fixed, live)

@@ -1,0 +1,43 @@
+"""What the ingresses of a service tell the router: requests that wait, and settings."""
+
+from dataclasses import dataclass, field
+
+from eesd_dist.routing.fleet.size import FleetTargets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressReport:
+    """One ingress's latest report."""
+
+    num_waiting: int
+    """Requests for which no pipeline is ready."""
+    targets: FleetTargets | None
+    """Of autoscaling, from its `user_config`; None: those of the application."""
+    heard_s: float
+
+
+@dataclass(slots=True)
+class IngressReports:
+    """The latest report of each ingress; one that is silent for `expiry_s` has gone."""
+
+    expiry_s: float
+    _reports: dict[tuple[str, str], IngressReport] = field(default_factory=dict)
+    """By service and ingress."""
+
+    def note(self, app: str, ingress: str, report: IngressReport) -> None:
+        self._reports[app, ingress] = report
+
+    def num_waiting(self, app: str, *, now_s: float) -> int:
+        """Returns how many requests wait at all ingresses of a service."""
+        return sum(report.num_waiting for report in self._of(app, now_s))
+
+    def latest(self, app: str, *, now_s: float) -> IngressReport | None:
+        """Returns the latest report of a service's ingresses; None if there is none, as in a router
+        that was just restarted. While an update of targets reaches one ingress after the other,
+        reports differ."""
+        return max(self._of(app, now_s), key=lambda report: report.heard_s, default=None)
+
+    def _of(self, app: str, now_s: float) -> list[IngressReport]:
+        oldest_s = now_s - self.expiry_s
+        self._reports = {k: one for k, one in self._reports.items() if one.heard_s >= oldest_s}
+        return [report for (of, _), report in self._reports.items() if of == app]
