@@ -189,12 +189,17 @@ def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running)
         return [listener.heard() for listener in listeners]
 
     undisturbed = asyncio.run(read(kills=False))
-    disturbed = asyncio.run(read(kills=True))
-    for one, other in zip(undisturbed, disturbed, strict=True):
-        assert other.is_complete, other.error
-        assert (one.tokens, one.text) == (other.tokens, other.text)
-    resumed = [each for each in disturbed if each.num_resumed]
-    assert resumed, "no stream was in the ingress that was killed"
+
+    def resumed_of(disturbed: list[Streamed]) -> list[Streamed]:
+        for one, other in zip(undisturbed, disturbed, strict=True):
+            assert other.is_complete, other.error
+            assert (one.tokens, one.text) == (other.tokens, other.text)
+        return [each for each in disturbed if each.num_resumed]
+
+    # Serve chooses the ingress of a stream at random: all four may be in the one that lives.
+    attempts = (resumed_of(asyncio.run(read(kills=True))) for _ in range(3))
+    resumed = next((streams for streams in attempts if streams), [])
+    assert resumed, "no stream was in an ingress that was killed"
     pauses = [each.longest_pause_s for each in resumed]
     print(f"longest pauses of the resumed streams: {pauses}")  # noqa: T201
     assert max(pauses) < 5.0

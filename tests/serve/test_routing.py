@@ -324,7 +324,7 @@ def test_the_command_lists_pipelines_and_drains_them(
 
     def listed() -> list[dict[str, Any]]:
         assert main(["pipelines", *where, "--json"]) == 0
-        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["pipelines"]
         return found
 
     names = [each["pipeline"] for each in listed()]
