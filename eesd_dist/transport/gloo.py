@@ -56,6 +56,9 @@ _LAST_WORDS_S = 0.05
 _CLOSED = "Connection closed by peer"
 _LINK_TAG = 1_000_000
 """Tag of the receive that is never answered; nothing is sent under it."""
+_MAX_SOCKETS = 8
+"""A scan finds one socket in thousands before its filter."""
+_ACCEPTED_WITHIN_MS = 1_000
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
@@ -80,15 +83,36 @@ class GlooDevice:
     """One listening socket on the address at which the peers reach this host, behind a filter."""
 
     def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
-        with LISTENING:
-            before = _listening()
-            self.device = ProcessGroupGloo.create_device(hostname=address)
-            self.addresses = frozenset(_listening() - before)
-        self.filter = ConnectionFilter(_listener_at(self.addresses))
+        """Gloo opens the socket before there is a filter. One that somebody has found by then is
+        given up for another: Gloo may have taken the connection for a peer's."""
         self.refused = refused or RefusedConnections()
-        self.refused.watch(self.filter)
+        for _ in range(_MAX_SOCKETS):
+            with LISTENING:
+                before = _listening()
+                self.device = ProcessGroupGloo.create_device(hostname=address)
+                self.addresses = frozenset(_listening() - before)
+            self.filter = ConnectionFilter(_listener_at(self.addresses))
+            self.refused.watch(self.filter)
+            if not self._cut_early_ones():
+                break
+            _release(self.filter, self.refused)
         self.release = weakref.finalize(self, _release, self.filter, self.refused)
         """Called at the end of the group, otherwise when the device is collected."""
+
+    def _cut_early_ones(self) -> bool:
+        """Cuts the connections that came before the filter; returns whether there were any."""
+        for _ in range(_ACCEPTED_WITHIN_MS):
+            if not self.filter.num_waiting:
+                break
+            time.sleep(0.001)
+        ends = _Ends(here=self.addresses, there=frozenset())
+        found = False
+        for connection, here, there in ends.connections():
+            _shut_down(connection)
+            at = f"{here[0]}:{here[1]}"
+            self.refused.add(there[0], at=at, reason="it came before the filter")
+            found = True
+        return found
 
 
 class Pending:

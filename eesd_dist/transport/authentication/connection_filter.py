@@ -21,6 +21,10 @@ _SO_MEMINFO = 55
 _DROPS = 8
 """Index in the array that SO_MEMINFO returns."""
 
+_INFO_BYTES = 32
+_WAITING, _WAITING_AT = struct.Struct("=I"), 24
+"""The field `tcpi_unacked` of what TCP_INFO returns; of a listening socket it is the backlog."""
+
 _IP_HEADER = 0xFFF00000
 """Offset of the IP header (SKF_NET_OFF); offset 0 is the TCP header."""
 _TCP_FLAGS = 13
@@ -51,6 +55,12 @@ class ConnectionFilter:
         """Packets dropped so far: one for each attempt to connect, and one for each repetition."""
         words = struct.unpack("=9I", self._listener.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 36))
         return int(words[_DROPS])
+
+    @property
+    def num_waiting(self) -> int:
+        """Established connections that have not been accepted yet."""
+        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        return int(_WAITING.unpack_from(info, _WAITING_AT)[0])
 
     def block(self) -> None:
         """Lets nothing pass. Accepted connections go on."""

@@ -4,13 +4,13 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from eesd_dist.transport import rendezvous
+from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
 from eesd_dist.transport.group import ProcessGroup
@@ -104,6 +104,29 @@ def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one(
     for group in groups:
         group.abort("the test is over")
     assert refused.num_refused >= 7, "still known when the group has ended"
+
+
+def test_a_socket_that_somebody_found_before_its_filter_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[gloo.SocketAddress] = []
+    listener_at = gloo._listener_at
+
+    def found_first(addresses: frozenset[gloo.SocketAddress]) -> socket.socket:
+        found.extend(addresses)
+        if len(found) <= 2:
+            intruder = ends.enter_context(socket.create_connection(found[-1]))
+            intruder.sendall(bytes(8))  # the number of a pair
+        return listener_at(addresses)
+
+    monkeypatch.setattr(gloo, "_listener_at", found_first)
+    refused = RefusedConnections()
+    with ExitStack() as ends:
+        device = GlooDevice(INSIDE, refused=refused)
+    assert len(found) == 3
+    assert device.addresses == {found[-1]}
+    assert refused.num_refused == 2
+    device.release()
 
 
 class Planes:
