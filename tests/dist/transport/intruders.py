@@ -2,10 +2,12 @@
 to be quick."""
 
 import errno
+import os
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -13,21 +15,33 @@ Address = tuple[str, int]
 Words = Literal["silent", "garbage", "pair numbers", "gone at once"]
 
 
-def listening_ports() -> set[int]:
-    """Returns the TCP ports at which anything listens on 127.0.0.1."""
+def listening_ports(process_id: int) -> set[int]:
+    """Returns the TCP ports at which this process listens on 127.0.0.1: others run tests, too."""
+    inodes = {link[8:-1] for link in _links_of(process_id) if link.startswith("socket:[")}
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table.readlines()[1:]]
-    return {int(row[1][9:], 16) for row in rows if row[3] == "0A" and row[1][:8] == "0100007F"}
+    return {
+        int(row[1][9:], 16)
+        for row in rows
+        if row[3] == "0A" and row[1][:8] == "0100007F" and row[9] in inodes
+    }
 
 
-def scan(source: str, words: Words, spared: Collection[int], told: Connection) -> None:
-    """Connects from `source` to every listening port except the spared ones, over and over, and
-    says what it has to say; `told` hears when it has begun."""
+def _links_of(process_id: int) -> Iterator[str]:
+    folder = f"/proc/{process_id}/fd"
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):  # closed since it was listed
+            yield os.readlink(f"{folder}/{name}")
+
+
+def scan(source: str, words: Words, victim: int, spared: Collection[int], told: Connection) -> None:
+    """Connects from `source` to every port at which the process `victim` listens, except the spared
+    ones, over and over, and says what it has to say; `told` hears when it has begun."""
     told.send("scanning")
     links: list[socket.socket] = []
     number = 0
     while True:
-        for port in listening_ports() - set(spared):
+        for port in listening_ports(victim) - set(spared):
             link = _connect(source, ("127.0.0.1", port))
             _speak(link, words, number)
             number = (number + 1) % 6

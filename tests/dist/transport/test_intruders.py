@@ -1,6 +1,7 @@
 """Connections of others than the ranks do not change what a group computes, and are counted."""
 
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,9 @@ INSIDE = "127.0.0.1"
 @contextmanager
 def _scanning(source: str, words: Words) -> Iterator[None]:
     heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-    with peer_process(intruders.scan, source, words, intruders.listening_ports(), told):
+    here = os.getpid()
+    spared = intruders.listening_ports(here)
+    with peer_process(intruders.scan, source, words, here, spared, told):
         assert heard.recv() == "scanning"
         yield
 
