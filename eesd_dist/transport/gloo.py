@@ -83,8 +83,8 @@ class GlooDevice:
     """One listening socket on the address at which the peers reach this host, behind a filter."""
 
     def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
-        """Gloo opens the socket before there is a filter. One that somebody has found by then is
-        given up for another: Gloo may have taken the connection for a peer's."""
+        """Gloo opens the socket before it can get a filter. A socket that has a connection by then
+        is replaced by another: Gloo may have taken the connection for a peer's."""
         self.refused = refused or RefusedConnections()
         for _ in range(_MAX_SOCKETS):
             with LISTENING:
