@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from cluster.ports import ClusterPorts, ports_of, start_parameters
-from cluster.topology import AuthMode, ClusterFile, load_cluster_file
+from cluster.topology import AuthMode, ClusterFile, load_cluster_file, read_mapping
 from eesd_dist.errors import ConfigError
 
 Kind = Literal["ray up", "RayService", "Serve"]
@@ -68,7 +68,7 @@ class Deployment:
 
 def load_deployment(path: Path) -> Deployment:
     """Reads one file of any kind. Raises ConfigError, which names the file and what is wrong."""
-    content = _mapping(path)
+    content = read_mapping(path)
     if content.get("kind") in ("RayService", "RayCluster"):
         return _kuberay(path, content)
     if "applications" in content:
@@ -107,7 +107,7 @@ def _deployed(path: Path, commands: list[str]) -> Application | None:
     for name in names:
         for candidate in (Path(name).expanduser(), path.parent / Path(name).name):
             if candidate.is_file():
-                return _application(candidate, _mapping(candidate))
+                return _application(candidate, read_mapping(candidate))
     return None
 
 
@@ -192,13 +192,3 @@ def _stages(parallel: Mapping[str, Any], placement: Mapping[str, Any]) -> Iterat
 
 def _text_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {str(name): str(value) for name, value in parameters.items()}
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: found {type(content).__name__}, expected a mapping of sections")
-    return content

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import click
 import jsonschema
@@ -81,7 +81,7 @@ class ClusterFile:
 
 def load_cluster_file(path: Path) -> ClusterFile:
     """Reads and checks one file; raises ConfigError, which names the file."""
-    prepared = _prepare(path, _read_mapping(path))
+    prepared = _prepare(path, read_mapping(path))
     head = exported(prepared["head_start_ray_commands"])
     worker = exported(prepared["worker_start_ray_commands"])
     _require_health_flags(path, head)
@@ -110,7 +110,8 @@ def exported(commands: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _read_mapping(path: Path) -> dict[str, object]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that cannot be read or is no mapping."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

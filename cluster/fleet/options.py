@@ -18,8 +18,8 @@ class FleetOptions:
 
     Requests arrive at random, at a constant rate, in bursts or along a day. The number of pipelines
     is decided by the policy of `pipelines` in a service's configuration. A pipeline's speed is a
-    cost model as `eesd plan --json` or `speculation.cost_file` has it, or two figures. Nothing runs
-    but the simulation. Exit status 1 when a request was lost.
+    measured cost model (the file of `speculation.cost_file`), or two figures. Nothing runs but the
+    simulation. Exit status 1 when a request was lost.
     """
 
     rate: Annotated[float, "requests per second (on a day: at noon)"] = 2.0

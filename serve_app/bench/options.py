@@ -151,8 +151,8 @@ class AutoscalingOptions:
     """Pipelines and nodes that follow a load.
 
     A service of at most two pipelines runs on a cluster of this machine, with nodes added and
-    removed by Ray's autoscaler, one for each pipeline. The load begins with one stream while there
-    is no pipeline, rises to eight, varies by 17 % up and down, falls to one, ends, and begins
+    removed by Ray's autoscaler, one for each pipeline. The load begins with two streams while there
+    is no pipeline, rises to eight, varies by 17 % up and down, falls to two, ends, and begins
     again; each phase lasts until the fleet has followed it. Every text is compared with plain
     decoding in one process. Exit status 1 when a stream was broken or changed, when the number of
     pipelines was changed under noise, and when the fleet did not follow in time.
