@@ -42,6 +42,7 @@ class FleetPolicy:
         self._answered_s = 0.0
         self._asked_s = 0.0
         self._asking: asyncio.Task[None] | None = None
+        self._is_silent = False
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Returns the number of pipelines, and no state. `context`: Serve's AutoscalingContext."""
@@ -62,6 +63,9 @@ class FleetPolicy:
                 self._router, app=self._app, targets=self._targets, count=count
             )
             self._answered_s = time.monotonic()
+            self._is_silent = False
         except (EesdError, RayError) as error:
             self._router = None  # it may have been restarted under its name
-            logger.warning("number of pipelines unknown: app=%s error=%s", self._app, error)
+            if not self._is_silent:  # once for each silence
+                logger.warning("number of pipelines unknown: app=%s error=%s", self._app, error)
+            self._is_silent = True

@@ -102,7 +102,7 @@ class Router:
         if time.monotonic() - self._turned_s >= _SILENT_S:
             self._turned_s = time.monotonic()
             self._book.turn_page()
-        fleet = self._fleets.get(report.app)
+        fleet = self._fleet(report.app)
         return fleet is not None and fleet.leaving == report.pipeline_id
 
     async def pipelines(
@@ -153,7 +153,7 @@ class Router:
         if ingress is None:  # which targets hold is not known yet
             return count
         targets = ingress.targets or targets
-        fleet = self._fleets.get(app)
+        fleet = self._fleet(app)
         if fleet is None:
             fleet = self._fleets[app] = Fleet(targets, count=count, now_s=now_s)
         was = fleet.state.decision
@@ -172,10 +172,18 @@ class Router:
             )
         return size
 
+    def _fleet(self, app: str) -> Fleet | None:
+        """Returns the fleet of a service that Serve asks for: this process outlives services."""
+        fleet = self._fleets.get(app)
+        if fleet is not None and time.monotonic() - fleet.looked_s > self._config.expiry_s:
+            del self._fleets[app]
+            return None
+        return fleet
+
     async def fleet(self, app: str) -> FleetState | None:
         """Returns how many pipelines a service should have, and why; None where their number is
         fixed. Times are turned into ages: they are this process's."""
-        fleet = self._fleets.get(app)
+        fleet = self._fleet(app)
         if fleet is None:
             return None
         decision = fleet.state.decision

@@ -12,6 +12,7 @@ from typing import Any
 import simpy
 
 from cluster.fleet.arrivals import Arrival
+from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import ConfigError
 
 _LEFT = 1e-9
@@ -34,6 +35,12 @@ class Speed:
                 f"found rounds of {self.fixed_s:g} + {self.request_s:g} s a request and "
                 f"{self.tokens_per_turn:g} tokens a turn: expected positive figures"
             )
+
+    @property
+    def cost(self) -> CostModel:
+        """The rounds, as an engine measures them."""
+        alone_s = self.fixed_s + self.request_s
+        return CostModel(draft_step_s=0.0, verify_s=(alone_s,), request_s=self.request_s)
 
     def tokens_per_s(self, num_running: int) -> float:
         """Returns the tokens per second of all running requests together."""

@@ -228,8 +228,7 @@ class FleetSimulation:
             self._send(job)
 
     def _report(self, pipeline: SimulatedPipeline) -> PipelineReport:
-        target = max(round(self._setting.targets.live_requests), 1)
-        most = self._setting.speed.tokens_per_s(min(target, self._setting.speed.max_running))
+        speed = self._setting.speed
         return PipelineReport(
             pipeline_id=PipelineId(pipeline.name),
             leader=pipeline.name,
@@ -239,9 +238,11 @@ class FleetSimulation:
             activity=Activity(
                 num_waiting=pipeline.num_waiting,
                 tokens_per_s=self._tokens_per_s(pipeline),
+                tokens_per_turn=speed.tokens_per_turn,
                 first_token_s=self._late_first_token_s(),
             ),
-            max_tokens_per_s=most,
+            cost=speed.cost,
+            max_running=speed.max_running,
         )
 
     def _tokens_per_s(self, pipeline: SimulatedPipeline) -> float:

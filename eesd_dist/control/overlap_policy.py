@@ -40,15 +40,15 @@ class OverlapPolicy:
     def _together_s(self, num_requests: int) -> float:
         """Returns the seconds until every request has had a round, in one batch."""
         assert self._cost is not None
-        return self._cost.batch_seconds(self._lengths(num_requests))
+        return self._cost.batch_seconds(lengths_of(self._drafted, num_requests))
 
     def _overlapped_s(self, num_requests: int) -> float:
         assert self._cost is not None
-        larger = self._lengths(-(-num_requests // 2))
+        larger = lengths_of(self._drafted, -(-num_requests // 2))
         return 2 * self._cost.batch_seconds(larger, overlapped=True)
 
-    def _lengths(self, num_requests: int) -> list[int]:
-        """Returns draft lengths that add up to the recent mean of all requests."""
-        total = round(self._drafted * num_requests)
-        each, more = divmod(total, num_requests)
-        return [each + (i < more) for i in range(num_requests)]
+
+def lengths_of(mean: float, num_requests: int) -> list[int]:
+    """Returns draft lengths of so many requests that add up to this mean."""
+    each, more = divmod(round(mean * num_requests), num_requests)
+    return [each + (i < more) for i in range(num_requests)]

@@ -1,13 +1,17 @@
 """What the engine of a pipeline does, and what it could do at most by its measured costs."""
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.overlap_policy import lengths_of
 from eesd_dist.types import RoundStats
 
-_WINDOW_S = 10.0
+WINDOW_S = 10
 """Age up to which rounds count."""
+FIRST_TOKEN_WINDOW_S = 30.0
+"""Age up to which first tokens count."""
 _PERCENTILE = 0.9
 
 
@@ -37,40 +41,67 @@ def max_tokens_per_s(cost: CostModel | None, activity: Activity, *, num_live: in
     the present length and gain; None where no cost was measured."""
     if cost is None:
         return None
-    round_s = cost.batch_seconds([round(activity.draft_length)] * num_live)
+    round_s = cost.batch_seconds(lengths_of(activity.draft_length, num_live))
     return num_live * activity.tokens_per_turn / round_s
 
 
-def activity_of(
-    rounds: Iterable[RoundStats],
-    *,
-    now_unix_s: float,
-    num_waiting: int,
-    kv_use: float,
-    first_tokens_s: Sequence[float],
-) -> Activity:
-    """Returns the activity by the rounds of the last ten seconds (`rounds`: latest first) and the
-    first-token times of late. Rounds with rows of prompts do not count for a request's gain."""
-    num_emitted = num_turns = num_gained = num_drafted = 0
-    for stats in rounds:
-        if stats.started_unix_s < now_unix_s - _WINDOW_S:
-            break
-        num_emitted += stats.num_emitted
+@dataclass(slots=True)
+class _Second:
+    """Sums of the rounds that began in one second."""
+
+    unix_s: int
+    num_emitted: int = 0
+    num_turns: int = 0
+    num_gained: int = 0
+    num_drafted: int = 0
+
+
+class RecentRounds:
+    """Sums of an engine's rounds of late, second by second."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque(maxlen=WINDOW_S)
+
+    def add(self, stats: RoundStats) -> None:
+        """Adds a round. Rounds with rows of prompts do not count for a request's gain."""
+        unix_s = int(stats.started_unix_s)
+        if not self._seconds or self._seconds[-1].unix_s < unix_s:
+            self._seconds.append(_Second(unix_s))
+        second = self._seconds[-1]
+        second.num_emitted += stats.num_emitted
         if not stats.num_prefill_rows:
-            num_turns += stats.num_requests
-            num_gained += stats.num_emitted
-            num_drafted += stats.num_drafted
-    return Activity(
-        num_waiting=num_waiting,
-        kv_use=kv_use,
-        tokens_per_s=num_emitted / _WINDOW_S,
-        tokens_per_turn=num_gained / num_turns if num_turns else 1.0,
-        draft_length=num_drafted / num_turns if num_turns else 0.0,
-        first_token_s=_percentile(first_tokens_s),
-    )
+            second.num_turns += stats.num_requests
+            second.num_gained += stats.num_emitted
+            second.num_drafted += stats.num_drafted
+
+    def activity(
+        self,
+        *,
+        now_unix_s: float,
+        num_waiting: int,
+        kv_use: float,
+        first_tokens_s: Sequence[float],
+    ) -> Activity:
+        """Returns the activity by the rounds of the last ten seconds, the present one included, and
+        the first-token times of late."""
+        first_unix_s = int(now_unix_s) - (WINDOW_S - 1)
+        seconds = [each for each in self._seconds if each.unix_s >= first_unix_s]
+        num_turns = sum(each.num_turns for each in seconds)
+        num_emitted = sum(each.num_emitted for each in seconds)
+        num_gained = sum(each.num_gained for each in seconds)
+        num_drafted = sum(each.num_drafted for each in seconds)
+        return Activity(
+            num_waiting=num_waiting,
+            kv_use=kv_use,
+            tokens_per_s=num_emitted / max(now_unix_s - first_unix_s, 1.0),
+            tokens_per_turn=num_gained / num_turns if num_turns else 1.0,
+            draft_length=num_drafted / num_turns if num_turns else 0.0,
+            first_token_s=percentile(first_tokens_s),
+        )
 
 
-def _percentile(values: Sequence[float]) -> float | None:
+def percentile(values: Sequence[float]) -> float | None:
+    """Returns the 90th percentile; None of no values."""
     if not values:
         return None
     return sorted(values)[int(_PERCENTILE * (len(values) - 1))]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from random import Random
 from typing import Any, Literal, NewType
 
+from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import CapacityError
 from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 
@@ -50,6 +51,8 @@ class PipelineReport:
     """False while workers are missing or make no progress: it generates no tokens now."""
     unavailable: str = ""
     """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
+    is_starting: bool = False
+    """It has never been ready: for Serve its replica does not run yet."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
     kv_tokens: int | None = None
@@ -59,8 +62,10 @@ class PipelineReport:
     is_stopping: bool = False
     """Serve takes it down."""
     activity: Activity = NO_ACTIVITY
-    max_tokens_per_s: float | None = None
-    """Its measured capacity at the target of live requests; None where nothing was measured."""
+    cost: CostModel | None = None
+    """Its measured costs; None where nothing was measured."""
+    max_running: int = 1
+    """Requests that share its rounds at most."""
     weight: float | None = None
     """Its speed, in a unit common to all pipelines; None where it was not measured."""
     promotion: Promotion | None = None
@@ -207,7 +212,7 @@ class PipelineDirectory:
 def _as_json(report: PipelineReport) -> dict[str, object]:
     """Returns a report without its address, which is no JSON."""
     content = {each.name: getattr(report, each.name) for each in fields(report)}
-    del content["address"], content["ranks"]
+    del content["address"], content["ranks"], content["cost"]
     promotion = report.promotion
     return content | {
         "activity": asdict(report.activity),

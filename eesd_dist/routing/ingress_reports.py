@@ -25,6 +25,7 @@ class IngressReports:
     """By service and ingress."""
 
     def note(self, app: str, ingress: str, report: IngressReport) -> None:
+        self._drop_silent(report.heard_s)
         self._reports[app, ingress] = report
 
     def num_waiting(self, app: str, *, now_s: float) -> int:
@@ -38,6 +39,9 @@ class IngressReports:
         return max(self._of(app, now_s), key=lambda report: report.heard_s, default=None)
 
     def _of(self, app: str, now_s: float) -> list[IngressReport]:
+        self._drop_silent(now_s)
+        return [report for (of, _), report in self._reports.items() if of == app]
+
+    def _drop_silent(self, now_s: float) -> None:
         oldest_s = now_s - self.expiry_s
         self._reports = {k: one for k, one in self._reports.items() if one.heard_s >= oldest_s}
-        return [report for (of, _), report in self._reports.items() if of == app]

@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
+from eesd_dist.errors import EngineError
 from eesd_dist.transport.authentication.connection_filter import LISTENING, ConnectionFilter
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
@@ -96,6 +97,11 @@ class GlooDevice:
             if not self._cut_early_ones():
                 break
             _release(self.filter, self.refused)
+        else:
+            raise EngineError(
+                f"each of {_MAX_SOCKETS} sockets on {address} had a connection before its filter: "
+                "stop the port scan"
+            )
         self.release = weakref.finalize(self, _release, self.filter, self.refused)
         """Called at the end of the group, otherwise when the device is collected."""
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
-from eesd_dist.routing.activity import Activity, activity_of
+from eesd_dist.routing.activity import FIRST_TOKEN_WINDOW_S, Activity, RecentRounds
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
@@ -23,7 +23,6 @@ from eesd_dist.types import (
 from eesd_dist.workers.roles import LoadLike, StepLike
 
 _ROUNDS_KEPT = 2048
-_FIRST_TOKEN_WINDOW_S = 30.0
 _FIRST_TOKENS_KEPT = 1024
 
 
@@ -35,28 +34,29 @@ class _Watched:
         self._num_prompt_tokens = 0 if self._is_resumed else len(request.prompt)
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
-        self._is_first_taken = False
         self._last_s = self._arrived_s
         self._queue_s = 0.0
         self._inter_token_s: list[float] = []
 
-    def saw(self, emission: Emission) -> None:
+    def saw(self, emission: Emission) -> float | None:
+        """Returns the time to the first token with the first token, otherwise None."""
         now_s = time.monotonic()
         if emission.queue_s is not None:
             self._queue_s = emission.queue_s
         if not emission.tokens:
-            return
+            return None
+        last_s, self._last_s = self._last_s, now_s
         if self._first_s is None:
             self._first_s = now_s
-        else:
-            self._inter_token_s.append((now_s - self._last_s) / len(emission.tokens))
-        self._last_s = now_s
+            return self._first_token_s
+        self._inter_token_s.append((now_s - last_s) / len(emission.tokens))
+        return None
 
-    def take_first_token_s(self) -> float | None:
-        """Returns the time to the first token, once; None of a resumed request."""
-        if self._first_s is None or self._is_resumed or self._is_first_taken:
+    @property
+    def _first_token_s(self) -> float | None:
+        """None of a resumed request, and before the first token."""
+        if self._first_s is None or self._is_resumed:
             return None
-        self._is_first_taken = True
         return self._first_s - self._arrived_s
 
     def timings(self, reason: FinishReason | None) -> RequestTimings:
@@ -66,11 +66,7 @@ class _Watched:
             finish_reason=reason,
             queue_s=self._queue_s,
             e2e_s=time.monotonic() - self._arrived_s if is_whole else None,
-            time_to_first_token_s=(
-                None
-                if self._first_s is None or self._is_resumed
-                else self._first_s - self._arrived_s
-            ),
+            time_to_first_token_s=self._first_token_s,
             inter_token_s=tuple(self._inter_token_s),
         )
 
@@ -83,6 +79,7 @@ class DraftWatch:
         self._tracing = tracing
         self._spans = tracing.rounds
         self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
+        self._recent = RecentRounds()
         self._requests: dict[RequestId, _Watched] = {}
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_FIRST_TOKENS_KEPT)
         """When the latest first tokens left, and how long after the arrival of their requests."""
@@ -96,13 +93,13 @@ class DraftWatch:
             watched = self._requests.get(emission.request_id)
             if watched is None or emission.request_id in late:
                 continue
-            watched.saw(emission)
-            if emission.tokens and (first_s := watched.take_first_token_s()) is not None:
+            if (first_s := watched.saw(emission)) is not None:
                 self._first_tokens.append((time.monotonic(), first_s))
             if emission.finish_reason is not None:
                 self._ended(emission.request_id, emission.finish_reason)
         for stats in result.rounds:
             self._rounds.append(stats)
+            self._recent.add(stats)
             self._metrics.observe_round(stats)
             if self._spans is not None:
                 self._spans.record_round(stats)
@@ -136,11 +133,10 @@ class DraftWatch:
 
     def activity(self, load: LoadLike) -> Activity:
         """Returns what the engine did in the last seconds."""
-        oldest_s = time.monotonic() - _FIRST_TOKEN_WINDOW_S
+        oldest_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
         while self._first_tokens and self._first_tokens[0][0] < oldest_s:
             self._first_tokens.popleft()
-        return activity_of(
-            reversed(self._rounds),
+        return self._recent.activity(
             now_unix_s=time.time(),
             num_waiting=load.num_waiting,
             kv_use=_kv_use(load),

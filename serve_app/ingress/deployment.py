@@ -154,18 +154,19 @@ class Ingress:
         """Returns whether there is no pipeline because none is wanted: the next request starts
         one."""
         fleet = await self._fleet()
-        return fleet is not None and fleet.targets.min_count == 0 and fleet.decision.wanted == 0
+        return fleet is not None and fleet.decision.wanted == 0
 
     async def _fleet(self) -> FleetState | None:
         """Returns the state of autoscaling; None where there is none, or the router is silent."""
         if not self._config.pipelines.is_autoscaled:
             return None
         try:
-            # Ray's head is asked for the name, and may be away.
-            router = await asyncio.to_thread(find_router, self._config.router)
-            return await fleet_of(router, app=self._config.app_name)
-        except EngineError as error:
-            logger.info("fleet unknown: error=%s", error)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                # Ray's head is asked for the name, and may be away.
+                router = await asyncio.to_thread(find_router, self._config.router)
+                return await fleet_of(router, app=self._config.app_name)
+        except (TimeoutError, EngineError, RayError) as error:
+            logger.info("fleet unknown: error=%r", error)
             return None
 
     async def _metrics(self) -> bytes:
@@ -173,9 +174,9 @@ class Ingress:
         try:
             pages = merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
         except EngineError:
-            if fleet is None:
+            if fleet is None or fleet.num_ready:
                 raise
-            pages = b""  # it has no pipeline now
+            pages = b""  # no pipeline is ready
         return pages + self._load_balancer.page() + (b"" if fleet is None else fleet_page(fleet))
 
     async def _rounds(self) -> dict[str, object]:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
-from eesd_dist.routing.activity import NO_ACTIVITY, max_tokens_per_s
+from eesd_dist.routing.activity import NO_ACTIVITY
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId, RoundStats
 from eesd_dist.workers.messages import (
@@ -380,22 +380,17 @@ class Pipeline:
             num_running=0 if leader is None else leader.status.num_live,
             is_ready=not unavailable,
             unavailable=unavailable,
+            is_starting=not supervisor.has_started,
             start_s=supervisor.start_s,
             kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),
             is_stopping=self._draining.is_last,
             activity=NO_ACTIVITY if leader is None else leader.status.activity,
-            max_tokens_per_s=self._max_tokens_per_s(leader),
+            cost=self._speed.cost,
+            max_running=self._config.engine.scheduler.max_running,
             weight=self._speed.value,
             promotion=supervisor.promotion,
         )
-
-    def _max_tokens_per_s(self, leader: Worker | None) -> float | None:
-        if leader is None:
-            return None
-        most = self._config.engine.scheduler.max_running
-        num_live = max(min(round(self._config.pipelines.target_live_requests), most), 1)
-        return max_tokens_per_s(self._speed.cost, leader.status.activity, num_live=num_live)
 
     def _why_unavailable(self) -> str:
         reason = self._supervisor.why_unavailable()

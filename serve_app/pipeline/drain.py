@@ -97,10 +97,11 @@ class Draining:
         return Drained(pipeline=self._pipeline, num_migrated=num_migrated, migration=migration)
 
     async def undrain(self) -> None:
-        """Takes requests again, unless Serve takes the pipeline down."""
-        if self._reason == _BY_HAND:
-            self._take_requests()
-            await self._publish_status()
+        """Takes requests again. Raises ConfigError if it was not drained by hand."""
+        if self._reason and self._reason != _BY_HAND:
+            raise ConfigError(f"{self._pipeline} stays drained: {self._reason}")
+        self._take_requests()
+        await self._publish_status()
 
     def follow(self, *, must_leave: bool) -> None:
         """Does what autoscaling wants: it drains a pipeline before the number is lowered, and lets

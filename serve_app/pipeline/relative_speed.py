@@ -8,7 +8,7 @@ alone, and changes when an epoch starts on others.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from eesd_dist.control.cost import CostModel
@@ -24,10 +24,13 @@ class SpeedOf:
         self._ask_drafter = ask_drafter
         self._epoch: int | None = None
         """The epoch it was measured in."""
-        self.value: float | None = None
-        """None before it is known, and without an exit head, when nothing is measured."""
         self.cost: CostModel | None = None
-        """The measured costs that it follows from."""
+        """None before it is known, and without an exit head, when nothing is measured."""
+
+    @property
+    def value(self) -> float | None:
+        """Plain rounds a second: the fixed cost of a round, and one row verified."""
+        return None if self.cost is None else 1.0 / (self.cost.round_s + self.cost.verify_s[0])
 
     async def ask(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -38,13 +41,4 @@ class SpeedOf:
         except EesdError as error:
             logger.debug("speed unknown: error=%s", error)
             return
-        self.value = speed_of(control.cost)
         self.cost = None if control.cost is None else CostModel.from_json(control.cost)
-
-
-def speed_of(cost: Mapping[str, object] | None) -> float | None:
-    """Returns plain rounds a second: the fixed cost of a round, and one row verified."""
-    if cost is None:
-        return None
-    model = CostModel.from_json(cost)
-    return 1.0 / (model.round_s + model.verify_s[0])

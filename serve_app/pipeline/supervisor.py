@@ -123,6 +123,11 @@ class Supervisor:
         return self._degraded_s + (time.monotonic() - self._since_s if self.is_degraded else 0.0)
 
     @property
+    def has_started(self) -> bool:
+        """Whether it has been ready before."""
+        return self._has_started
+
+    @property
     def start_s(self) -> float | None:
         """Seconds of the longest start of a full epoch, weights included; None before the first."""
         return None if self.group is None else self.group.workers.start_s

@@ -3,12 +3,13 @@
 The emptiest pipeline takes no more requests, and its streams continue in others; when it has none
 left, or after a limit, the number goes down by one. Which replica is then stopped is Serve's
 choice: any replica migrates its streams first, and a pipeline that was drained for nothing takes
-requests again. Pure: time is an input.
+requests again. The next one is drained when Serve has chosen. Pure: time is an input.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from eesd_dist.routing.activity import max_tokens_per_s
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.routing.fleet.load import FleetLoad, PipelineLoad
 from eesd_dist.routing.fleet.size import FleetDecision, FleetSize, FleetTargets
@@ -46,7 +47,12 @@ class Fleet:
         self._size = FleetSize(targets, count=count, now_s=now_s)
         self._drain_limit_s = drain_limit_s
         self._leaving: PipelineId | None = None
-        self._leaving_since_s = now_s
+        self._lowered_to: int | None = None
+        """The lowered number, until Serve has chosen the replica that it stops."""
+        self.looked_s = now_s
+        """When `look` was last called."""
+        self._since_s = now_s
+        """When the last pipeline was drained, or the number was lowered."""
         self._num_changes: dict[tuple[str, str], int] = {}
         self.state = FleetState(
             decision=self._size.decision,
@@ -75,9 +81,11 @@ class Fleet:
     ) -> int:
         """Returns how many pipelines there should be from now on; `count` is how many there are or
         will be."""
+        self.looked_s = now_s
         self._size.targets = targets
         was = self._size.decision
-        load = FleetLoad(pipelines=tuple(map(load_of, reports)), num_waiting=num_waiting)
+        pipelines = tuple(load_of(report, targets) for report in reports)
+        load = FleetLoad(pipelines=pipelines, num_waiting=num_waiting)
         decision = self._size.look(load, now_s=now_s)
         if decision != was:
             key = ("up" if decision.wanted > was.wanted else "down", decision.signal)
@@ -99,35 +107,53 @@ class Fleet:
     def _released(
         self, reports: Sequence[PipelineReport], *, wanted: int, count: int, now_s: float
     ) -> int:
-        lasted_s = now_s - self._leaving_since_s
-        is_late = lasted_s >= self._drain_limit_s
-        if wanted > count or _is_settled(reports, wanted=wanted) or (wanted == count and is_late):
-            self._leaving = None
-        if wanted >= count or wanted == 0:
+        is_stopping = any(report.is_stopping for report in reports)
+        is_late = now_s - self._since_s >= self._drain_limit_s
+        if self._lowered_to is not None:
+            if is_stopping or is_late or len(reports) <= self._lowered_to:
+                self._leaving = self._lowered_to = None
+            else:
+                count = min(count, self._lowered_to)
+        if wanted > count or wanted == 0:
+            self._leaving = self._lowered_to = None
             return wanted
+        if self._lowered_to is not None or (is_stopping and wanted < count):
+            return count
+        if wanted == count:
+            self._leaving = None
+            return count
         if self._leaving is None:
-            self._leaving, self._leaving_since_s = _emptiest(reports, count=count), now_s
-            return count if self._leaving is not None else count - 1
-        return count - 1 if is_late or _has_left(reports, self._leaving) else count
+            if _stops_one_that_starts(reports, count=count):
+                return self._lower(count - 1, now_s=now_s)
+            self._leaving, self._since_s = _emptiest(reports, count=count), now_s
+        elif is_late or _has_left(reports, self._leaving):
+            return self._lower(count - 1, now_s=now_s)
+        return count
+
+    def _lower(self, count: int, *, now_s: float) -> int:
+        self._lowered_to, self._since_s = count, now_s
+        return count
 
 
-def load_of(report: PipelineReport) -> PipelineLoad:
+def load_of(report: PipelineReport, targets: FleetTargets) -> PipelineLoad:
+    num_live = max(min(round(targets.live_requests), report.max_running), 1)
     return PipelineLoad(
         num_live=report.num_running,
         activity=report.activity,
-        max_tokens_per_s=report.max_tokens_per_s,
+        max_tokens_per_s=max_tokens_per_s(report.cost, report.activity, num_live=num_live),
         is_serving=report.takes_requests,
     )
 
 
-def _is_settled(reports: Sequence[PipelineReport], *, wanted: int) -> bool:
-    """Returns whether Serve has chosen the replica that it stops."""
-    return any(report.is_stopping for report in reports) or len(reports) <= wanted
+def _stops_one_that_starts(reports: Sequence[PipelineReport], *, count: int) -> bool:
+    """Returns whether one of the `count` pipelines has not started yet. Serve stops such a replica
+    first; one that was ready before is running for it, whatever it does now."""
+    return len(reports) < count or any(report.is_starting for report in reports)
 
 
 def _emptiest(reports: Sequence[PipelineReport], *, count: int) -> PipelineId | None:
-    """Returns the pipeline with the fewest streams; None where no other could take them, or where
-    one of the `count` pipelines has none, since it is not ready."""
+    """Returns the pipeline with the fewest streams. None while one of the `count` pipelines takes
+    no requests, since it recovers or was drained by hand: Serve might stop one that does."""
     ready = [report for report in reports if report.takes_requests]
     if len(ready) < max(count, 2):
         return None

@@ -3,8 +3,8 @@
 Gloo accepts any connection, takes the first 8 bytes for the number of a pair, and cannot close
 its listening socket while a group lives. So the socket gets a packet filter (SO_ATTACH_FILTER,
 classic BPF; needs no privileges): nothing passes before the members of the group are known, then
-only connections from their hosts, and nothing once the group is connected. Accepted connections
-keep the filter that they were accepted under, which lets everything but a new connection pass.
+only packets from their hosts, and nothing once the group is connected. Accepted connections keep
+the filter that they were accepted under.
 """
 
 import ctypes
@@ -26,10 +26,8 @@ _WAITING, _WAITING_AT = struct.Struct("=I"), 24
 """The field `tcpi_unacked` of what TCP_INFO returns; of a listening socket it is the backlog."""
 
 _IP_HEADER = 0xFFF00000
-"""Offset of the IP header (SKF_NET_OFF); offset 0 is the TCP header."""
-_TCP_FLAGS = 13
-_SYN, _ACK = 0x02, 0x10
-_LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
+"""Offset of the IP header (SKF_NET_OFF)."""
+_LOAD_WORD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06
 _ALL_BYTES = 0xFFFFFFFF
 
 LISTENING = threading.Lock()
@@ -67,15 +65,9 @@ class ConnectionFilter:
         self._attach([_DROP])
 
     def admit(self, hosts: Iterable[str]) -> None:
-        """Lets connections from these IP addresses pass."""
-        program = [
-            (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
-            (_AND, 0, 0, _SYN | _ACK),
-            (_JUMP_IF, 1, 0, _SYN),
-            _PASS,
-        ]
-        for host in sorted(set(hosts)):
-            program += _pass_from(host)
+        """Lets packets from these IP addresses pass; of other hosts not even the end of a handshake
+        that began before there was a filter."""
+        program = [each for host in sorted(set(hosts)) for each in _pass_from(host)]
         self._attach([*program, _DROP])
 
     def release(self) -> None:

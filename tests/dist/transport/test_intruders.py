@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from eesd_dist.errors import EngineError
 from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
@@ -130,6 +131,19 @@ def test_a_socket_that_somebody_found_before_its_filter_is_given_up(
     assert device.addresses == {found[-1]}
     assert refused.num_refused == 2
     device.release()
+
+
+def test_a_scan_that_finds_every_socket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener_at = gloo._listener_at
+
+    def found_first(addresses: frozenset[gloo.SocketAddress]) -> socket.socket:
+        (address,) = addresses
+        ends.enter_context(socket.create_connection(address))
+        return listener_at(addresses)
+
+    monkeypatch.setattr(gloo, "_listener_at", found_first)
+    with ExitStack() as ends, pytest.raises(EngineError, match="stop the port scan"):
+        GlooDevice(INSIDE)
 
 
 class Planes:

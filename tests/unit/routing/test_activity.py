@@ -3,7 +3,7 @@
 import pytest
 
 from eesd_dist.control.cost import CostModel
-from eesd_dist.routing.activity import Activity, activity_of, max_tokens_per_s
+from eesd_dist.routing.activity import Activity, RecentRounds, max_tokens_per_s
 from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
 from eesd_dist.types import RoundStats
 
@@ -27,19 +27,26 @@ def round_of(at_s: float, *, requests: int, emitted: int, drafted: int, prefill:
     )
 
 
+def recent(*rounds: RoundStats) -> RecentRounds:
+    found = RecentRounds()
+    for stats in rounds:
+        found.add(stats)
+    return found
+
+
 def test_only_rounds_of_the_last_ten_seconds_count() -> None:
-    rounds = [
-        round_of(99.0, requests=2, emitted=6, drafted=8),
-        round_of(95.0, requests=4, emitted=4, drafted=0, prefill=100),
+    rounds = recent(
         round_of(89.0, requests=9, emitted=90, drafted=9),
-    ]
-    activity = activity_of(
-        rounds, now_unix_s=100.0, num_waiting=3, kv_use=0.25, first_tokens_s=[0.1] * 9 + [5.0]
+        round_of(95.0, requests=4, emitted=4, drafted=0, prefill=100),
+        round_of(99.0, requests=2, emitted=6, drafted=8),
+    )
+    activity = rounds.activity(
+        now_unix_s=100.0, num_waiting=3, kv_use=0.25, first_tokens_s=[0.1] * 9 + [5.0]
     )
     assert activity == Activity(
         num_waiting=3,
         kv_use=0.25,
-        tokens_per_s=1.0,
+        tokens_per_s=10 / 9,
         tokens_per_turn=3.0,
         draft_length=4.0,
         first_token_s=0.1,
@@ -47,9 +54,29 @@ def test_only_rounds_of_the_last_ten_seconds_count() -> None:
 
 
 def test_an_idle_engine_has_no_first_token_and_gains_one_token_a_round() -> None:
-    activity = activity_of([], now_unix_s=1.0, num_waiting=0, kv_use=0.0, first_tokens_s=[])
+    activity = recent().activity(now_unix_s=1.0, num_waiting=0, kv_use=0.0, first_tokens_s=[])
     assert (activity.tokens_per_s, activity.tokens_per_turn) == (0.0, 1.0)
     assert activity.first_token_s is None
+
+
+def test_rounds_of_a_fast_engine_count_however_many_they_are() -> None:
+    rounds = recent(
+        *(round_of(90.0 + at / 500, requests=1, emitted=1, drafted=0) for at in range(5000))
+    )
+    for now_unix_s in (99.999, 100.5):
+        activity = rounds.activity(
+            now_unix_s=now_unix_s, num_waiting=0, kv_use=0.0, first_tokens_s=[]
+        )
+        seconds = now_unix_s - (90.0 if now_unix_s < 100.0 else 91.0)
+        emitted = 5000 if now_unix_s < 100.0 else 4500
+        assert activity.tokens_per_s == pytest.approx(emitted / seconds)
+
+
+def test_part_of_a_drafted_token_costs_its_part() -> None:
+    cost = CostModel(draft_step_s=0.01, verify_s=(0.1, 0.11))
+    activity = Activity(tokens_per_turn=1.2, draft_length=0.4)
+    round_s = cost.batch_seconds([1, 1, 0, 0, 0])
+    assert max_tokens_per_s(cost, activity, num_live=5) == pytest.approx(5 * 1.2 / round_s)
 
 
 def test_the_capacity_is_that_of_a_round_at_the_target_of_live_requests() -> None:

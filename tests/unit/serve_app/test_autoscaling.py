@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_targets_of_a_user_config_replace_those_of_the_application(config: Any) 
         return [*seen, await router.size_fleet("eesd", given, 4)]
 
     assert asyncio.run(sizes()) == [4, 4, 4, 3], "the number falls by one at a time"
+
+
+def test_a_service_that_serve_does_not_ask_for_leaves_no_number_behind(config: Any) -> None:
+    short = config.router.model_copy(update={"expiry_s": 0.2})
+    targets = FleetTargets(min_count=4, max_count=8)
+
+    async def sizes() -> list[int | None]:
+        router = Router(short, config.engine.speculation)
+        await router.pipelines("eesd", "", 0.0, "one", 0, None)
+        seen: list[int | None] = [await router.size_fleet("eesd", targets, 1)]
+        await asyncio.sleep(0.3)
+        state = await router.fleet("eesd")
+        seen.append(None if state is None else state.decision.wanted)
+        await router.pipelines("eesd", "", 0.0, "one", 0, None)
+        return [*seen, await router.size_fleet("eesd", replace(targets, min_count=1), 1)]
+
+    assert asyncio.run(sizes()) == [4, None, 1]
 
 
 def test_autoscaling_is_not_configured_where_the_number_is_fixed(config: Any) -> None:

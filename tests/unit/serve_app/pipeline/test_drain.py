@@ -1,7 +1,8 @@
 """A pipeline that is drained, by an operator or by Serve: its streams leave, and late ones too."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.types import RequestId
 from serve_app.pipeline.drain import Draining
 from serve_app.pipeline.kv_migration import MigrationReport, StreamMove
-from serve_app.pipeline.relative_speed import speed_of
+from serve_app.pipeline.relative_speed import SpeedOf
 from tests.support.toy_group import until
 
 OTHER = PipelineReport(pipeline_id=PipelineId("two"), leader="a", address=None)
@@ -154,8 +155,9 @@ def test_a_pipeline_that_serve_takes_down_returns_when_no_stream_is_left() -> No
         assert budget_s is not None
         assert 2.0 < budget_s <= 3.0, "two seconds are left to tell the streams that are left"
         assert world.said == ["Serve takes it down"]
-        await world.draining.undrain()
-        assert world.draining.reason == "Serve takes it down", "that is not taken back"
+        with pytest.raises(ConfigError, match="one stays drained: Serve takes it down"):
+            await world.draining.undrain()
+        assert world.draining.reason == "Serve takes it down"
 
     run(story)
 
@@ -204,10 +206,20 @@ def test_serve_may_take_down_what_was_drained_by_hand_and_no_stream_is_migrated_
     run(story)
 
 
-def test_speed_is_plain_rounds_a_second() -> None:
-    cost = {"draft_step_s": 0.5, "verify_s": [0.03, 0.04], "round_s": 0.01}
-    assert speed_of(cost) == pytest.approx(25.0)
-    assert speed_of(None) is None
+@pytest.mark.parametrize(
+    ("cost", "speed"),
+    [({"draft_step_s": 0.5, "verify_s": [0.03, 0.04], "round_s": 0.01}, 25.0), (None, None)],
+)
+def test_speed_is_plain_rounds_a_second(
+    cost: Mapping[str, object] | None, speed: float | None
+) -> None:
+    async def ask(method: str) -> object:
+        assert method == "control"
+        return SimpleNamespace(cost=cost)
+
+    measured = SpeedOf(ask)
+    asyncio.run(measured.ask(1))
+    assert measured.value == (None if speed is None else pytest.approx(speed))
 
 
 def test_autoscaling_drains_a_pipeline_and_lets_it_take_requests_again() -> None:
@@ -222,6 +234,15 @@ def test_autoscaling_drains_a_pipeline_and_lets_it_take_requests_again() -> None
         world.num_live = 2
         await asyncio.sleep(0.05)
         assert world.num_live == 2, "they stay"
+
+    run(story)
+
+
+def test_what_autoscaling_drains_cannot_be_undrained_by_hand() -> None:
+    async def story(world: World) -> None:
+        world.draining.follow(must_leave=True)
+        with pytest.raises(ConfigError, match="stays drained: autoscaling wants fewer"):
+            await world.draining.undrain()
 
     run(story)
 
