@@ -35,14 +35,24 @@ def local_ray(
 
     The same holds after the end of this process, were it killed. Ray's logs are kept in `logs`.
     """
-    folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=_short_folder()))
-    watchdog = Watchdog(folder, logs=logs)
-    try:
+    with watched_folder(_short_folder(), logs=logs) as (folder, watchdog):
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
         num_cpus = max(_num_cpus(config), min_cpus)
         _start(ray_folder(folder), num_cpus=num_cpus, shows_logs=shows_logs)
         yield watchdog
+
+
+@contextmanager
+def watched_folder(parent: str, *, logs: Path | None) -> Iterator[tuple[Path, Watchdog]]:
+    """Within the block this process may start a Ray in a private folder, made in `parent`.
+
+    After the block, or the end of this process, the watchdog ends that Ray and removes the folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=parent))
+    watchdog = Watchdog(folder, logs=logs)
+    try:
+        yield folder, watchdog
     finally:
         ray.shutdown()
         watchdog.end()

@@ -3,7 +3,6 @@
 Like a product it is shared by tensor-parallel ranks: each has a part of the heads.
 """
 
-import statistics
 import time
 from itertools import product
 
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.bench.costs.form import AttentionCost
+from eesd_dist.bench.costs.usual import usual_s
+from eesd_dist.bench.gpu_check.sections.timer import synchronize
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.model.attention.pages import LayerPages
@@ -78,18 +79,13 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
 
 
 def _seconds_of(layers: list[LayerPages], rows: RowPlan, heads_THE: Tensor) -> float:
-    """Returns the lower quartile of one layer."""
+    """Returns the usual time of one layer."""
     times = []
     for _ in range(_REPEATS):
-        _settle(heads_THE)
+        synchronize(heads_THE.device)
         started = time.perf_counter()
         for layer in layers:
             layer.attend(rows, heads_THE)
-        _settle(heads_THE)
+        synchronize(heads_THE.device)
         times.append((time.perf_counter() - started) / len(layers))
-    return statistics.quantiles(times, n=4, method="inclusive")[0]
-
-
-def _settle(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    return usual_s(times)

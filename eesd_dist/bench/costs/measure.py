@@ -121,7 +121,7 @@ def warm_up(engine: EngineCore, prompts: Sequence[Prompt]) -> None:
 
 
 def round_costs(times: Mapping[RoundSetting, RoundTimes]) -> tuple[RoundCost, ...]:
-    """Returns the medians of all settings. Raises ConfigError for one without a round."""
+    """Returns the usual times of all settings. Raises ConfigError for one without a round."""
     found = []
     for setting, each in times.items():
         if not each.rounds:

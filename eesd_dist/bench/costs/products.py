@@ -6,13 +6,14 @@ these times, unlike those of a whole stage, apply to every degree of tensor para
 
 # Shapes: M rows, I channels in, O channels out.
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from eesd_dist.bench.costs.form import ProductCost
+from eesd_dist.bench.costs.usual import usual_s
+from eesd_dist.bench.gpu_check.sections.timer import synchronize
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
@@ -38,12 +39,13 @@ def measure_products(config: EngineConfig) -> list[ProductCost]:
             padded = padded_rows(num_rows, numerics=config.model.numerics, device=layout.device)
             x_MI = torch.randn(num_rows, num_in, generator=generator, device=layout.device)
             x_MI = pad_rows(x_MI.to(packer.compute_dtype), padded)
+            seconds = usual_s([_timed(product, x_MI) for _ in range(_REPEATS)])
             found.append(
                 ProductCost(
                     num_in=num_in,
                     num_out=num_out,
                     num_rows=num_rows,
-                    seconds=round(_seconds_of(product, x_MI), 9),
+                    seconds=round(seconds, 9),
                 )
             )
     return found
@@ -59,21 +61,10 @@ def shapes_of(spec: ModelSpec) -> Iterator[tuple[int, int]]:
     yield spec.vocab_size, spec.hidden_size
 
 
-def _seconds_of(product: Linear, x_MI: torch.Tensor) -> float:
-    """Returns the lower quartile: on a shared machine disturbances only make a call longer."""
-    times = [_timed(product, x_MI) for _ in range(_REPEATS)]
-    return statistics.quantiles(times, n=4, method="inclusive")[0]
-
-
-def _timed(product: Callable[[torch.Tensor], object], x_MI: torch.Tensor) -> float:
-    _settle(x_MI)
+def _timed(product: Linear, x_MI: torch.Tensor) -> float:
+    synchronize(x_MI.device)
     started = time.perf_counter()
     for _ in range(_CALLS):
         product(x_MI)
-    _settle(x_MI)
+    synchronize(x_MI.device)
     return (time.perf_counter() - started) / _CALLS
-
-
-def _settle(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from eesd_dist.bench.costs.form import RoundCost
+from eesd_dist.bench.costs.usual import usual_s
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
@@ -41,22 +42,15 @@ class RoundTimes:
     rounds: list[TimedRound] = field(default_factory=list)
 
     def cost(self, *, num_requests: int, num_draft_tokens: int) -> RoundCost:
-        """Returns lower quartiles: on a shared machine disturbances only make a round longer. The
-        tokens are a mean."""
-
-        def usual(values: Sequence[float]) -> float:
-            if len(values) == 1:
-                return round(values[0], 7)
-            return round(statistics.quantiles(values, n=4, method="inclusive")[0], 7)
-
+        """Returns usual times. The tokens are a mean."""
         stats = [timed.stats for timed in self.rounds]
         return RoundCost(
             num_requests=num_requests,
             num_draft_tokens=num_draft_tokens,
             context_tokens=round(statistics.fmean(each.context_tokens for each in self.rounds)),
-            draft_s=usual([each.draft_s for each in stats]),
-            verify_s=usual([each.verify_s for each in stats]),
-            round_s=usual([each.round_s for each in self.rounds]),
+            draft_s=round(usual_s([each.draft_s for each in stats]), 7),
+            verify_s=round(usual_s([each.verify_s for each in stats]), 7),
+            round_s=round(usual_s([each.round_s for each in self.rounds]), 7),
             tokens_per_round=round(statistics.fmean(each.num_emitted for each in stats), 4),
             num_rounds=len(stats),
         )

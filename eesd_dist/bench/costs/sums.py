@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from eesd_dist.bench.costs.usual import usual_s
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.rendezvous import build_group, connect_store
@@ -28,7 +29,7 @@ Times = tuple[tuple[int, float], ...]
 
 
 def measure_sums(sizes: Sequence[int], *, num_ranks: int, work_s: float) -> Times:
-    """Returns the usual time (lower quartile) of a sum of float32 tensors of these sizes in bytes.
+    """Returns the usual time of a sum of float32 tensors of these sizes in bytes.
 
     `work_s`: time that a rank computes between two sums, which is not part of the figures.
     """
@@ -85,8 +86,7 @@ def _run_rank(
                 work.do()
                 group.all_reduce(x)
             times.append((time.perf_counter() - started) / _SUMS - work.seconds)
-        usual_s = statistics.quantiles(times, n=4, method="inclusive")[0]
-        found.append(round(max(usual_s, 1e-7), 9))
+        found.append(round(max(usual_s(times), 1e-7), 9))
     if rank == 0:
         told.send(found)
     group.all_reduce(torch.zeros(1))  # so that no rank leaves before the others are done

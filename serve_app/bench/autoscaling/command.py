@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # these import Ray, which reads the environment then
     from serve_app.ingress.pipeline_client import ServiceClient
 
 _PERIOD_S = 0.25
+_TURN_S = 1.0
 _NUM_PROMPTS = 8
 _MOST = 2
 _LOW, _HIGH = 2, 8
@@ -165,8 +167,19 @@ async def _watch(timeline: Timeline, clients: Clients, router: Any, *, app: str)
         await asyncio.sleep(_PERIOD_S)
 
 
+def _require_running(watch: "asyncio.Task[None]") -> None:
+    """Raises the error of a watch that has failed."""
+    if watch.done():
+        watch.result()
+
+
 async def _run_phase(
-    phase: _Phase, timeline: Timeline, clients: Clients, *, timeout_s: float
+    phase: _Phase,
+    timeline: Timeline,
+    clients: Clients,
+    *,
+    watch: "asyncio.Task[None]",
+    timeout_s: float,
 ) -> None:
     began_s = timeline.clock()
     reached_s: float | None = None
@@ -174,7 +187,8 @@ async def _run_phase(
     while reached_s is None or timeline.clock() - reached_s < phase.hold_s:
         clients.keep(phase.clients[number % len(phase.clients)])
         number += 1
-        await asyncio.sleep(1.0)
+        await asyncio.wait({watch}, timeout=_TURN_S)
+        _require_running(watch)
         if reached_s is None and timeline.samples and phase.reached(timeline.last):
             reached_s = timeline.clock()
         if reached_s is None and timeline.clock() - began_s > timeout_s:
@@ -190,14 +204,15 @@ async def _measure(
     began_s = time.monotonic()
     timeline = Timeline(clock=lambda: time.monotonic() - began_s)
     clients = Clients(client, prompts)
-    watching = asyncio.ensure_future(_watch(timeline, clients, router, app=config.app_name))
+    watch = asyncio.create_task(_watch(timeline, clients, router, app=config.app_name))
     try:
         for phase in _phases(options):
-            await _run_phase(phase, timeline, clients, timeout_s=options.timeout_s)
+            await _run_phase(phase, timeline, clients, watch=watch, timeout_s=options.timeout_s)
             say(_line(phase.name, timeline))
-        await clients.end()
+        await clients.end(timeout_s=options.timeout_s)
+        _require_running(watch)
     finally:
-        watching.cancel()
+        watch.cancel()
     return timeline, replace(clients.texts, num_migrated=_num_migrated(balancer.page()))
 
 
@@ -242,24 +257,28 @@ def main(options: AutoscalingOptions) -> int:
         serve.start(proxy_location="Disabled")
         serve.run(build_app(config), name=config.app_name, route_prefix=None)
         timeline, texts = asyncio.run(_measure(config, prompts, options, say=say))
-    if options.picture is not None:
+    report = {
+        "bench": "autoscaling",
+        "summary": {
+            "streams": texts.num_whole,
+            "broken": texts.broken,
+            "changed": texts.changed,
+            "migrated": texts.num_migrated,
+            "decisions_under_noise": _num_flaps(timeline),
+            "longest_first_token_s": round(texts.longest_first_token_s, 2),
+        },
+        "timeline": timeline.as_json(),
+        "targets": config.pipelines.model_dump(mode="json"),
+        "provenance": provenance.as_json(),
+    }
+    _tell(report, timeline, picture=options.picture)
+    return int(bool(texts.broken or texts.changed or _num_flaps(timeline)))
+
+
+def _tell(report: Mapping[str, object], timeline: Timeline, *, picture: Path | None) -> None:
+    """Prints the report, then draws: a picture needs matplotlib, which is in an extra."""
+    print_report(report)
+    if picture is not None:
         from serve_app.bench.autoscaling.chart import draw_timeline
 
-        draw_timeline(options.picture, timeline)
-    print_report(
-        {
-            "bench": "autoscaling",
-            "summary": {
-                "streams": texts.num_whole,
-                "broken": texts.broken,
-                "changed": texts.changed,
-                "migrated": texts.num_migrated,
-                "decisions_under_noise": _num_flaps(timeline),
-                "longest_first_token_s": round(texts.longest_first_token_s, 2),
-            },
-            "timeline": timeline.as_json(),
-            "targets": config.pipelines.model_dump(mode="json"),
-            "provenance": provenance.as_json(),
-        }
-    )
-    return int(bool(texts.broken or texts.changed or _num_flaps(timeline)))
+        draw_timeline(picture, timeline)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from eesd_dist.errors import EesdError
+from eesd_dist.errors import EngineError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ class Texts:
 
 
 class Clients:
-    """Each client starts its next request when the one before has ended."""
+    """Each client starts its next request when the one before has ended.
+
+    Any error breaks a stream, whatever its class.
+    """
 
     def __init__(self, client: "ServiceClient", prompts: Sequence[Prompt]) -> None:
         self._client = client
@@ -50,47 +53,52 @@ class Clients:
         return len(self._tasks)
 
     def keep(self, number: int) -> None:
-        """Changes the number of streams; those beyond it end with their texts."""
+        """Changes the number of streams; those beyond it end with their texts, and broken ones are
+        replaced."""
         self._wanted = number
         while len(self._tasks) < number:
             self._start()
 
-    async def end(self) -> None:
-        """Waits for the last texts."""
+    async def end(self, *, timeout_s: float) -> None:
+        """Waits for the last texts. Raises EngineError for streams open after `timeout_s`."""
         self._wanted = 0
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        if not self._tasks:
+            return
+        _, still_open = await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        if still_open:
+            raise EngineError(
+                f"{len(still_open)} streams still open {timeout_s:g} s after the load has ended, "
+                "expected none"
+            )
 
     def _start(self) -> None:
-        task = asyncio.ensure_future(self._run(next(self._numbers)))
+        number = next(self._numbers)
+        prompt = self._prompts[number % len(self._prompts)]
+        request = Request(
+            request_id=RequestId(f"load-{number}"), prompt=prompt.tokens, sampling=prompt.sampling
+        )
+        task = asyncio.create_task(self._run(request, prompt.text), name=request.request_id)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        task.result()
-        if len(self._tasks) < self._wanted:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            # Replaced by the next keep(): a client that fails at once would start without end.
+            self.texts.broken.append(f"{task.get_name()}: {error!r}")
+        elif len(self._tasks) < self._wanted:
             self._start()
 
-    async def _run(self, number: int) -> None:
-        prompt = self._prompts[number % len(self._prompts)]
-        request = Request(
-            request_id=RequestId(f"load-{number}"), prompt=prompt.tokens, sampling=prompt.sampling
-        )
+    async def _run(self, request: Request, text: tuple[TokenId, ...]) -> None:
         loop = asyncio.get_running_loop()
         began_s, got = loop.time(), list[Any]()
-        try:
-            async for emission in self._client.stream(request):
-                if emission.tokens and not got:
-                    waited_s = loop.time() - began_s
-                    self.texts.longest_first_token_s = max(
-                        self.texts.longest_first_token_s, waited_s
-                    )
-                got += emission.tokens
-        except EesdError as error:
-            self.texts.broken.append(f"{request.request_id}: {error}")
-            return
-        if tuple(got) == prompt.text:
+        async for emission in self._client.stream(request):
+            if emission.tokens and not got:
+                waited_s = loop.time() - began_s
+                self.texts.longest_first_token_s = max(self.texts.longest_first_token_s, waited_s)
+            got += emission.tokens
+        if tuple(got) == text:
             self.texts.num_whole += 1
         else:
             self.texts.changed.append(str(request.request_id))

@@ -4,10 +4,8 @@ Nodes are real raylets of this machine. The head has no CPUs, only a resource fo
 have to stay there.
 """
 
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +14,15 @@ import ray
 import yaml
 
 from eesd_dist.errors import EngineError
-from serve_app.session.watchdog import Watchdog, ray_folder
+from serve_app.bench.ports import free_port
+from serve_app.session.local_ray import watched_folder
+from serve_app.session.watchdog import ray_folder
 
 HEAD_RESOURCE = "eesd_head"
 _STORE_BYTES = 80 * 2**20
 _START_TIMEOUT_S = 90.0
+_FOLDERS = "/tmp"
+"""As short as can be: the sockets of further nodes have longer names than those of the first."""
 ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     # v2 asks the provider for more than the fake one has.
@@ -36,9 +38,8 @@ def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
 
     Each node has so many `cpus` and goes when it was idle for `idle_s`.
     """
-    folder, port = Path(tempfile.mkdtemp(prefix="eesd-", dir="/tmp")), _free_port()
-    watchdog = Watchdog(folder, logs=None)
-    try:
+    with watched_folder(_FOLDERS, logs=None) as (folder, _):
+        port = free_port("127.0.0.1")
         config = folder / "autoscaler.yaml"
         config.write_text(
             yaml.safe_dump(_autoscaler(port=port, cpus=cpus, most=most, idle_s=idle_s))
@@ -46,20 +47,11 @@ def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
         _start_head(ray_folder(folder), config, port=port)
         ray.init(f"127.0.0.1:{port}", log_to_driver=False, logging_level="error")
         yield
-    finally:
-        ray.shutdown()
-        watchdog.end()
 
 
 def num_nodes() -> int:
     """Returns the number of live nodes, without the head."""
     return sum(node["Alive"] and HEAD_RESOURCE not in node["Resources"] for node in ray.nodes())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start_head(folder: Path, config: Path, *, port: int) -> None:

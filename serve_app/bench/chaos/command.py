@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
 from serve_app.bench.chaos.schedule import bodies_of, schedule
 from serve_app.bench.chaos.threads import why_untraceable
 from serve_app.bench.options import ChaosOptions
+from serve_app.bench.ports import free_port
 from serve_app.config import ServiceConfig, service_config
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.settings import apply_settings
@@ -79,7 +79,7 @@ def config_of(options: ChaosOptions) -> ServiceConfig:
             },
         },
         "host": host,
-        "port": options.port or _free_port(host),
+        "port": options.port or free_port(host),
         "pipelines": {"min_count": options.pipelines, "max_count": options.pipelines},
     }
     apply_settings(tree, options.set)
@@ -153,15 +153,3 @@ def _plan(options: ChaosOptions, kinds: Sequence[str]) -> Iterator[PlannedFault]
         seed=options.seed, kinds=kinds, mean_gap_s=options.gap_s, at_once=options.at_once
     )
     return islice(plan, options.kills)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"no port on {host}: {error.strerror}; run this where the cluster's head runs"
-            ) from error
-        port: int = probe.getsockname()[1]
-        return port
