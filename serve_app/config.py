@@ -110,45 +110,48 @@ class PlacementConfig(Section):
         return self
 
 
+_TARGETS = FleetTargets()
+
+
 class PipelinesConfig(Section):
     """How many pipelines serve at the same time. docs/autoscaling.md has the formula."""
 
-    min_count: NonNegativeInt = 1
+    min_count: NonNegativeInt = _TARGETS.min_count
     """Pipelines that always run. 0: an idle service has none, and its next request waits for the
     start of one."""
 
-    max_count: PositiveInt = 1
+    max_count: PositiveInt = _TARGETS.max_count
     """Above `min_count`, pipelines are added and drained by load."""
 
-    target_live_requests: PositiveFloat = 16.0
+    target_live_requests: PositiveFloat = _TARGETS.live_requests
     """Live requests per pipeline that autoscaling aims at."""
 
-    target_utilisation: float = Field(default=0.85, gt=0.0, le=1.0)
+    target_utilisation: float = Field(default=_TARGETS.utilisation, gt=0.0, le=1.0)
     """Share of a pipeline's measured tokens per second that autoscaling aims at."""
 
-    target_kv_use: float = Field(default=0.85, gt=0.0, le=1.0)
+    target_kv_use: float = Field(default=_TARGETS.kv_use, gt=0.0, le=1.0)
     """Share of a pipeline's KV pages in use that autoscaling aims at."""
 
-    target_first_token_s: PositiveFloat | None = None
+    target_first_token_s: PositiveFloat | None = _TARGETS.first_token_s
     """Time from a request's arrival at its pipeline to its first token that nine of ten requests
     should keep; None: it is no signal."""
 
-    shrink_at: float = Field(default=0.7, gt=0.0, lt=1.0)
+    shrink_at: float = Field(default=_TARGETS.shrink_at, gt=0.0, lt=1.0)
     """A pipeline is given up only when the others would be loaded to this share of the targets. The
     gap to 1 is the hysteresis: 0.7 tolerates a load that varies by 17 % up and down."""
 
-    up_delay_s: NonNegativeFloat = 10.0
+    up_delay_s: NonNegativeFloat = _TARGETS.up_delay_s
     """How long the load must exceed the targets before pipelines are added. The first pipeline of
     an idle service is started at once."""
 
-    down_delay_s: NonNegativeFloat = 120.0
+    down_delay_s: NonNegativeFloat = _TARGETS.down_delay_s
     """How long the load must be low before a pipeline is drained, and the pause after any change.
     Longer than a start, which it would waste."""
 
-    idle_delay_s: NonNegativeFloat = 600.0
+    idle_delay_s: NonNegativeFloat = _TARGETS.idle_delay_s
     """Time without a request before the last pipeline is given up, where `min_count` is 0."""
 
-    max_step: PositiveInt = 2
+    max_step: PositiveInt = _TARGETS.max_step
     """Maximum pipelines added by one decision."""
 
     @model_validator(mode="after")

@@ -163,7 +163,9 @@ class AutoscalingOptions:
     hold_s: Annotated[float, "seconds that a phase goes on after the fleet has followed"] = 5.0
     noise_s: Annotated[float, "seconds of the load that varies"] = 30.0
     idle_s: Annotated[float, "seconds without work after which a node goes"] = 5.0
-    timeout_s: Annotated[float, "longest wait for the fleet to follow"] = 180.0
+    timeout_s: Annotated[float, "longest wait for the fleet to follow, and for the last texts"] = (
+        180.0
+    )
     seed: Annotated[int, "of the prompts"] = 0
     picture: Annotated[Path | None, "PNG file for the timeline"] = None
     quick: Annotated[bool, "without the second start from zero"] = False

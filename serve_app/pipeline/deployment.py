@@ -8,6 +8,7 @@ dies, streams go on, and the next replica claims its workers.
 import asyncio
 import logging
 import os
+import time
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,6 +151,8 @@ class Pipeline:
         self._name = name if orphans is None else orphans.pipeline
         promotion = await promotion_of(self._router, in_place_of=_head_key(config))
         self._speed = SpeedOf(self._of_leader)
+        self._told_s = time.monotonic()
+        """When the router last took a heartbeat."""
         assembly = Assembly(
             config,
             stages,
@@ -353,11 +356,19 @@ class Pipeline:
             return
         try:
             self._draining.follow(must_leave=await beat(self._router, self._report()))
+            self._told_s = time.monotonic()
         except PeerLost:
+            self._without_router()
             if self._finding is None or self._finding.done():
                 self._finding = asyncio.ensure_future(self._find_router())
         except EngineError as error:  # the pipeline works without the router
+            self._without_router()
             logger.debug("heartbeat failed: error=%s", error)
+
+    def _without_router(self) -> None:
+        """Takes requests again if autoscaling has drained this pipeline: only the router ends that."""
+        if time.monotonic() - self._told_s > self._config.router.expiry_s:
+            self._draining.follow(must_leave=False)
 
     async def _find_router(self) -> None:
         """Ray's head answers, or the router is started, in its own time: recovery waits for
