@@ -366,7 +366,7 @@ class Pipeline:
             logger.debug("heartbeat failed: error=%s", error)
 
     def _without_router(self) -> None:
-        """Takes requests again if autoscaling has drained this pipeline: only the router ends that."""
+        """Takes requests again if autoscaling has drained this pipeline: its router is away."""
         if time.monotonic() - self._told_s > self._config.router.expiry_s:
             self._draining.follow(must_leave=False)
 
