@@ -9,7 +9,7 @@ def require_positive(request: object, *names: str) -> None:
     """Raises ConfigError for the first of these fields that is 0 or less; None is allowed."""
     for name in names:
         value = getattr(request, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # refuses nan too
             raise ConfigError(f"{name} is {value}: it must be above 0")
 
 

@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def num_lost(self) -> int:
-        """Accepted requests without an end: there must be none."""
+        """Accepted requests that were not over when the run ended: there must be none."""
         return self.num_arrived - self.num_refused - self.num_over
 
     def num_flaps(self, *, within_s: float = _FLAP_S) -> int:

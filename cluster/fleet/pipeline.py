@@ -12,37 +12,10 @@ from typing import Any
 import simpy
 
 from cluster.fleet.arrivals import Arrival
-from eesd_dist.errors import ConfigError
+from cluster.fleet.setting import Speed
 
 _LEFT = 1e-9
 """Work that is left by rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Cost of a pipeline's rounds, from a measured cost model or the planner."""
-
-    fixed_s: float = 0.03
-    request_s: float = 0.001
-    tokens_per_turn: float = 2.5
-    prompt_share: float = 0.02
-    max_running: int = 32
-
-    def __post_init__(self) -> None:
-        if self.fixed_s + self.request_s <= 0.0 or self.tokens_per_turn <= 0.0:
-            raise ConfigError(
-                f"found rounds of {self.fixed_s:g} + {self.request_s:g} s a request and "
-                f"{self.tokens_per_turn:g} tokens a turn: expected positive figures"
-            )
-
-    def tokens_per_s(self, num_running: int) -> float:
-        """Returns the tokens per second of all running requests together."""
-        if num_running == 0:
-            return 0.0
-        return num_running * self.tokens_per_turn / (self.fixed_s + num_running * self.request_s)
-
-
-SPEED = Speed()
 
 
 @dataclass(slots=True, kw_only=True)

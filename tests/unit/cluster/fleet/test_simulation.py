@@ -7,8 +7,8 @@ import pytest
 
 from cluster.fleet.arrivals import Arrival, Lengths, Rate, arrivals, bursts, constant, day
 from cluster.fleet.outcome import Outcome
-from cluster.fleet.pipeline import Speed
-from cluster.fleet.simulation import FleetSetting, FleetSimulation
+from cluster.fleet.setting import FleetSetting, Speed
+from cluster.fleet.simulation import FleetSimulation
 from eesd_dist.routing.fleet.size import FleetTargets
 
 TARGETS = FleetTargets(
@@ -61,6 +61,16 @@ def test_deaths_of_nodes_lose_no_request() -> None:
     assert outcome.num_deaths > 10
     assert outcome.num_moves > 0
     assert outcome.num_lost == 0
+
+
+def test_a_request_that_no_pipeline_can_end_is_lost_and_the_run_is_over() -> None:
+    """Its prompt takes 30 s, and no node lives as long."""
+    request = Arrival(at_s=1.0, num_prompt_tokens=100_000, num_tokens=5)
+    outcome = run(replace(SETTING, mean_life_s=0.5, patience_s=3600.0), [request])
+    assert outcome.num_deaths > 50
+    assert outcome.num_lost == 1
+    assert outcome.lasted_s == pytest.approx(3601.0, abs=SETTING.look_s)
+    assert outcome.live_area == pytest.approx(outcome.lasted_s - 1.0)
 
 
 def test_more_load_gets_more_pipelines_and_they_go_again() -> None:
