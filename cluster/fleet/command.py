@@ -9,7 +9,7 @@ from cluster.fleet.arrivals import Lengths, Rate, arrivals, bursts, constant, da
 from cluster.fleet.options import FleetOptions
 from cluster.fleet.outcome import Outcome
 from cluster.fleet.setting import FleetSetting, Speed
-from cluster.fleet.simulation import FleetSimulation
+from eesd_dist.checks import require_extra
 from eesd_dist.control.cost import CostModel
 
 
@@ -26,7 +26,10 @@ def main(options: FleetOptions) -> int:
 
 
 def simulate(options: FleetOptions) -> Outcome:
-    """Raises ConfigError for options that contradict each other."""
+    """Raises ConfigError for options that contradict each other, and where simpy is missing."""
+    require_extra("fleet", "simpy", what="the simulation of a fleet")
+    from cluster.fleet.simulation import FleetSimulation
+
     rate, highest = _rate(options)
     requests = arrivals(
         rate,

@@ -10,7 +10,7 @@ from eesd_dist.routing.fleet.size import FleetTargets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Cost of a pipeline's rounds, from a measured cost model or the planner."""
+    """Cost of a pipeline's rounds."""
 
     fixed_s: float = 0.029
     request_s: float = 0.001

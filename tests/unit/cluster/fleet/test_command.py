@@ -1,6 +1,8 @@
 """`eesd plan-fleet`: exit status, and options that cannot be."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -21,6 +23,16 @@ def test_lost_requests_are_an_exit_status(capsys: Output) -> None:
     words = ["--rate", "0.05", "--hours", "0.1", "--prompt-tokens", "1e6", "--spot-hours", "0.0003"]
     assert main(["plan-fleet", *words, "--birth-s", "600", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["summary"]["lost"] > 0
+
+
+def test_without_simpy_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['simpy'] = None; "
+        "from serve_app.cli.main import main; sys.exit(main(['plan-fleet']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "needs simpy, not found here: pip install 'eesd-dist[fleet]'" in ended.stderr
 
 
 @pytest.mark.parametrize(
