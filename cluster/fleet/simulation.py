@@ -18,14 +18,8 @@ from cluster.fleet.arrivals import Arrival
 from cluster.fleet.outcome import Change, Outcome
 from cluster.fleet.pipeline import Job, SimulatedPipeline
 from cluster.fleet.setting import ClosedLoad, FleetSetting
-from eesd_dist.routing.activity import Activity
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.routing.fleet.departure import Fleet
-
-_WINDOW_S = 10.0
-"""Over which tokens per second are measured."""
-_FIRST_TOKEN_WINDOW_S = 30.0
-_PERCENTILE = 0.9
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +71,6 @@ class FleetSimulation:
         self._num_live = 0
         self._load_over_s: float | None = None
         """When the last request had arrived; None before that."""
-        self._first_tokens: list[tuple[float, float]] = []
-        self._rates: dict[str, list[tuple[float, float]]] = {}
-        """By pipeline: when, and how many tokens it had generated."""
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -141,9 +132,7 @@ class FleetSimulation:
         self._account()
         self._num_live -= 1
         assert job.first_token_s is not None
-        first_s = job.first_token_s - job.arrival.at_s
-        self._first_tokens.append((self._env.now, first_s))
-        self.outcome.first_token_s.append(first_s)
+        self.outcome.first_token_s.append(job.first_token_s - job.arrival.at_s)
         self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
         self.outcome.num_moves += job.num_moves
         if self._clients is not None and self._num_live < self._clients.wanted:
@@ -210,26 +199,9 @@ class FleetSimulation:
             address=None,
             num_running=pipeline.num_live,
             draining=pipeline.is_draining,
-            activity=Activity(
-                num_waiting=pipeline.num_waiting,
-                tokens_per_s=self._tokens_per_s(pipeline),
-                first_token_s=self._late_first_token_s(),
-            ),
+            activity=pipeline.activity(),
             max_tokens_per_s=most,
         )
-
-    def _tokens_per_s(self, pipeline: SimulatedPipeline) -> float:
-        seen = self._rates.setdefault(pipeline.name, [])
-        seen.append((self._env.now, pipeline.num_tokens))
-        while seen[0][0] < self._env.now - _WINDOW_S:
-            seen.pop(0)
-        return (seen[-1][1] - seen[0][1]) / _WINDOW_S
-
-    def _late_first_token_s(self) -> float | None:
-        oldest_s = self._env.now - _FIRST_TOKEN_WINDOW_S
-        self._first_tokens = [each for each in self._first_tokens if each[0] >= oldest_s]
-        ordered = sorted(first_s for _, first_s in self._first_tokens)
-        return ordered[int(_PERCENTILE * (len(ordered) - 1))] if ordered else None
 
     def _add(self, *, is_ready: bool) -> None:
         node = _Node()

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from eesd_dist.control.cost import CostModel
 from eesd_dist.types import RoundStats
 
-_WINDOW_S = 10.0
+WINDOW_S = 10.0
 """Age up to which rounds count."""
+FIRST_TOKEN_WINDOW_S = 30.0
+"""Age up to which first tokens count."""
 _PERCENTILE = 0.9
 
 
@@ -53,7 +55,7 @@ def activity_of(
     first-token times of late. Rounds with rows of prompts do not count for a request's gain."""
     num_emitted = num_turns = num_gained = num_drafted = 0
     for stats in rounds:
-        if stats.started_unix_s < now_unix_s - _WINDOW_S:
+        if stats.started_unix_s < now_unix_s - WINDOW_S:
             break
         num_emitted += stats.num_emitted
         if not stats.num_prefill_rows:
@@ -63,14 +65,15 @@ def activity_of(
     return Activity(
         num_waiting=num_waiting,
         kv_use=kv_use,
-        tokens_per_s=num_emitted / _WINDOW_S,
+        tokens_per_s=num_emitted / WINDOW_S,
         tokens_per_turn=num_gained / num_turns if num_turns else 1.0,
         draft_length=num_drafted / num_turns if num_turns else 0.0,
-        first_token_s=_percentile(first_tokens_s),
+        first_token_s=percentile(first_tokens_s),
     )
 
 
-def _percentile(values: Sequence[float]) -> float | None:
+def percentile(values: Sequence[float]) -> float | None:
+    """Returns the 90th percentile of first-token times; None of no values."""
     if not values:
         return None
     return sorted(values)[int(_PERCENTILE * (len(values) - 1))]
