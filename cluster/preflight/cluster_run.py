@@ -17,6 +17,9 @@ from cluster.preflight.nodes import ClusterNode
 from cluster.preflight.probe import Interface, NodeFacts
 from cluster.preflight.ray_job import Handle, collect, connected, gcs_port_of_cluster, start_on
 
+_AGENT_CALLS = 4
+"""That an agent runs at the same time: it answers other agents while it measures."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
@@ -80,7 +83,9 @@ class _Run:
     def __init__(self, request: ClusterRequest, nodes: list[ClusterNode]) -> None:
         self._request = request
         self._nodes = nodes
-        self._agents: dict[str, Handle] = {node.name: start_on(node, NodeAgent) for node in nodes}
+        self._agents: dict[str, Handle] = {
+            node.name: start_on(node, NodeAgent, max_concurrency=_AGENT_CALLS) for node in nodes
+        }
         self._all = tuple(node.name for node in nodes)
         self._facts: dict[str, NodeFacts] = {}
         self._links: list[MeasuredLink] = []
