@@ -7,6 +7,7 @@ that deploys it.
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,14 +85,16 @@ def load_deployment(path: Path) -> Deployment:
 def _ray_up(cluster: ClusterFile, content: Mapping[str, Any]) -> Deployment:
     head = [str(each) for each in content.get("head_start_ray_commands", [])]
     worker = [str(each) for each in content.get("worker_start_ray_commands", [])]
-    parameters = start_parameters([*head, *worker])
+    with _naming(cluster.path):
+        parameters = start_parameters([*head, *worker])
+        ports = ports_of(parameters)
     return Deployment(
         path=cluster.path,
         kind="ray up",
         min_nodes=1 + sum(each.min_workers for each in cluster.node_types),
         spans_nodes=cluster.max_workers > 0,
         auth_mode=cluster.auth_mode,
-        ports=ports_of(parameters),
+        ports=ports,
         lists_ports=any("node-manager-port" in each for each in parameters),
         application=_deployed(cluster.path, head),
     )
@@ -118,6 +121,8 @@ def _kuberay(path: Path, content: Mapping[str, Any]) -> Deployment:
         head = cluster["headGroupSpec"]
         groups = cluster.get("workerGroupSpecs", [])
         starts = [_text_of(each.get("rayStartParams") or {}) for each in (head, *groups)]
+        with _naming(path):
+            ports = ports_of(starts)
         serve = yaml.safe_load(spec.get("serveConfigV2", "{}"))
         return Deployment(
             path=path,
@@ -125,12 +130,21 @@ def _kuberay(path: Path, content: Mapping[str, Any]) -> Deployment:
             min_nodes=1 + sum(int(each.get("replicas", 0)) for each in groups),
             spans_nodes=bool(groups),
             auth_mode=_container_auth_mode(head),
-            ports=ports_of(starts),
+            ports=ports,
             lists_ports=any("node-manager-port" in each for each in starts),
             application=_application(path, serve) if serve else None,
         )
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not a RayService: {error!r}") from error
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _container_auth_mode(group: Mapping[str, Any]) -> AuthMode | None:
@@ -154,9 +168,13 @@ def _serve(path: Path, content: Mapping[str, Any]) -> Deployment:
 
 
 def _application(path: Path, serve: Mapping[str, Any]) -> Application:
+    applications = serve.get("applications") or []
+    if not isinstance(applications, list):
+        found = type(applications).__name__
+        raise ConfigError(f"{path}: applications: found {found}, expected a list")
     ours = [
         each
-        for each in serve.get("applications", [])
+        for each in applications
         if isinstance(each, dict) and each.get("import_path") == _IMPORT_PATH
     ]
     if not ours:
