@@ -109,6 +109,13 @@ def test_measured_links_replace_those_of_the_preset(tmp_path: Path, capsys: Outp
     assert preset["verify_pass_s"] < 0.1 * measured["verify_pass_s"]
 
 
+def test_a_report_without_links_is_refused(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(json.dumps({"links": [], "healthy": True}))
+    said = _refused(["--shape", "llama-3-70b", "--links", str(file)], capsys)
+    assert "preflight.json: found no measured links: run `eesd preflight --address auto" in said
+
+
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
     assert CacheConfig().gpu_memory_utilization == USUAL_SHARE
     assert SchedulerConfig().token_budget == ROWS_OF_PREFILL
