@@ -28,14 +28,20 @@ class Heads:
     """Of the truncated head."""
     coverage: float = 0.95
     """Share of the target's tokens that the truncated vocabulary has."""
+    measured_is_truncated: bool = False
+    """Whether the load's survival was measured with a truncated head, not with a full one."""
 
     def load_at(self, load: Load, exit_layer: int, *, truncated: bool) -> Load:
         """Returns the load with the acceptance of a head at this exit layer."""
         acceptance, survival = load.acceptance, load.survival
         if self.acceptance_at:
             acceptance, survival = _interpolated(self.acceptance_at, exit_layer), ()
-        if truncated and not survival:
+        if truncated and not (survival and self.measured_is_truncated):
+            # Each drafted token must be in the vocabulary, those before it included.
             acceptance *= self.coverage
+            survival = tuple(
+                share * self.coverage**num_tokens for num_tokens, share in enumerate(survival, 1)
+            )
         return replace(load, acceptance=acceptance, survival=survival)
 
 
