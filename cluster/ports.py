@@ -7,7 +7,7 @@ only. Connections between ranks (Gloo, NCCL, torch's rendezvous) use ephemeral p
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from eesd_dist.errors import ConfigError
 
@@ -84,11 +84,6 @@ def ports_of(parameters: Iterable[Mapping[str, str]]) -> ClusterPorts:
                         "use one number, so that one firewall rule covers all nodes"
                     )
     return replace(ClusterPorts(), **found)
-
-
-def listed(ports: ClusterPorts) -> dict[str, int]:
-    """Returns all numbers by name."""
-    return {field.name: getattr(ports, field.name) for field in fields(ports)}
 
 
 def _words(text: str) -> list[str]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 _FLAP_S = 300.0
 
 
@@ -83,5 +85,4 @@ class Outcome:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Returns the smallest value that `share` of the values do not exceed; 0 if there is none."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0

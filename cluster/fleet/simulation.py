@@ -50,7 +50,6 @@ class _Node:
     pipeline: SimulatedPipeline | None = None
     """None until it serves."""
     processes: list[simpy.Process] = field(default_factory=list)
-    is_gone: bool = False
 
 
 class FleetSimulation:
@@ -252,7 +251,6 @@ class FleetSimulation:
         idle = [node for node in self._nodes if node.pipeline is None]
         node = (idle or self._nodes)[-1]
         self._nodes.remove(node)
-        node.is_gone = True
         self._release(node)
         for process in node.processes:
             process.interrupt()

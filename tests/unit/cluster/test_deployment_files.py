@@ -1,10 +1,11 @@
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cluster.deployment_files import load_deployment
-from cluster.ports import ClusterPorts, listed, ports_of, start_parameters
+from cluster.ports import ClusterPorts, ports_of, start_parameters
 from eesd_dist.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "cluster" / "configs"
@@ -26,18 +27,15 @@ def test_every_shipped_file_says_what_its_nodes_need(name: str) -> None:
     assert application is not None
     assert application.model.name
     assert {stage.name for stage in application.stages} == {"draft", "verify"}
-    assert all(stage.num_ranks for stage in application.stages)
 
 
 def test_a_serve_file_has_the_model_and_the_placement() -> None:
     deployment = load_deployment(CONFIGS / "serve" / "demo.yaml")
-    assert deployment.kind == "Serve"
     application = deployment.application
     assert application is not None
     assert application.model == Path("~/eesd-dist/serve_app/demo_model")
     assert application.serve_http_port == 8000
     verify = application.stages[1]
-    assert verify.num_ranks == 2
     assert verify.resources == (("eesd_verify", 1),)
     assert verify.labels == (("eesd.io/stage", "verify"),)
 
@@ -166,7 +164,7 @@ def test_what_is_no_port_is_refused(value: str) -> None:
 
 
 def test_no_listed_port_is_in_the_range_of_workers_or_listed_twice() -> None:
-    ports = listed(ClusterPorts())
+    ports = asdict(ClusterPorts())
     first, last = ports.pop("min_worker"), ports.pop("max_worker")
     assert not any(first <= port <= last for port in ports.values())
     assert len(set(ports.values())) == len(ports)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from cluster.fleet.arrivals import Arrival, Lengths, Rate, arrivals, bursts, constant, day
-from cluster.fleet.outcome import Outcome
+from cluster.fleet.outcome import Outcome, quantile
 from cluster.fleet.setting import FleetSetting, Speed
 from cluster.fleet.simulation import FleetSimulation
 from eesd_dist.routing.fleet.size import FleetTargets
@@ -116,3 +116,13 @@ def test_a_day_has_its_peak_at_noon() -> None:
 def test_thinning_keeps_the_rate() -> None:
     requests = load(bursts(1.0, factor=5.0, every_s=100.0, lasting_s=20.0), highest=5.0)
     assert len(requests) == pytest.approx(1800 * (0.8 + 0.2 * 5.0), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1.0), (0.01, 1.0), (0.5, 5.0), (0.9, 9.0), (0.91, 10.0)]
+)
+def test_a_quantile_is_the_least_value_that_the_share_does_not_exceed(
+    share: float, expected: float
+) -> None:
+    assert quantile([float(value) for value in range(10, 0, -1)], share) == expected
+    assert quantile([], share) == 0.0
