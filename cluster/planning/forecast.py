@@ -12,10 +12,11 @@ from cluster.planning.machine import Machine
 from cluster.planning.memory import memory_of_plain
 from cluster.planning.shapes import Load, ModelShape, Split
 from cluster.planning.stage_times import Batch, StageTimes
+from eesd_dist.control.overlap_policy import MARGIN
 from eesd_dist.model.degrees import tensor_parallel_degrees
 
-_MARGIN = 1.05
-"""Gain at which the engine takes two microbatches."""
+_GAIN = 1.0 + MARGIN
+"""At which the engine takes two microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class PipelineForecast:
         parts, num_microbatches, round_s = together, 1, together.whole_s
         if self.overlaps and self.load.num_requests > 1:
             half = self._parts(-(-self.load.num_requests // 2), k)
-            if round_s > _MARGIN * 2 * half.interval_s:
+            if round_s > _GAIN * 2 * half.interval_s:
                 parts, num_microbatches, round_s = half, 2, 2 * half.interval_s
         return LengthForecast(
             num_draft_tokens=k,

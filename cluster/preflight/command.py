@@ -9,10 +9,11 @@ from typer import echo
 from cluster.deployment_files import Deployment, load_deployment
 from cluster.preflight.cluster_checks import check_weights
 from cluster.preflight.links.checks import LinkLimits
-from cluster.preflight.node_checks import Requirements, check_node
+from cluster.preflight.node_checks import check_node
 from cluster.preflight.options import PreflightOptions
 from cluster.preflight.probe import probe_node
 from cluster.preflight.report import Report, node_checks, print_report
+from cluster.preflight.requirements import Requirements
 from cluster.preflight.weights import read_weights
 
 

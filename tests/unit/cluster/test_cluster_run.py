@@ -12,10 +12,10 @@ from cluster.preflight import cluster_run
 from cluster.preflight.clock import ClockOffset
 from cluster.preflight.cluster_run import ClusterRequest, check_cluster
 from cluster.preflight.links.checks import LinkLimits
-from cluster.preflight.node_checks import Requirements
 from cluster.preflight.nodes import ClusterNode
 from cluster.preflight.port_checks import OpenedPorts
 from cluster.preflight.report import Report
+from cluster.preflight.requirements import Requirements
 from cluster.preflight.weights import WeightsFacts
 from tests.support.cluster_facts import HEALTHY, cluster_node
 
