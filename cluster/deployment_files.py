@@ -7,6 +7,7 @@ that deploys it.
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,6 @@ from cluster.ports import ClusterPorts, ports_of, start_parameters
 from cluster.topology import AuthMode, ClusterFile, load_cluster_file, read_mapping
 from eesd_dist.errors import ConfigError
 
-Kind = Literal["ray up", "RayService", "Serve"]
-
 _SERVE_DEPLOY = re.compile(r"\bserve\s+deploy\s+(?P<path>[^\s;&|'\"]+)")
 _IMPORT_PATH = "serve_app.app:build_app"
 
@@ -28,7 +27,6 @@ class StageNeeds:
     """What one rank of a stage reserves on its node."""
 
     name: Literal["draft", "verify"]
-    num_ranks: int
     num_gpus: float
     resources: tuple[tuple[str, float], ...]
     labels: tuple[tuple[str, str], ...]
@@ -52,7 +50,6 @@ class Deployment:
     """What a cluster file says about nodes, ports, authentication and the application."""
 
     path: Path
-    kind: Kind
     min_nodes: int
     """Nodes that must exist, the head included."""
     spans_nodes: bool
@@ -84,14 +81,15 @@ def load_deployment(path: Path) -> Deployment:
 def _ray_up(cluster: ClusterFile, content: Mapping[str, Any]) -> Deployment:
     head = [str(each) for each in content.get("head_start_ray_commands", [])]
     worker = [str(each) for each in content.get("worker_start_ray_commands", [])]
-    parameters = start_parameters([*head, *worker])
+    with _naming(cluster.path):
+        parameters = start_parameters([*head, *worker])
+        ports = ports_of(parameters)
     return Deployment(
         path=cluster.path,
-        kind="ray up",
         min_nodes=1 + sum(each.min_workers for each in cluster.node_types),
         spans_nodes=cluster.max_workers > 0,
         auth_mode=cluster.auth_mode,
-        ports=ports_of(parameters),
+        ports=ports,
         lists_ports=any("node-manager-port" in each for each in parameters),
         application=_deployed(cluster.path, head),
     )
@@ -118,19 +116,29 @@ def _kuberay(path: Path, content: Mapping[str, Any]) -> Deployment:
         head = cluster["headGroupSpec"]
         groups = cluster.get("workerGroupSpecs", [])
         starts = [_text_of(each.get("rayStartParams") or {}) for each in (head, *groups)]
+        with _naming(path):
+            ports = ports_of(starts)
         serve = yaml.safe_load(spec.get("serveConfigV2", "{}"))
         return Deployment(
             path=path,
-            kind="RayService",
             min_nodes=1 + sum(int(each.get("replicas", 0)) for each in groups),
             spans_nodes=bool(groups),
             auth_mode=_container_auth_mode(head),
-            ports=ports_of(starts),
+            ports=ports,
             lists_ports=any("node-manager-port" in each for each in starts),
             application=_application(path, serve) if serve else None,
         )
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not a RayService: {error!r}") from error
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _container_auth_mode(group: Mapping[str, Any]) -> AuthMode | None:
@@ -143,7 +151,6 @@ def _container_auth_mode(group: Mapping[str, Any]) -> AuthMode | None:
 def _serve(path: Path, content: Mapping[str, Any]) -> Deployment:
     return Deployment(
         path=path,
-        kind="Serve",
         min_nodes=1,
         spans_nodes=True,
         auth_mode=None,
@@ -154,22 +161,25 @@ def _serve(path: Path, content: Mapping[str, Any]) -> Deployment:
 
 
 def _application(path: Path, serve: Mapping[str, Any]) -> Application:
+    applications = serve.get("applications") or []
+    if not isinstance(applications, list):
+        found = type(applications).__name__
+        raise ConfigError(f"{path}: applications: found {found}, expected a list")
     ours = [
         each
-        for each in serve.get("applications", [])
+        for each in applications
         if isinstance(each, dict) and each.get("import_path") == _IMPORT_PATH
     ]
     if not ours:
         raise ConfigError(f"{path}: no application has the import_path {_IMPORT_PATH}")
     arguments = ours[0].get("args") or {}
     try:
-        engine = arguments["engine"]
-        model = engine["model"]
+        model = arguments["engine"]["model"]
         port = (serve.get("http_options") or {}).get("port")
         return Application(
             model=Path(model["path"]),
             head=Path(model["head"]) if model.get("head") else None,
-            stages=tuple(_stages(engine.get("parallel") or {}, arguments.get("placement") or {})),
+            stages=tuple(_stages(arguments.get("placement") or {})),
             serve_http_port=None if port is None else int(port),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -178,12 +188,11 @@ def _application(path: Path, serve: Mapping[str, Any]) -> Application:
         )
 
 
-def _stages(parallel: Mapping[str, Any], placement: Mapping[str, Any]) -> Iterator[StageNeeds]:
+def _stages(placement: Mapping[str, Any]) -> Iterator[StageNeeds]:
     for name in ("draft", "verify"):
         bundle = placement.get(name) or {}
         yield StageNeeds(
             name=name,
-            num_ranks=int(parallel.get(f"{name}_tensor_parallel_size", 1)),
             num_gpus=float(bundle.get("num_gpus") or 0),
             resources=tuple(sorted((bundle.get("resources") or {}).items())),
             labels=tuple(sorted((bundle.get("labels") or {}).items())),

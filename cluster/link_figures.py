@@ -37,10 +37,17 @@ def write_links(links: Sequence[CollectiveFigures]) -> list[object]:
 
 
 def read_links(path: Path) -> tuple[CollectiveFigures, ...]:
-    """Reads the figures of `eesd preflight --json`. Raises ConfigError for another file."""
+    """Reads the figures of `eesd preflight --json`. Raises ConfigError for another file, and for a
+    report without links."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LinkFigures).links
+        links = msgspec.json.decode(path.read_bytes(), type=LinkFigures).links
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: expected the JSON of preflight") from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {error}: expected the JSON of `eesd preflight`") from error
+    if not links:
+        raise ConfigError(
+            f"{path}: found no measured links: run `eesd preflight --address auto --json` on the "
+            "cluster, without --skip-links"
+        )
+    return links

@@ -7,7 +7,7 @@ only. Connections between ranks (Gloo, NCCL, torch's rendezvous) use ephemeral p
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from eesd_dist.errors import ConfigError
 
@@ -49,14 +49,23 @@ _FLAGS = {
     "max-worker-port": "max_worker",
 }
 """Options of `ray start`, and `rayStartParams` of KubeRay."""
-_RAY_START = re.compile(r"\bray\s+start\b(?P<rest>[^;&|]*)")
+_RAY_START = re.compile(r"\bray\s+start\b(?P<rest>.*)")
+_PART = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^;&|\n])+""")
+
+
+def parts_of(command: str) -> list[str]:
+    """Returns what stands between `;`, `&`, `|` and line breaks outside of quotes."""
+    return _PART.findall(command)
 
 
 def start_parameters(commands: Iterable[str]) -> list[dict[str, str]]:
-    """Returns the options of each `ray start` in shell commands, without their dashes."""
-    joined = [" ".join(command.split()) for command in commands]
-    starts = [match["rest"] for command in joined for match in _RAY_START.finditer(command)]
-    return [dict(_options(shlex.split(rest))) for rest in starts]
+    """Returns the options of each `ray start` in shell commands, without their dashes.
+
+    Raises ConfigError for a quote without an end.
+    """
+    parts = [part for command in commands for part in parts_of(" ".join(command.split()))]
+    starts = [match["rest"] for part in parts if (match := _RAY_START.search(part))]
+    return [dict(_options(_words(rest))) for rest in starts]
 
 
 def ports_of(parameters: Iterable[Mapping[str, str]]) -> ClusterPorts:
@@ -77,9 +86,11 @@ def ports_of(parameters: Iterable[Mapping[str, str]]) -> ClusterPorts:
     return replace(ClusterPorts(), **found)
 
 
-def listed(ports: ClusterPorts) -> dict[str, int]:
-    """Returns all numbers by name."""
-    return {field.name: getattr(ports, field.name) for field in fields(ports)}
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"ray start{text}: {error}: close the quote") from error
 
 
 def _options(words: Iterable[str]) -> Iterable[tuple[str, str]]:

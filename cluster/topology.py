@@ -4,7 +4,6 @@ Checks each file against Ray's schema, with Ray's defaults filled in, and then a
 that Ray does not check. Starts nothing, and does not depend on the machine it runs on.
 """
 
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import click
 import jsonschema
 import yaml
 
+from cluster.ports import parts_of
 from cluster.ray_compat import prepared_cluster_config
 from eesd_dist.errors import ConfigError
 
@@ -26,8 +26,6 @@ HEALTH_FLAGS = (
     "RAY_health_check_failure_threshold",
 )
 """Set on the head. With Ray's defaults a cut link is detected after 65 s."""
-
-_SEPARATORS = re.compile(r"\s*(?:;|&&|\|\||\n)\s*")
 
 
 class _Provider(TypedDict):
@@ -82,8 +80,11 @@ class ClusterFile:
 def load_cluster_file(path: Path) -> ClusterFile:
     """Reads and checks one file; raises ConfigError, which names the file."""
     prepared = _prepare(path, read_mapping(path))
-    head = exported(prepared["head_start_ray_commands"])
-    worker = exported(prepared["worker_start_ray_commands"])
+    try:
+        head = exported(prepared["head_start_ray_commands"])
+        worker = exported(prepared["worker_start_ray_commands"])
+    except ValueError as error:
+        raise ConfigError(f"{path}: a start command has a quote without an end") from error
     _require_health_flags(path, head)
     return ClusterFile(
         path=path,
@@ -99,10 +100,13 @@ def load_cluster_file(path: Path) -> ClusterFile:
 
 
 def exported(commands: Iterable[str]) -> dict[str, str]:
-    """Returns the variables that `export A=b C=d` sets in shell commands; the last value counts."""
+    """Returns the variables that `export A=b C=d` sets in shell commands; the last value counts.
+
+    Raises ValueError for a quote without an end.
+    """
     found: dict[str, str] = {}
     for command in commands:
-        for part in _SEPARATORS.split(command):
+        for part in parts_of(command):
             words = part.split(maxsplit=1)
             if len(words) == 2 and words[0] == "export":
                 pairs = (word.partition("=") for word in shlex.split(words[1]))
@@ -114,7 +118,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Raises ConfigError for a file that cannot be read or is no mapping."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: found {type(content).__name__}, expected a mapping of sections")

@@ -8,10 +8,9 @@ from typer import echo
 from cluster.fleet.arrivals import Lengths, Rate, arrivals, bursts, constant, day
 from cluster.fleet.options import FleetOptions
 from cluster.fleet.outcome import Outcome
-from cluster.fleet.pipeline import Speed
-from cluster.fleet.simulation import FleetSetting, FleetSimulation
+from cluster.fleet.setting import FleetSetting, Speed
+from eesd_dist.checks import require_extra
 from eesd_dist.control.cost import CostModel
-from eesd_dist.routing.fleet.size import FleetTargets
 
 
 def main(options: FleetOptions) -> int:
@@ -27,7 +26,10 @@ def main(options: FleetOptions) -> int:
 
 
 def simulate(options: FleetOptions) -> Outcome:
-    """Raises ConfigError for options that contradict each other."""
+    """Raises ConfigError for options that contradict each other, and where simpy is missing."""
+    require_extra("fleet", "simpy", what="the simulation of a fleet")
+    from cluster.fleet.simulation import FleetSimulation
+
     rate, highest = _rate(options)
     requests = arrivals(
         rate,
@@ -37,16 +39,7 @@ def simulate(options: FleetOptions) -> Outcome:
         rng=Random(options.seed),
     )
     setting = FleetSetting(
-        targets=FleetTargets(
-            min_count=options.min_count,
-            max_count=options.max_count,
-            live_requests=options.target_live_requests,
-            first_token_s=options.target_first_token_s,
-            shrink_at=options.shrink_at,
-            up_delay_s=options.up_delay_s,
-            down_delay_s=options.down_delay_s,
-            idle_delay_s=options.idle_delay_s,
-        ),
+        targets=options.targets,
         speed=_speed(options),
         initial=options.min_count,
         birth_s=options.birth_s,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 _FLAP_S = 300.0
 
 
@@ -53,7 +55,7 @@ class Outcome:
 
     @property
     def num_lost(self) -> int:
-        """Accepted requests without an end: there must be none."""
+        """Accepted requests that were not over when the run ended: there must be none."""
         return self.num_arrived - self.num_refused - self.num_over
 
     def num_flaps(self, *, within_s: float = _FLAP_S) -> int:
@@ -83,5 +85,4 @@ class Outcome:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Returns the smallest value that `share` of the values do not exceed; 0 if there is none."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0

@@ -5,6 +5,7 @@ A round of b requests takes `fixed_s + b * request_s` seconds and gives each of 
 prompt is work too, in units of generated tokens: `prompt_share` for each of its tokens.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,44 +13,16 @@ from typing import Any
 import simpy
 
 from cluster.fleet.arrivals import Arrival
-from eesd_dist.control.cost import CostModel
-from eesd_dist.errors import ConfigError
+from cluster.fleet.setting import Speed
+from eesd_dist.routing.activity import (
+    FIRST_TOKEN_WINDOW_S,
+    WINDOW_S,
+    Activity,
+    percentile,
+)
 
 _LEFT = 1e-9
 """Work that is left by rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Cost of a pipeline's rounds, from a measured cost model or the planner."""
-
-    fixed_s: float = 0.03
-    request_s: float = 0.001
-    tokens_per_turn: float = 2.5
-    prompt_share: float = 0.02
-    max_running: int = 32
-
-    def __post_init__(self) -> None:
-        if self.fixed_s + self.request_s <= 0.0 or self.tokens_per_turn <= 0.0:
-            raise ConfigError(
-                f"found rounds of {self.fixed_s:g} + {self.request_s:g} s a request and "
-                f"{self.tokens_per_turn:g} tokens a turn: expected positive figures"
-            )
-
-    @property
-    def cost(self) -> CostModel:
-        """The rounds, as an engine measures them."""
-        alone_s = self.fixed_s + self.request_s
-        return CostModel(draft_step_s=0.0, verify_s=(alone_s,), request_s=self.request_s)
-
-    def tokens_per_s(self, num_running: int) -> float:
-        """Returns the tokens per second of all running requests together."""
-        if num_running == 0:
-            return 0.0
-        return num_running * self.tokens_per_turn / (self.fixed_s + num_running * self.request_s)
-
-
-SPEED = Speed()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +34,8 @@ class Job:
     """Prompt tokens to compute before the next token, in units of generated tokens."""
     done: float = 0.0
     """Tokens generated so far."""
+    arrived_s: float = 0.0
+    """At its present pipeline."""
     first_token_s: float | None = None
     """When its first token left."""
     num_moves: int = 0
@@ -80,10 +55,14 @@ class SimulatedPipeline:
     speed: Speed
     ended: Callable[[Job], None]
     is_draining: bool = False
-    num_tokens: float = 0.0
-    """Generated so far, by all jobs."""
     _running: list[Job] = field(default_factory=list)
     _queue: list[Job] = field(default_factory=list)
+    _num_tokens: float = 0.0
+    """Generated so far, by all jobs."""
+    _counts: deque[tuple[float, float]] = field(default_factory=deque)
+    """When it was asked for its activity of late, and how many tokens it had generated."""
+    _first_tokens: deque[tuple[float, float]] = field(default_factory=deque)
+    """When first tokens left of late, and how long after the arrival of their jobs here."""
     _since_s: float = 0.0
     """Up to when the running jobs are accounted for."""
     _change: simpy.Event | None = None
@@ -93,13 +72,26 @@ class SimulatedPipeline:
     def num_live(self) -> int:
         return len(self._running) + len(self._queue)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
+    def activity(self) -> Activity:
+        """Returns what a pipeline of the service would report now."""
+        self._advance()
+        now_s = self.env.now
+        self._counts.append((now_s, self._num_tokens))
+        while self._counts[0][0] < now_s - WINDOW_S:
+            self._counts.popleft()
+        while self._first_tokens and self._first_tokens[0][0] < now_s - FIRST_TOKEN_WINDOW_S:
+            self._first_tokens.popleft()
+        return Activity(
+            num_waiting=len(self._queue),
+            tokens_per_s=(self._num_tokens - self._counts[0][1]) / WINDOW_S,
+            tokens_per_turn=self.speed.tokens_per_turn,
+            first_token_s=percentile([first_s for _, first_s in self._first_tokens]),
+        )
 
     def add(self, job: Job) -> None:
         """Takes a job; its prompt and what it has so far are computed again."""
         self._advance()
+        job.arrived_s = self.env.now
         job.work = self.speed.prompt_share * (job.arrival.num_prompt_tokens + job.done)
         self._queue.append(job)
         self._wake()
@@ -115,6 +107,7 @@ class SimulatedPipeline:
     def run(self) -> Generator[simpy.Event, Any, None]:
         """Serves for ever, as a process of the simulation."""
         self._since_s = self.env.now
+        self._counts.append((self.env.now, self._num_tokens))
         while True:
             while self._queue and len(self._running) < self.speed.max_running:
                 self._running.append(self._queue.pop(0))
@@ -148,9 +141,10 @@ class SimulatedPipeline:
             job.work -= computed
             generated = min(gain - computed, job.arrival.num_tokens - job.done)
             job.done += generated
-            self.num_tokens += generated
+            self._num_tokens += generated
             if job.first_token_s is None and job.done >= 1.0 - _LEFT:
                 job.first_token_s = self.env.now
+                self._first_tokens.append((self.env.now, self.env.now - job.arrived_s))
         over = [job for job in self._running if job.is_over]
         self._running = [job for job in self._running if not job.is_over]
         for job in over:

@@ -6,7 +6,7 @@ get one and `load_s` to load, and a spot node dies after an exponential time. Jo
 wait for another pipeline, and are computed again from their tokens.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -16,50 +16,10 @@ import simpy
 
 from cluster.fleet.arrivals import Arrival
 from cluster.fleet.outcome import Change, Outcome
-from cluster.fleet.pipeline import SPEED, Job, SimulatedPipeline, Speed
-from eesd_dist.routing.activity import Activity
+from cluster.fleet.pipeline import Job, SimulatedPipeline
+from cluster.fleet.setting import ClosedLoad, FleetSetting
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.routing.fleet.departure import Fleet
-from eesd_dist.routing.fleet.size import FleetTargets
-
-_WINDOW_S = 10.0
-"""Over which tokens per second are measured."""
-_FIRST_TOKEN_WINDOW_S = 30.0
-_PERCENTILE = 0.9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSetting:
-    """What is simulated, apart from the load."""
-
-    targets: FleetTargets
-    speed: Speed = SPEED
-    initial: int = 1
-    """Pipelines that serve at the beginning."""
-    birth_s: float = 120.0
-    """From asking for a node to the node."""
-    load_s: float = 180.0
-    """From the node to a pipeline that serves."""
-    node_idle_s: float = 60.0
-    """From the end of a pipeline to the end of its node."""
-    mean_life_s: float | None = None
-    """Mean life of a spot node; None: nodes do not die."""
-    max_waiting: int = 256
-    """Requests that may wait while no pipeline serves; the next one is refused."""
-    look_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoad:
-    """Clients that each start their next request when the one before is over, as a benchmark's."""
-
-    steps: Sequence[tuple[float, int]]
-    """From when on there are how many clients, in the order of time."""
-    lengths: Sequence[int]
-    """Tokens of the answers, in turns."""
-    num_prompt_tokens: int
-    ends_s: float
-    """When the last clients end their texts, and the run is over."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +50,6 @@ class _Node:
     pipeline: SimulatedPipeline | None = None
     """None until it serves."""
     processes: list[simpy.Process] = field(default_factory=list)
-    is_gone: bool = False
 
 
 class FleetSimulation:
@@ -109,14 +68,12 @@ class FleetSimulation:
         self._nodes: list[_Node] = []
         self._waiting: list[Job] = []
         self._num_live = 0
-        self._is_load_over = False
-        self._first_tokens: list[tuple[float, float]] = []
-        self._rates: dict[str, list[tuple[float, float]]] = {}
-        """By pipeline: when, and how many tokens it had generated."""
+        self._load_over_s: float | None = None
+        """When the last request had arrived; None before that."""
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Runs until every request of the load is over; returns what was seen."""
+        """Runs until every request of the load is over, or its patience; returns what was seen."""
         for _ in range(self._setting.initial):
             self._add(is_ready=True)
         load = self._load
@@ -126,6 +83,7 @@ class FleetSimulation:
         self._env.run(until=looking)
         for node in self._nodes:
             self._release(node)
+        self._account()
         self.outcome.lasted_s = self._env.now
         return self.outcome
 
@@ -133,7 +91,7 @@ class FleetSimulation:
         for arrival in load:
             yield self._env.timeout(max(arrival.at_s - self._env.now, 0.0))
             self._take(arrival)
-        self._is_load_over = True
+        self._load_over_s = self._env.now
 
     def _keep_clients(self, load: ClosedLoad) -> Generator[simpy.Event, Any, None]:
         self._clients = clients = _Clients(load=load)
@@ -142,7 +100,7 @@ class FleetSimulation:
             clients.wanted = number
             while self._num_live < number:
                 self._take(clients.next(now_s=self._env.now))
-        self._is_load_over = True
+        self._load_over_s = self._env.now
 
     def _take(self, arrival: Arrival) -> None:
         """Takes a request, or refuses it where too many wait already."""
@@ -173,9 +131,7 @@ class FleetSimulation:
         self._account()
         self._num_live -= 1
         assert job.first_token_s is not None
-        first_s = job.first_token_s - job.arrival.at_s
-        self._first_tokens.append((self._env.now, first_s))
-        self.outcome.first_token_s.append(first_s)
+        self.outcome.first_token_s.append(job.first_token_s - job.arrival.at_s)
         self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
         self.outcome.num_moves += job.num_moves
         if self._clients is not None and self._num_live < self._clients.wanted:
@@ -185,9 +141,15 @@ class FleetSimulation:
         self.outcome.note_live(self._num_live, now_s=self._env.now)
 
     def _look(self) -> Generator[simpy.Event, Any, None]:
-        while not (self._is_load_over and self._num_live == 0):
+        while not self._is_over():
             yield self._env.timeout(self._setting.look_s)
             self._decide()
+
+    def _is_over(self) -> bool:
+        if self._load_over_s is None:
+            return False
+        waited_s = self._env.now - self._load_over_s
+        return self._num_live == 0 or waited_s >= self._setting.patience_s
 
     def _decide(self) -> None:
         was, present = self._fleet.state.decision, len(self._nodes)
@@ -235,28 +197,10 @@ class FleetSimulation:
             address=None,
             num_running=pipeline.num_live,
             draining=pipeline.is_draining,
-            activity=Activity(
-                num_waiting=pipeline.num_waiting,
-                tokens_per_s=self._tokens_per_s(pipeline),
-                tokens_per_turn=speed.tokens_per_turn,
-                first_token_s=self._late_first_token_s(),
-            ),
+            activity=pipeline.activity(),
             cost=speed.cost,
             max_running=speed.max_running,
         )
-
-    def _tokens_per_s(self, pipeline: SimulatedPipeline) -> float:
-        seen = self._rates.setdefault(pipeline.name, [])
-        seen.append((self._env.now, pipeline.num_tokens))
-        while seen[0][0] < self._env.now - _WINDOW_S:
-            seen.pop(0)
-        return (seen[-1][1] - seen[0][1]) / _WINDOW_S
-
-    def _late_first_token_s(self) -> float | None:
-        oldest_s = self._env.now - _FIRST_TOKEN_WINDOW_S
-        self._first_tokens = [each for each in self._first_tokens if each[0] >= oldest_s]
-        ordered = sorted(first_s for _, first_s in self._first_tokens)
-        return ordered[int(_PERCENTILE * (len(ordered) - 1))] if ordered else None
 
     def _add(self, *, is_ready: bool) -> None:
         node = _Node()
@@ -307,7 +251,6 @@ class FleetSimulation:
         idle = [node for node in self._nodes if node.pipeline is None]
         node = (idle or self._nodes)[-1]
         self._nodes.remove(node)
-        node.is_gone = True
         self._release(node)
         for process in node.processes:
             process.interrupt()

@@ -32,11 +32,7 @@ def main(options: PlanOptions) -> None:
             machine=machine,
             load=load,
             num_gpus=options.num_gpus,
-            heads=Heads(
-                acceptance_at=options.acceptance_at,
-                draft_vocab_size=options.draft_vocab_size or max(1, shape.vocab_size // 4),
-                coverage=options.draft_coverage,
-            ),
+            heads=_heads_of(options, shape, costs),
             exit_layer=options.exit_layer,
         )
         text, report = render_search(plans), search_as_json(plans)
@@ -75,6 +71,18 @@ def _machine_of(options: PlanOptions, shape: ModelShape, costs: StageCosts | Non
         network = replace(machine.network, measured=read_links(options.links))
         machine = replace(machine, network=network)
     return machine if costs is None else fit(machine, shape, costs)
+
+
+def _heads_of(options: PlanOptions, shape: ModelShape, costs: StageCosts | None) -> Heads:
+    measured = shape.vocab_size if costs is None else costs.model.draft_vocab_size
+    is_truncated = measured < shape.vocab_size
+    usual = measured if is_truncated else max(1, shape.vocab_size // 4)
+    return Heads(
+        acceptance_at=options.acceptance_at,
+        draft_vocab_size=options.draft_vocab_size or usual,
+        coverage=options.draft_coverage,
+        measured_is_truncated=is_truncated,
+    )
 
 
 def _load_of(options: PlanOptions, costs: StageCosts | None) -> Load:

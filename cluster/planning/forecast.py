@@ -12,11 +12,11 @@ from cluster.planning.machine import Machine
 from cluster.planning.memory import memory_of_plain
 from cluster.planning.shapes import Load, ModelShape, Split
 from cluster.planning.stage_times import Batch, StageTimes
-from eesd_dist.control.cost import CostModel
+from eesd_dist.control.overlap_policy import MARGIN
 from eesd_dist.model.degrees import tensor_parallel_degrees
 
-_MARGIN = 1.05
-"""Gain at which the engine takes two microbatches."""
+_GAIN = 1.0 + MARGIN
+"""At which the engine takes two microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class PipelineForecast:
         parts, num_microbatches, round_s = together, 1, together.whole_s
         if self.overlaps and self.load.num_requests > 1:
             half = self._parts(-(-self.load.num_requests // 2), k)
-            if round_s > _MARGIN * 2 * half.interval_s:
+            if round_s > _GAIN * 2 * half.interval_s:
                 parts, num_microbatches, round_s = half, 2, 2 * half.interval_s
         return LengthForecast(
             num_draft_tokens=k,
@@ -83,18 +83,6 @@ class PipelineForecast:
             round_s=round_s,
             expected_tokens=expected_tokens,
             tokens_per_s=self.load.num_requests * expected_tokens / round_s,
-        )
-
-    def cost_model(self) -> CostModel:
-        """Returns the costs of one request in the form that controllers use."""
-        alone = Batch(num_requests=1, context_tokens=self.load.context_tokens)
-        fixed_s = self.times.known_s(alone) + self.times.transfer_s(alone, 0)
-        return CostModel(
-            draft_step_s=self.times.draft_step_s(alone),
-            verify_s=tuple(
-                self.times.verify_s(alone, k) for k in range(self.load.max_draft_tokens + 1)
-            ),
-            round_s=fixed_s + self.times.round_host_s(alone, 0),
         )
 
     def _parts(self, num_requests: int, k: int) -> "_Parts":

@@ -3,11 +3,11 @@
 Ranks of a group are placed node by node: a group of more ranks than a node has GPUs crosses nodes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.link_figures import CollectiveFigures, Operation, Scope
 from cluster.planning.presets import COLLECTIVE_S, LINKS, Link
+from eesd_dist.control.cost import interpolated
 from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
 
 
@@ -67,13 +67,3 @@ class Network:
             bytes_s = max(bytes_s, crossing * sharing / self.inter.bytes_per_s)
         num_exchanges = 1 if size_bytes <= WHOLE_BYTES else 2
         return num_exchanges * (self.collective_s + hops_s) + bytes_s
-
-
-def interpolated(times: Sequence[tuple[int, float]], size_bytes: int) -> float:
-    """Returns the seconds at this size: linear between two sizes, along the last slope beyond the
-    largest, and the first time below the smallest. Never less than for a smaller size."""
-    if size_bytes <= times[0][0] or len(times) == 1:
-        return times[0][1]
-    right = next((i for i, (size, _) in enumerate(times) if size >= size_bytes), len(times) - 1)
-    (low, low_s), (high, high_s) = times[max(right, 1) - 1], times[max(right, 1)]
-    return low_s + max(high_s - low_s, 0.0) * (size_bytes - low) / (high - low)

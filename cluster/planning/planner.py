@@ -20,7 +20,6 @@ from cluster.planning.machine import Machine
 from cluster.planning.memory import RankMemory, memory_of, require_memory
 from cluster.planning.shapes import Load, ModelShape, Split
 from cluster.planning.stage_times import Batch, StageTimes
-from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.degrees import require_degree
 
@@ -52,11 +51,6 @@ class Plan:
     @property
     def best(self) -> LengthForecast:
         return max(self.lengths, key=lambda row: (row.tokens_per_s, -row.num_draft_tokens))
-
-    @property
-    def cost(self) -> CostModel:
-        """The costs of one request in the form that controllers use."""
-        return self.forecast.cost_model()
 
     @property
     def tokens_per_s(self) -> float:

@@ -7,7 +7,8 @@ where there is room for them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+
+import numpy as np
 
 from cluster.planning.forecast import degrees_of, plain_forecasts, replicas_of
 from cluster.planning.machine import Machine
@@ -28,14 +29,22 @@ class Heads:
     """Of the truncated head."""
     coverage: float = 0.95
     """Share of the target's tokens that the truncated vocabulary has."""
+    measured_is_truncated: bool = False
+    """Whether the load's survival was measured with a truncated head, not with a full one."""
 
     def load_at(self, load: Load, exit_layer: int, *, truncated: bool) -> Load:
         """Returns the load with the acceptance of a head at this exit layer."""
         acceptance, survival = load.acceptance, load.survival
         if self.acceptance_at:
-            acceptance, survival = _interpolated(self.acceptance_at, exit_layer), ()
-        if truncated and not survival:
+            points = sorted(self.acceptance_at, key=lambda at: at.exit_layer)
+            layers, shares = zip(*((at.exit_layer, at.acceptance) for at in points), strict=True)
+            acceptance, survival = float(np.interp(exit_layer, layers, shares)), ()
+        if truncated and not (survival and self.measured_is_truncated):
+            # Each drafted token must be in the vocabulary, those before it included.
             acceptance *= self.coverage
+            survival = tuple(
+                share * self.coverage**num_tokens for num_tokens, share in enumerate(survival, 1)
+            )
         return replace(load, acceptance=acceptance, survival=survival)
 
 
@@ -133,15 +142,3 @@ def _splits(
                         draft_vocab_size=vocabulary,
                     )
                     yield split, pipelines
-
-
-def _interpolated(points: Sequence[AcceptanceAt], layer: int) -> float:
-    """Returns the acceptance at a layer; outside the points that of the nearest one."""
-    ordered = sorted(points, key=lambda at: at.exit_layer)
-    if layer <= ordered[0].exit_layer:
-        return ordered[0].acceptance
-    for low, high in pairwise(ordered):
-        if layer <= high.exit_layer:
-            share = (layer - low.exit_layer) / max(high.exit_layer - low.exit_layer, 1)
-            return (1.0 - share) * low.acceptance + share * high.acceptance
-    return ordered[-1].acceptance

@@ -11,7 +11,6 @@ from typing import TypeVar
 from cluster.deployment_files import Deployment, StageNeeds
 from cluster.preflight.clock import ClockOffset
 from cluster.preflight.findings import Finding, error, warning
-from cluster.preflight.node_checks import public_version
 from cluster.preflight.nodes import ClusterNode
 from cluster.preflight.probe import Interface, NodeFacts
 from cluster.preflight.weights import DIGITS, WeightsFacts
@@ -133,8 +132,9 @@ def check_mtus(used: Mapping[str, Interface]) -> Iterator[Finding]:
 
 
 def _installed(facts: NodeFacts, name: str) -> str | None:
+    """Returns the version without its local part (+cpu, +cu130), which names the build."""
     version = dict(facts.versions).get(name)
-    return None if version is None else public_version(version)
+    return None if version is None else version.partition("+")[0]
 
 
 def _most_common(values: Sequence[T]) -> T | None:

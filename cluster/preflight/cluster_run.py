@@ -12,10 +12,15 @@ from cluster.preflight.findings import Finding
 from cluster.preflight.links.checks import LinkLimits, MeasuredLink
 from cluster.preflight.links.runs import LinkSettings, measure_cluster
 from cluster.preflight.node_agent import NodeAgent
-from cluster.preflight.node_checks import Requirements, check_node
+from cluster.preflight.node_checks import check_node
 from cluster.preflight.nodes import ClusterNode
 from cluster.preflight.probe import Interface, NodeFacts
 from cluster.preflight.ray_job import Handle, collect, connected, gcs_port_of_cluster, start_on
+from cluster.preflight.report import Report, node_checks
+from cluster.preflight.requirements import Requirements
+
+_AGENT_CALLS = 4
+"""That an agent runs at the same time: it answers other agents while it measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +55,7 @@ class ClusterRequest:
         return replace(self.deployment.ports, **({"serve_http": http} if http else {}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterResult:
-    """What was found."""
-
-    nodes: tuple[str, ...]
-    """All live nodes of the cluster, the head first."""
-    facts: tuple[tuple[str, NodeFacts], ...]
-    """By node; none of a node that did not answer."""
-    links: tuple[MeasuredLink, ...]
-    findings: tuple[Finding, ...]
-
-
-def check_cluster(request: ClusterRequest) -> ClusterResult:
+def check_cluster(request: ClusterRequest) -> Report:
     """Runs all checks on all nodes. Raises ConfigError if there is no cluster at the address."""
     with connected(request.address, timeout_s=request.timeout_s) as nodes:
         run = _Run(request, nodes)
@@ -71,28 +64,38 @@ def check_cluster(request: ClusterRequest) -> ClusterResult:
         run.compare_weights()
         run.try_ports()
         run.measure_links()
-        return run.result()
+        return run.report()
 
 
 class _Run:
     """One check of a cluster. Nodes that fail to answer a step are left out of the later ones."""
 
     def __init__(self, request: ClusterRequest, nodes: list[ClusterNode]) -> None:
+        wanted = request.requirements
         self._request = request
+        self._wanted = replace(wanted, spans_nodes=wanted.spans_nodes or len(nodes) > 1)
         self._nodes = nodes
-        self._agents: dict[str, Handle] = {node.name: start_on(node, NodeAgent) for node in nodes}
+        self._agents: dict[str, Handle] = {
+            node.name: start_on(node, NodeAgent, max_concurrency=_AGENT_CALLS) for node in nodes
+        }
         self._all = tuple(node.name for node in nodes)
         self._facts: dict[str, NodeFacts] = {}
         self._links: list[MeasuredLink] = []
         self._findings: list[Finding] = []
-        self._found(cluster_checks.check_stages(nodes, request.stages))
+        self._checks: list[str] = []
+        """Those that were made so far."""
         if request.deployment is not None:
+            self._checks.append("nodes")
             self._found(cluster_checks.check_number(nodes, request.deployment))
             if request.deployment.lists_ports:
                 self._found(port_checks.check_listed(nodes, request.ports))
+        if request.stages:
+            self._checks.append("placement")
+            self._found(cluster_checks.check_stages(nodes, request.stages))
 
-    def result(self) -> ClusterResult:
-        return ClusterResult(
+    def report(self) -> Report:
+        return Report(
+            checks=tuple(self._checks),
             nodes=self._all,
             facts=tuple(self._facts.items()),
             links=tuple(self._links),
@@ -104,9 +107,13 @@ class _Run:
         calls = {name: agent.facts.remote() for name, agent in self._agents.items()}
         facts = self._facts = self._ask(calls, "its facts")
         for node in self._nodes:
-            own = check_node(facts[node.name], self._request.requirements)
+            own = check_node(facts[node.name], self._wanted)
             self._found(replace(finding, nodes=(node.name,)) for finding in own)
             self._found(cluster_checks.check_gpus(node, facts[node.name]))
+        self._checks += [
+            *node_checks(spans_nodes=self._wanted.spans_nodes),
+            *("answer", "versions"),
+        ]
         self._found(cluster_checks.check_versions(facts))
         self._found(cluster_checks.check_mtus(self._interfaces(facts)))
 
@@ -119,9 +126,8 @@ class _Run:
             for node in others
         }
         offsets = self._ask(calls, "its clock")
-        self._found(
-            cluster_checks.check_clocks(offsets, max_skew_s=self._request.max_skew_s),
-        )
+        self._checks.append("clock")
+        self._found(cluster_checks.check_clocks(offsets, max_skew_s=self._request.max_skew_s))
 
     def compare_weights(self) -> None:
         model = self._request.model
@@ -131,6 +137,7 @@ class _Run:
             node.name: self._agents[node.name].weights.remote(model, self._request.head)
             for node in self._rank_nodes()
         }
+        self._checks.append("weights")
         self._found(cluster_checks.check_weights(self._ask(calls, "a digest of its weights")))
 
     def try_ports(self) -> None:
@@ -145,6 +152,7 @@ class _Run:
             },
             "open ports",
         )
+        self._checks.append("ports")
         self._found(port_checks.check_free(opened, ports))
         gcs_port = gcs_port_of_cluster()
         unreachable = self._ask(
@@ -167,6 +175,8 @@ class _Run:
             self._rank_nodes(), self._agents, self._request.links, self._request.limits
         )
         self._links = links
+        if links or findings:
+            self._checks.append("links")
         self._found(findings)
 
     def _rank_nodes(self) -> list[ClusterNode]:
@@ -177,7 +187,7 @@ class _Run:
 
     def _interfaces(self, facts: Mapping[str, NodeFacts]) -> dict[str, Interface]:
         """Returns the interface of each node that ranks use."""
-        name = self._request.requirements.interface
+        name = self._wanted.interface
         return {
             node.name: each
             for node in self._nodes

@@ -9,10 +9,11 @@ from typer import echo
 from cluster.deployment_files import Deployment, load_deployment
 from cluster.preflight.cluster_checks import check_weights
 from cluster.preflight.links.checks import LinkLimits
-from cluster.preflight.node_checks import Requirements, check_node
+from cluster.preflight.node_checks import check_node
 from cluster.preflight.options import PreflightOptions
 from cluster.preflight.probe import probe_node
-from cluster.preflight.report import CLUSTER_CHECKS, NODE_CHECKS, Report, print_report
+from cluster.preflight.report import Report, node_checks, print_report
+from cluster.preflight.requirements import Requirements
 from cluster.preflight.weights import read_weights
 
 
@@ -41,9 +42,9 @@ def _prepare_for_ray() -> None:
 
 
 def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Report:
-    facts = probe_node()
-    findings = check_node(facts, _requirements(options, deployment))
-    checks: tuple[str, ...] = NODE_CHECKS
+    facts, wanted = probe_node(), _requirements(options, deployment)
+    findings = check_node(facts, wanted)
+    checks = node_checks(spans_nodes=wanted.spans_nodes)
     if options.model is not None:
         weights = read_weights(options.model)
         findings += check_weights({facts.hostname: weights})
@@ -86,18 +87,7 @@ def _all_nodes(options: PreflightOptions, address: str, deployment: Deployment |
             min_bandwidth_gbps=options.min_link_gbps,
         ),
     )
-    result = check_cluster(request)
-    skipped = {"weights": model is None, "links": options.skip_links}
-    return Report(
-        checks=(
-            *NODE_CHECKS,
-            *(check for check in CLUSTER_CHECKS if not skipped.get(check, False)),
-        ),
-        nodes=result.nodes,
-        facts=result.facts,
-        findings=result.findings,
-        links=result.links,
-    )
+    return check_cluster(request)
 
 
 def _requirements(options: PreflightOptions, deployment: Deployment | None) -> Requirements:

@@ -5,40 +5,17 @@ Pure: facts and requirements in, findings out.
 
 import ipaddress
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from cluster.preflight.findings import Finding, error, errors_first, warning
 from cluster.preflight.probe import NodeFacts
-from cluster.topology import AuthMode
+from cluster.preflight.requirements import Requirements
 
 MIN_PYTHON = (3, 11)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """Requirements of one node."""
-
-    num_cpus: int = 1
-    num_gpus: int = 0
-    memory_bytes: int = 0
-    shm_bytes: int = 2 * 2**30
-    """Ray's object store and NCCL's shared-memory transport both use /dev/shm."""
-    disk_free_bytes: int = 5 * 2**30
-    """Ray's logs and spilled objects, and the cache of compiled kernels."""
-    open_files: int = 65_536
-    auth_mode: AuthMode | None = None
-    """None accepts any explicit choice."""
-    versions: tuple[tuple[str, str], ...] = ()
-    """Exact versions that every node must have."""
-    spans_nodes: bool = False
-    """Whether ranks on other machines must reach this one."""
-    interface: str | None = None
-    """The interface that ranks use; None: the one of the node's address."""
-
-
 def check_node(facts: NodeFacts, wanted: Requirements) -> list[Finding]:
     """Returns all findings, errors first."""
-    checks = (_software, _processors, _memory, _disk, _limits, _authentication, _network)
+    checks = (_software, _processors, _shared_memory, _disk, _limits, _authentication, _network)
     return errors_first(finding for check in checks for finding in check(facts, wanted))
 
 
@@ -48,23 +25,9 @@ def _software(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         yield error(
             "software", f"found Python {facts.python}, need {least} or newer", fix=f"python{least}"
         )
-    installed = dict(facts.versions)
-    for name, version in installed.items():
+    for name, version in facts.versions:
         if version is None:
             yield error("software", f"{name} is not installed", fix="run `make install` here")
-    for name, version in wanted.versions:
-        found = installed.get(name)
-        if found is not None and public_version(found) != version:
-            yield error(
-                "software",
-                f"found {name} {found}, the cluster uses {version}",
-                fix=f"install {name}=={version} here",
-            )
-
-
-def public_version(version: str) -> str:
-    """Returns the version without its local part (+cpu, +cu130), which names the build."""
-    return version.partition("+")[0]
 
 
 def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
@@ -91,13 +54,7 @@ def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         )
 
 
-def _memory(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if facts.memory_bytes < wanted.memory_bytes:
-        yield error(
-            "memory",
-            f"{_gib(facts.memory_bytes)} of memory, {_gib(wanted.memory_bytes)} requested",
-            fix="use a larger machine",
-        )
+def _shared_memory(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
     if facts.shm_bytes < wanted.shm_bytes:
         yield error(
             "shm",

@@ -23,8 +23,7 @@ class ClusterNode:
     node_manager_port: int
     object_manager_port: int
     dashboard_agent_port: int
-    metrics_export_port: int
-    """The last two: 0 if there is none."""
+    """0 if there is none."""
 
     @property
     def num_gpus(self) -> int:
@@ -65,7 +64,6 @@ def _node(entry: Mapping[str, Any]) -> ClusterNode:
         node_manager_port=int(entry["NodeManagerPort"]),
         object_manager_port=int(entry["ObjectManagerPort"]),
         dashboard_agent_port=max(0, int(entry.get("DashboardAgentListenPort") or 0)),
-        metrics_export_port=max(0, int(entry.get("MetricsExportPort") or 0)),
     )
 
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from cluster.preflight.requirements import Requirements
+
+_WANTED = Requirements()
+_GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightOptions:
@@ -23,12 +28,14 @@ class PreflightOptions:
         Path | None, "a `ray up` file, a RayService or a Serve file: what it needs is checked"
     ] = None
     model: Annotated[Path | None, "folder of the weights, on every node"] = None
-    cpus: Annotated[int, "CPUs required"] = 1
-    gpus: Annotated[int, "GPUs required"] = 0
-    shm_gib: Annotated[float, "size of /dev/shm required, GiB"] = 2.0
-    disk_gib: Annotated[float, "free disk required for temporary files, GiB"] = 5.0
-    open_files: Annotated[int, "limit of open files"] = 65_536
-    spans_nodes: Annotated[bool, "ranks run on other nodes too"] = False
+    cpus: Annotated[int, "CPUs required"] = _WANTED.num_cpus
+    gpus: Annotated[int, "GPUs required"] = _WANTED.num_gpus
+    shm_gib: Annotated[float, "size of /dev/shm required, GiB"] = _WANTED.shm_bytes / _GIB
+    disk_gib: Annotated[float, "free disk required for temporary files, GiB"] = (
+        _WANTED.disk_free_bytes / _GIB
+    )
+    open_files: Annotated[int, "limit of open files"] = _WANTED.open_files
+    spans_nodes: Annotated[bool, "ranks run on other nodes too"] = _WANTED.spans_nodes
     interface: Annotated[str | None, "interface between ranks; default: the node's address"] = None
     max_skew_s: Annotated[float, "difference of a clock to that of the head"] = 1.0
     timeout_s: Annotated[float, "longest wait for a node, in each step"] = 60.0

@@ -20,9 +20,6 @@ from eesd_dist.errors import ConfigError
 Handle = Any
 """A handle of an actor of Ray, or a reference to a result."""
 
-_MAX_CONCURRENCY = 4
-"""An agent answers others while it measures."""
-
 
 @contextmanager
 def connected(address: str, *, timeout_s: float) -> Iterator[list[ClusterNode]]:
@@ -67,8 +64,13 @@ def gcs_port_of_cluster() -> int:
     return int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
 
 
-def start_on(node: ClusterNode, kind: type, *args: Any, num_gpus: int = 0, **kwargs: Any) -> Handle:
-    """Starts an actor on this node, and on no other if this one is lost."""
+def start_on(
+    node: ClusterNode, kind: type, *, num_gpus: int = 0, max_concurrency: int = 1, **kwargs: Any
+) -> Handle:
+    """Starts an actor on this node, and on no other if this one is lost.
+
+    `max_concurrency`: calls that it runs at the same time. `kwargs`: those of its constructor.
+    """
     pinned = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     return (
         ray.remote(kind)
@@ -76,9 +78,9 @@ def start_on(node: ClusterNode, kind: type, *args: Any, num_gpus: int = 0, **kwa
             num_cpus=0,
             num_gpus=num_gpus,
             scheduling_strategy=pinned,
-            max_concurrency=_MAX_CONCURRENCY,
+            max_concurrency=max_concurrency,
         )
-        .remote(*args, **kwargs)
+        .remote(**kwargs)
     )
 
 

@@ -12,11 +12,10 @@ from cluster.preflight.probe import NodeFacts
 if TYPE_CHECKING:
     from rich.table import Table
 
-NODE_CHECKS = (
-    *("software", "cpu", "gpu", "memory", "shm", "disk", "open_files", "memlock", "auth"),
-    *("name", "interface"),
-)
-CLUSTER_CHECKS = ("nodes", "answer", "placement", "versions", "clock", "weights", "ports", "links")
+_OWN_CHECKS = ("software", "cpu", "gpu", "shm", "disk", "open_files", "memlock", "auth")
+"""Of every node."""
+_NETWORK_CHECKS = ("name", "interface")
+"""Of nodes with ranks that reach other nodes."""
 _WIDTH = 160
 """Of a table that no terminal shows."""
 
@@ -52,6 +51,11 @@ class Report:
             "links": write_links(figures_of(self.links)),
             "measured_links": [asdict(link) for link in self.links],
         }
+
+
+def node_checks(*, spans_nodes: bool) -> tuple[str, ...]:
+    """Returns the checks that `check_node` makes."""
+    return (*_OWN_CHECKS, *(_NETWORK_CHECKS if spans_nodes else ()))
 
 
 def print_report(report: Report) -> None:

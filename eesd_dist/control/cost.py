@@ -75,7 +75,7 @@ class CostModel:
             return self.verify_s[max(rows, 1) - 1] + extra
         beyond = [point for point in self.verify_rows_s if point[0] > len(self.verify_s)]
         if beyond:
-            return _between([(len(self.verify_s), self.verify_s[-1]), *beyond], rows) + extra
+            return interpolated([(len(self.verify_s), self.verify_s[-1]), *beyond], rows) + extra
         return self.verify_s[-1] + self._table_slope() * (rows - len(self.verify_s)) + extra
 
     def draft_batch(self, rows: int) -> float:
@@ -121,7 +121,7 @@ class CostModel:
         if count <= 0:
             return 0.0
         if points and points[-1][0] > 1:
-            return _between([(1, one_s), *(p for p in points if p[0] > 1)], count)
+            return interpolated([(1, one_s), *(p for p in points if p[0] > 1)], count)
         return one_s * self.verify_batch(count) / self.verify_s[0]
 
     def to_json(self) -> dict[str, object]:
@@ -178,9 +178,10 @@ NOMINAL_COST = CostModel(
 free. In units of a verify pass, not in seconds."""
 
 
-def _between(points: Sequence[tuple[int, float]], count: int) -> float:
-    """Interpolates linearly, extrapolates along the last segment, and never decreases."""
-    if len(points) == 1:
+def interpolated(points: Sequence[tuple[int, float]], count: int) -> float:
+    """Interpolates linearly, extrapolates along the last segment, and never decreases; below the
+    first count it is the first value."""
+    if count <= points[0][0] or len(points) == 1:
         return points[0][1]
     right = next((i for i, point in enumerate(points) if point[0] >= count), len(points) - 1)
     (low, low_s), (high, high_s) = points[max(right, 1) - 1], points[max(right, 1)]

@@ -8,7 +8,7 @@ round. Depends on the cost model and on recent draft lengths, not on requests.
 from eesd_dist.control.cost import CostModel
 
 _MEMORY = 0.9
-_MARGIN = 0.05
+MARGIN = 0.05
 """Minimum gain of a change, which leaves one stage idle for a round."""
 
 
@@ -34,7 +34,7 @@ class OverlapPolicy:
             self._pays = False
             return False
         gain = self._together_s(num_requests) / self._overlapped_s(num_requests)
-        self._pays = gain > (1.0 - _MARGIN if self._pays else 1.0 + _MARGIN)
+        self._pays = gain > (1.0 - MARGIN if self._pays else 1.0 + MARGIN)
         return self._pays
 
     def _together_s(self, num_requests: int) -> float:

@@ -4,14 +4,13 @@ The options of a step are those of its request, which imports torch: they are re
 called.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from eesd_dist.checks import require_extra
 from eesd_dist.command_line import add_callback, add_command, group
-from eesd_dist.errors import ConfigError
 
 _STEPS = {
     "run": "All of the following, restartable.",
@@ -29,7 +28,7 @@ class _Steps(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None:
-            require_extra()
+            require_extra("distill", *_EXTRA, what="distillation")
             from serve_app.distill.main import step_program
 
             command = get_command(step_program(name))
@@ -38,16 +37,6 @@ class _Steps(TyperGroup):
 
 def distill() -> None:
     """Makes exit heads: trained, calibrated and measured."""
-
-
-def require_extra() -> None:
-    """Raises ConfigError that names all missing packages, before hours of work."""
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"distillation needs {', '.join(missing)}, not found here: pip install "
-            "'eesd-dist[distill]'"
-        )
 
 
 def _listed() -> None:

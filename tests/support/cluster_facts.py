@@ -36,7 +36,6 @@ def node_entry(address: str, **changes: object) -> dict[str, object]:
         "NodeManagerAddress": address,
         "NodeManagerPort": 6380,
         "ObjectManagerPort": 8076,
-        "MetricsExportPort": -1,
         "DashboardAgentListenPort": 52365,
         "Resources": {"CPU": 8.0},
         "Labels": {},

@@ -1,15 +1,17 @@
 """Measures the links of a cluster: within each node, between pairs of nodes, and over all nodes.
 
-Groups are measured one after the other, so that none disturbs another. With GPUs the backend is
-NCCL: nccl-tests within a node where their binaries are, and between nodes where mpirun may be used;
-torch's NCCL otherwise. Without GPUs it is Gloo.
+Groups are measured one after the other, so that none disturbs another. The ranks of a group that
+fails are replaced: they may still wait for each other when the next group needs them.
+
+With GPUs the backend is NCCL: nccl-tests within a node where their binaries are, and between nodes
+where mpirun may be used; torch's NCCL otherwise. Without GPUs it is Gloo.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import ray
 
@@ -44,15 +46,26 @@ class LinkSettings:
     start_timeout_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Node:
     """A node with its actors."""
 
     node: ClusterNode
     agent: Handle
-    ranks: tuple[Handle, ...]
-    num_gpus: int
-    binaries: Path | None
+    ranks: list[Handle]
+    binaries: Path | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.node.num_gpus
+
+    def replace_ranks(self, settings: LinkSettings) -> None:
+        self.kill_ranks()
+        self.ranks = _ranks_of(self.node, settings)
+
+    def kill_ranks(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
 
 
 def measure_cluster(
@@ -80,8 +93,7 @@ def measure_cluster(
         if again is not None:
             links[names] = links[names].best_of(again)
     for each in measured:
-        for rank in each.ranks:
-            ray.kill(rank)
+        each.kill_ranks()
     found = list(links.values())
     return found, [*findings, *check_links(found, limits)]
 
@@ -96,22 +108,13 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
 def _start(
     nodes: Sequence[ClusterNode], agents: dict[str, Handle], settings: LinkSettings
 ) -> tuple[list[_Node], list[Finding]]:
-    ranks = {
-        node.name: tuple(
-            start_on(
-                node,
-                LinkRank,
-                node_address=node.address,
-                interface=settings.interface,
-                num_gpus=min(1, node.num_gpus),
-            )
-            for _ in range(_ranks_within(node))
-        )
+    started = {
+        node.name: _Node(node=node, agent=agents[node.name], ranks=_ranks_of(node, settings))
         for node in nodes
     }
     timeout_s = settings.start_timeout_s
     ready, findings = collect(
-        {name: ranks[name][-1].rendezvous.remote() for name in ranks},
+        {name: each.ranks[-1].rendezvous.remote() for name, each in started.items()},
         "a rank of the link measurement",
         timeout_s=timeout_s,
     )
@@ -124,23 +127,23 @@ def _start(
         "nccl-tests",
         timeout_s=timeout_s,
     )
-    measured = [
-        _Node(
-            node=node,
-            agent=agents[node.name],
-            ranks=ranks[node.name],
-            num_gpus=node.num_gpus,
-            binaries=binaries.get(node.name),
+    for name, folder in binaries.items():
+        started[name].binaries = folder
+    return [started[node.name] for node in nodes if node.name in ready], [*findings, *failed]
+
+
+def _ranks_of(node: ClusterNode, settings: LinkSettings) -> list[Handle]:
+    """Starts two, or one on a node with one GPU: NCCL has no two ranks on one."""
+    return [
+        start_on(
+            node,
+            LinkRank,
+            node_address=node.address,
+            interface=settings.interface,
+            num_gpus=min(1, node.num_gpus),
         )
-        for node in nodes
-        if node.name in ready
+        for _ in range(1 if node.num_gpus == 1 else 2)
     ]
-    return measured, [*findings, *failed]
-
-
-def _ranks_within(node: ClusterNode) -> int:
-    """Two, except on a node with one GPU: NCCL has no two ranks on one."""
-    return 1 if node.num_gpus == 1 else 2
 
 
 def _groups(nodes: Sequence[_Node]) -> list[tuple[_Node, ...]]:
@@ -155,10 +158,18 @@ def _measured(
 ) -> tuple[MeasuredLink | None, list[Finding]]:
     try:
         return _measure(group, settings), []
-    except ray.exceptions.GetTimeoutError:
-        return None, [_failed(group, f"not measured within {_GROUP_TIMEOUT_S:g} s")]
-    except (ray.exceptions.RayError, ValueError) as failure:
+    except (ray.exceptions.RayError, TimeoutError, ValueError) as failure:
+        for each in group:
+            each.replace_ranks(settings)
         return None, [_failed(group, cause_of(failure))]
+
+
+def _answer(calls: Handle, what: str, *, timeout_s: float) -> Any:
+    """Waits for one call or several. Raises TimeoutError with the limit that has passed."""
+    try:
+        return ray.get(calls, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError(f"{what}: no answer within {timeout_s:g} s") from None
 
 
 def _measure(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
@@ -171,7 +182,9 @@ def _measure(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
 def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
     ranks = group[0].ranks[:2] if len(group) == 1 else [each.ranks[0] for each in group]
     backend: Backend = "nccl" if all(each.num_gpus for each in group) else "gloo"
-    address, port = ray.get(ranks[0].rendezvous.remote(), timeout=settings.start_timeout_s)
+    address, port = _answer(
+        ranks[0].rendezvous.remote(), "a port for rank 0", timeout_s=settings.start_timeout_s
+    )
     wanted = LinkGroup(
         address=address,
         port=port,
@@ -181,7 +194,7 @@ def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
         num_iterations=settings.num_iterations,
     )
     calls = [rank.measure.remote(wanted, number) for number, rank in enumerate(ranks)]
-    times, num_wrong = ray.get(calls, timeout=_GROUP_TIMEOUT_S)[0]
+    times, num_wrong = _answer(calls, "the measurement", timeout_s=_GROUP_TIMEOUT_S)[0]
     return MeasuredLink(
         nodes=_names(group),
         num_ranks=len(ranks),
@@ -198,7 +211,8 @@ def _by_nccl_tests(group: tuple[_Node, ...]) -> MeasuredLink:
     reports: dict[Operation, BandwidthReport] = {}
     for operation in _OPERATIONS:
         call = group[0].agent.nccl_tests.remote(group[0].binaries, operation, num_gpus, hosts)
-        reports[operation] = ray.get(call, timeout=_NCCL_TESTS_TIMEOUT_S)
+        what = f"nccl-tests {operation}"
+        reports[operation] = _answer(call, what, timeout_s=_NCCL_TESTS_TIMEOUT_S)
     return link_of(reports, nodes=_names(group), num_ranks=num_gpus * len(group))
 
 

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from eesd_dist.checks import require_positive
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.fleet.load import FleetLoad
 
@@ -55,11 +56,16 @@ class FleetTargets:
     max_step: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_count <= self.max_count or self.max_step < 1:
+        if not 0 <= self.min_count <= self.max_count or min(self.max_count, self.max_step) < 1:
             raise ConfigError(
                 f"found min_count {self.min_count}, max_count {self.max_count} and max_step "
-                f"{self.max_step}: expected 0 <= min_count <= max_count and 1 <= max_step"
+                f"{self.max_step}: expected 0 <= min_count <= max_count, max_count and max_step "
+                "from 1"
             )
+        require_positive(self, "live_requests", "utilisation", "kv_use", "first_token_s")
+        for name in ("up_delay_s", "down_delay_s", "idle_delay_s"):
+            if not (delay_s := getattr(self, name)) >= 0.0:
+                raise ConfigError(f"found {name} {delay_s:g}: expected 0 or more")
         if not 0.0 < self.shrink_at < 1.0:
             raise ConfigError(f"found shrink_at {self.shrink_at:g}: expected a share below 1")
 

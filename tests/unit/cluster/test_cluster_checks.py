@@ -26,7 +26,6 @@ def test_the_head_comes_first_and_dead_nodes_not_at_all() -> None:
         [node_entry("a"), node_entry("z", Resources=head), node_entry("b", Alive=False)]
     )
     assert [(node.name, node.is_head) for node in nodes] == [("z", True), ("a", False)]
-    assert nodes[0].metrics_export_port == 0
 
 
 def test_nodes_of_one_address_are_told_apart_by_their_port() -> None:
@@ -54,7 +53,7 @@ def test_labels_select_as_in_ray(selector: str, value: str | None, suits: bool) 
 
 
 def _stage(**changes: object) -> StageNeeds:
-    stage = StageNeeds(name="verify", num_ranks=2, num_gpus=0.0, resources=(), labels=())
+    stage = StageNeeds(name="verify", num_gpus=0.0, resources=(), labels=())
     return replace(stage, **changes)  # type: ignore[arg-type]
 
 
@@ -71,7 +70,6 @@ def test_a_stage_that_no_node_suits_is_named_with_its_needs() -> None:
 def test_nodes_that_have_not_joined_are_missed() -> None:
     deployment = Deployment(
         path=Path("up.yaml"),
-        kind="ray up",
         min_nodes=3,
         spans_nodes=True,
         auth_mode="token",

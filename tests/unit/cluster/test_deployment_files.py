@@ -1,10 +1,11 @@
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cluster.deployment_files import load_deployment
-from cluster.ports import ClusterPorts, listed, ports_of, start_parameters
+from cluster.ports import ClusterPorts, ports_of, start_parameters
 from eesd_dist.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "cluster" / "configs"
@@ -26,18 +27,15 @@ def test_every_shipped_file_says_what_its_nodes_need(name: str) -> None:
     assert application is not None
     assert application.model.name
     assert {stage.name for stage in application.stages} == {"draft", "verify"}
-    assert all(stage.num_ranks for stage in application.stages)
 
 
 def test_a_serve_file_has_the_model_and_the_placement() -> None:
     deployment = load_deployment(CONFIGS / "serve" / "demo.yaml")
-    assert deployment.kind == "Serve"
     application = deployment.application
     assert application is not None
     assert application.model == Path("~/eesd-dist/serve_app/demo_model")
     assert application.serve_http_port == 8000
     verify = application.stages[1]
-    assert verify.num_ranks == 2
     assert verify.resources == (("eesd_verify", 1),)
     assert verify.labels == (("eesd.io/stage", "verify"),)
 
@@ -68,6 +66,16 @@ def test_kuberays_start_parameters_are_ports(tmp_path: Path) -> None:
         ("{a: 1}", "found the keys a: expected a `ray up` file"),
         ("{kind: RayService, spec: {}}", "not a RayService"),
         ("{applications: []}", "no application has the import_path"),
+        ("{applications: }", "no application has the import_path"),
+        ("{applications: 3}", "applications: found int, expected a list"),
+        (
+            "{kind: RayCluster, spec: {headGroupSpec: {template: {spec: {containers: []}}}}}",
+            "not a RayService: IndexError",
+        ),
+        (
+            "{kind: RayCluster, spec: {headGroupSpec: {rayStartParams: {port: x}}}}",
+            "--port is 'x': expected a port",
+        ),
         (
             "{applications: [{import_path: 'serve_app.app:build_app', args: {}}]}",
             "'engine'. is missing or wrong",
@@ -79,8 +87,52 @@ def test_another_file_is_refused_with_the_reason(
 ) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         load_deployment(path)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_deployment(path)
+
+
+def _onprem(folder: Path, *, added: str) -> Path:
+    """Returns a copy of the file with this at the end of the head's `ray start`."""
+    content = yaml.safe_load((CONFIGS / "onprem.yaml").read_text())
+    commands = content["head_start_ray_commands"]
+    (index,) = [i for i, command in enumerate(commands) if "ray start" in command]
+    commands[index] = f"{commands[index].strip()} {added}"
+    path = folder / "onprem.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_separator_in_quotes_ends_no_command(tmp_path: Path) -> None:
+    path = _onprem(tmp_path, added="--labels='a=x;y' --ray-client-server-port=10002")
+    assert load_deployment(path).ports.ray_client == 10002
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [("--labels='a=x;y", "close the quote"), ("--ray-client-server-port=0", "expected a port")],
+)
+def test_a_wrong_start_command_is_refused_with_its_file(
+    tmp_path: Path, added: str, message: str
+) -> None:
+    path = _onprem(tmp_path, added=added)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_deployment(path)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_an_export_with_an_open_quote_is_refused_with_its_file(tmp_path: Path) -> None:
+    path = _onprem(tmp_path, added="; export A='x")
+    with pytest.raises(ConfigError, match="a quote without an end") as refused:
+        load_deployment(path)
+    assert str(refused.value).startswith(str(path))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -112,7 +164,7 @@ def test_what_is_no_port_is_refused(value: str) -> None:
 
 
 def test_no_listed_port_is_in_the_range_of_workers_or_listed_twice() -> None:
-    ports = listed(ClusterPorts())
+    ports = asdict(ClusterPorts())
     first, last = ports.pop("min_worker"), ports.pop("max_worker")
     assert not any(first <= port <= last for port in ports.values())
     assert len(set(ports.values())) == len(ports)

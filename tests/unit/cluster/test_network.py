@@ -1,8 +1,9 @@
 import pytest
 
 from cluster.link_figures import CollectiveFigures
-from cluster.planning.network import Network, interpolated
+from cluster.planning.network import Network
 from cluster.planning.presets import LINKS, Link
+from eesd_dist.control.cost import interpolated
 
 TIMES = ((1_000, 10e-6), (3_000, 20e-6), (5_000, 18e-6), (9_000, 58e-6))
 

@@ -3,16 +3,15 @@ from dataclasses import replace
 import pytest
 
 from cluster.preflight.findings import Finding, Severity
-from cluster.preflight.node_checks import Requirements, check_node
+from cluster.preflight.node_checks import check_node
 from cluster.preflight.probe import probe_node
+from cluster.preflight.requirements import Requirements
 from tests.support.cluster_facts import GIB, HEALTHY
 
 WANTED = Requirements(
     num_cpus=8,
     num_gpus=1,
-    memory_bytes=32 * GIB,
     auth_mode="token",
-    versions=(("torch", "2.13.0"), ("ray", "2.60.0")),
     spans_nodes=True,
 )
 
@@ -31,10 +30,8 @@ def test_a_healthy_node_has_no_findings() -> None:
     [
         ({"python": "3.10.12"}, "software", Severity.ERROR),
         ({"versions": (("torch", None), ("ray", "2.60.0"))}, "software", Severity.ERROR),
-        ({"versions": (("torch", "2.12.0"), ("ray", "2.60.0"))}, "software", Severity.ERROR),
         ({"num_cpus": 2}, "cpu", Severity.ERROR),
         ({"gpus": ()}, "gpu", Severity.ERROR),
-        ({"memory_bytes": GIB}, "memory", Severity.ERROR),
         ({"shm_bytes": GIB // 16}, "shm", Severity.ERROR),
         ({"disk_free_bytes": GIB}, "disk", Severity.ERROR),
         ({"memlock_bytes": 65536}, "memlock", Severity.WARNING),

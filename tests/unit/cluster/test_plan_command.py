@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.link_figures import CollectiveFigures, write_links
 from cluster.planning.memory import ROWS_OF_PREFILL, USUAL_SHARE
+from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.config import CacheConfig, SchedulerConfig
 from serve_app.cli.main import main
 
@@ -21,6 +22,7 @@ FIELDS: dict[str, object] = {
 QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.json"
 Output = pytest.CaptureFixture[str]
 
 
@@ -107,6 +109,33 @@ def test_measured_links_replace_those_of_the_preset(tmp_path: Path, capsys: Outp
     expected_s = 156 * 1.0146e-3 + 1e-3
     assert measured["verify_pass_s"] == pytest.approx(expected_s, rel=0.06)
     assert preset["verify_pass_s"] < 0.1 * measured["verify_pass_s"]
+
+
+def test_a_report_without_links_is_refused(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "preflight.json"
+    file.write_text(json.dumps({"links": [], "healthy": True}))
+    said = _refused(["--shape", "llama-3-70b", "--links", str(file)], capsys)
+    assert "preflight.json: found no measured links: run `eesd preflight --address auto" in said
+
+
+@pytest.mark.parametrize("measured", [2048, 4096])
+def test_a_head_that_was_measured_untruncated_guesses_less_when_truncated(
+    measured: int, tmp_path: Path, capsys: Output
+) -> None:
+    """The recorded costs are those of a head with 2,048 of 4,096 tokens."""
+    report = json.loads(RECORDED.read_text())
+    report["costs"]["model"]["draft_vocab_size"] = measured
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(report))
+    words = ["--config", str(BUNDLED_MODEL / "config.json"), "--on-cpu", "--json"]
+    words += ["--costs", str(file), "--draft-coverage", "0.99"]
+    plans = json.loads(_shown(words, capsys))["plans"]
+    full = json.loads(_shown([*words, "--exit-layer", "1"], capsys))["acceptance"]
+    shares = {plan["draft_vocab_size"]: plan["acceptance"] / full for plan in plans}
+    if measured == 2048:
+        assert shares == {None: 1.0, 2048: 1.0}
+    else:
+        assert shares == {None: 1.0, 1024: pytest.approx(0.99)}
 
 
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:

@@ -138,12 +138,6 @@ def test_host_time_is_paid_for_every_drafted_token_and_every_round() -> None:
         assert more == pytest.approx(130.0 + 1.25 * row.num_draft_tokens)
 
 
-def test_the_cost_model_agrees_with_the_forecast_for_one_request() -> None:
-    forecast = _plan(replace(EIGHT_GPUS, exit_layer=2), machine=Machine())
-    for row in forecast.lengths:
-        assert forecast.cost.seconds(row.num_draft_tokens) == pytest.approx(row.round_s, rel=2e-3)
-
-
 def test_with_no_drafting_there_is_nothing_to_break_even() -> None:
     forecast = _plan(EIGHT_GPUS, load=replace(ALONE, max_draft_tokens=0))
     assert forecast.break_even_acceptance is None

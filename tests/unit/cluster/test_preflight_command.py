@@ -67,6 +67,15 @@ def test_a_healthy_node_may_join_and_no_secret_is_printed(
     assert "secret-of-the-test" not in printed
 
 
+@pytest.mark.parametrize("spans_nodes", [False, True])
+def test_names_and_interfaces_are_reported_where_they_were_checked(
+    spans_nodes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*_SMALL, *(["--spans-nodes"] if spans_nodes else []), "--json"])
+    checks = set(json.loads(capsys.readouterr().out)["checks"])
+    assert {"name", "interface"} & checks == ({"name", "interface"} if spans_nodes else set())
+
+
 def test_the_table_has_a_row_for_each_check_and_for_each_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -71,6 +71,19 @@ def test_splits_that_do_not_fit_the_memory_are_left_out() -> None:
         search(SHAPE, machine=tiny, load=Load(), num_gpus=8, heads=HEADS)
 
 
+@pytest.mark.parametrize("measured_is_truncated", [False, True])
+def test_measured_survival_is_that_of_the_measured_head(measured_is_truncated: bool) -> None:
+    measured = Load(acceptance=0.6, survival=(0.8, 0.5), max_draft_tokens=3)
+    heads = replace(HEADS, coverage=0.9, measured_is_truncated=measured_is_truncated)
+    assert heads.load_at(measured, 2, truncated=False) == measured
+    found = heads.load_at(measured, 2, truncated=True)
+    if measured_is_truncated:
+        assert found == measured
+    else:
+        assert found.acceptance == pytest.approx(0.6 * 0.9)
+        assert found.survival == pytest.approx((0.8 * 0.9, 0.5 * 0.81))
+
+
 def test_the_acceptance_between_two_exit_layers_is_interpolated() -> None:
     points = (
         AcceptanceAt(exit_layer=8, acceptance=0.9),

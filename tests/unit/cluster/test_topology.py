@@ -90,3 +90,7 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
 def test_exports_are_read_through_chains_and_quotes() -> None:
     commands = ["ray stop", "export A=1 B='two words'; ulimit -n 9 && export A=3 && ray start"]
     assert exported(commands) == {"A": "3", "B": "two words"}
+
+
+def test_a_separator_in_quotes_is_part_of_a_value() -> None:
+    assert exported(["export A='x;y' B=\"p|q\"; export C=z"]) == {"A": "x;y", "B": "p|q", "C": "z"}

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from cluster.fleet.arrivals import Arrival, Lengths, Rate, arrivals, bursts, constant, day
-from cluster.fleet.outcome import Outcome
-from cluster.fleet.pipeline import Speed
-from cluster.fleet.simulation import FleetSetting, FleetSimulation
+from cluster.fleet.outcome import Outcome, quantile
+from cluster.fleet.setting import FleetSetting, Speed
+from cluster.fleet.simulation import FleetSimulation
 from eesd_dist.routing.fleet.size import FleetTargets
 
 TARGETS = FleetTargets(
@@ -63,6 +63,16 @@ def test_deaths_of_nodes_lose_no_request() -> None:
     assert outcome.num_lost == 0
 
 
+def test_a_request_that_no_pipeline_can_end_is_lost_and_the_run_is_over() -> None:
+    """Its prompt takes 30 s, and no node lives as long."""
+    request = Arrival(at_s=1.0, num_prompt_tokens=100_000, num_tokens=5)
+    outcome = run(replace(SETTING, mean_life_s=0.5, patience_s=3600.0), [request])
+    assert outcome.num_deaths > 50
+    assert outcome.num_lost == 1
+    assert outcome.lasted_s == pytest.approx(3601.0, abs=SETTING.look_s)
+    assert outcome.live_area == pytest.approx(outcome.lasted_s - 1.0)
+
+
 def test_more_load_gets_more_pipelines_and_they_go_again() -> None:
     rate = bursts(1.0, factor=8.0, every_s=1800.0, lasting_s=600.0)
     outcome = run(SETTING, load(rate, highest=8.0, lasting_s=3600.0))
@@ -106,3 +116,13 @@ def test_a_day_has_its_peak_at_noon() -> None:
 def test_thinning_keeps_the_rate() -> None:
     requests = load(bursts(1.0, factor=5.0, every_s=100.0, lasting_s=20.0), highest=5.0)
     assert len(requests) == pytest.approx(1800 * (0.8 + 0.2 * 5.0), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1.0), (0.01, 1.0), (0.5, 5.0), (0.9, 9.0), (0.91, 10.0)]
+)
+def test_a_quantile_is_the_least_value_that_the_share_does_not_exceed(
+    share: float, expected: float
+) -> None:
+    assert quantile([float(value) for value in range(10, 0, -1)], share) == expected
+    assert quantile([], share) == 0.0

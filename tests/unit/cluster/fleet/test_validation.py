@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cluster.fleet.outcome import Outcome
-from cluster.fleet.pipeline import Speed
-from cluster.fleet.simulation import ClosedLoad, FleetSetting, FleetSimulation
+from cluster.fleet.setting import ClosedLoad, FleetSetting, Speed
+from cluster.fleet.simulation import FleetSimulation
 from eesd_dist.routing.fleet.size import FleetTargets
 
 ROOT = Path(__file__).parents[4]

@@ -206,8 +206,22 @@ def test_new_bounds_apply_at_the_next_look() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_count": 3}, {"max_step": 0}, {"shrink_at": 1.0}, {"shrink_at": 0.0}]
+    "wrong",
+    [
+        {"min_count": 3},
+        {"min_count": 0, "max_count": 0},
+        {"max_step": 0},
+        {"shrink_at": 1.0},
+        {"shrink_at": 0.0},
+        {"down_delay_s": -1.0},
+    ],
 )
 def test_targets_that_contradict_each_other_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         FleetTargets(**{"max_count": 2, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["live_requests", "utilisation", "kv_use", "first_token_s"])
+def test_a_target_of_zero_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0.0: it must be above 0"):
+        FleetTargets(**{name: 0.0})  # type: ignore[arg-type]

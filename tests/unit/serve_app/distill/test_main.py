@@ -32,7 +32,7 @@ def test_all_packages_that_are_missing_are_named_at_once(
     found = importlib.util.find_spec
     missing = {"deepspeed", "pyarrow"}
     monkeypatch.setattr(
-        "serve_app.cli.distill.find_spec", lambda name: None if name in missing else found(name)
+        "eesd_dist.checks.find_spec", lambda name: None if name in missing else found(name)
     )
     assert cli.main(["distill", "evaluate"]) == 2
     assert capsys.readouterr().err == (
