@@ -35,6 +35,8 @@ class ToyEngine:
         self.breaks_after: int | None = None
         """After this many tokens, `breakage` is raised."""
         self.breakage: Exception = RuntimeError("toy broke")
+        self.stalls_after: int | None = None
+        """After this many tokens nothing comes any more."""
         self.requests: list[Request] = []
         self.aborted: list[RequestId] = []
         self.num_live = 0
@@ -63,6 +65,8 @@ class ToyEngine:
             await asyncio.sleep(self.delay_s)
             if self.breaks_after is not None and num_left >= self.breaks_after:
                 raise self.breakage
+            if self.stalls_after is not None and num_left >= self.stalls_after:
+                await asyncio.Event().wait()
             group = tokens[start : start + self.group]
             num_left += len(group)
             off = request.speculation.mode == "off"

@@ -387,20 +387,21 @@ def test_refused_requests_do_not_shorten_what_the_next_ones_are_told(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_when_its_time_is_over(tokenizer: Tokenizer, stream: bool) -> None:
-    engine = ToyEngine(vocab_size=tokenizer.vocab_size, delay_s=0.1)
-    with serving(_api(engine, tokenizer, ttl_s=0.55)) as url:
+    engine = ToyEngine(vocab_size=tokenizer.vocab_size)
+    engine.stalls_after = 15
+    with serving(_api(engine, tokenizer, ttl_s=2.5)) as url:
         body = {"prompt": "x", "max_tokens": 60, "stream": stream}
         answer = httpx.post(f"{url}/v1/completions", json=body)
         error = json.loads(answer.text.split("data: ")[-2] if stream else answer.text)["error"]
         assert error["code"] == "request_expired"
-        assert "not finished within 0.55 s" in error["message"]
+        assert "not finished within 2.5 s" in error["message"]
         assert (answer.status_code, answer.text.count('"text"')) == (
             (200, 5) if stream else (503, 0)
         )
         assert stream or answer.headers["retry-after"] == "1"
         assert engine.num_live == 0
         assert len(engine.aborted) == 1
-        engine.delay_s = 0.0
+        engine.stalls_after = None
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
 
 
