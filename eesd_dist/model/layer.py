@@ -31,12 +31,25 @@ Attend = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """What is added to a row: a product summed over ranks, then normed."""
+
+    product: Linear
+    group: TensorGroup
+    norm: RmsNorm | None
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        total_TD = summed_over_ranks(self.product(x_TI), self.group)
+        return total_TD if self.norm is None else self.norm(total_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
     """down(activation(gate) * up); gate and up are one product."""
 
     gate_up: Linear
     activation: Activation
-    down: Linear
+    down: Added
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
@@ -50,7 +63,7 @@ class DecoderLayer:
     attention_norm: RmsNorm
     qkv: Linear
     head_norm: HeadNorm | None
-    output: Linear
+    output: Added
     mlp_norm: RmsNorm
     mlp: GatedMlp
     num_kv_heads: int
@@ -119,10 +132,8 @@ class LayerWeights(nn.Module):
             part: RmsNorm.of(parts[part], self._spec, dtype=dtype) for part in traits.norms.names()
         }
 
-        def added(name: str, norm: RmsNorm | None) -> Linear:
-            """Returns the product summed over ranks, then normed: what is added to a row."""
-            product = summed_over_ranks(packed(name), group)
-            return product if norm is None else lambda x_TI: norm(product(x_TI))
+        def added(name: str, norm: RmsNorm | None) -> Added:
+            return Added(product=packed(name), group=group, norm=norm)
 
         return DecoderLayer(
             attention_norm=norms["attention_norm"],

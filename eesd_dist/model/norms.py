@@ -23,7 +23,8 @@ class RmsNorm:
         """`offset` is added to the weight."""
         width = weight_D.shape[-1]
         factor_D = weight_D.float() + offset if offset else weight_D.float()
-        self._scaled_weight_D = factor_D * math.sqrt(width)
+        self.scaled_weight_D = factor_D * math.sqrt(width)
+        self.floor = eps * width
         self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
         self._dtype = dtype
 
@@ -41,17 +42,17 @@ class RmsNorm:
     def _normed(self, x_TD: Tensor) -> Tensor:
         norm_T1: Tensor = torch.linalg.vector_norm(x_TD, 2, -1, True)
         inverse_T1 = norm_T1.square().add_(self._floor_11).rsqrt_()
-        return (x_TD * inverse_T1).mul_(self._scaled_weight_D)
+        return (x_TD * inverse_T1).mul_(self.scaled_weight_D)
 
 
 class HeadNorm:
     """Norm of every query and key head, with one weight for queries and one for keys."""
 
     def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        self._weight_HE = weight_HE.to(dtype)
-        self._eps = eps
+        self.weight_HE = weight_HE.to(dtype)
+        self.eps = eps
 
     def __call__(self, heads_THE: Tensor) -> Tensor:
         wide_THE = heads_THE.float()
-        scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self._weight_HE
+        scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self.weight_HE

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.model.degrees import kv_heads_of, require_degree
-from eesd_dist.model.kernels import Linear
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
 
-# Shapes: T rows, I channels in, O channels out.
+# Shapes: T rows, O channels out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +66,9 @@ def part_of(count: int, rank: int, size: int) -> range:
     return range(rank * count // size, (rank + 1) * count // size)
 
 
-def summed_over_ranks(linear: Linear, group: TensorGroup) -> Linear:
+def summed_over_ranks(x_TO: Tensor, group: TensorGroup) -> Tensor:
     """Sums a row-split product over the ranks, in the same order on every rank."""
-    if group.size == 1:
-        return linear
-    return lambda x_TI: group.all_reduce(linear(x_TI))
+    return x_TO if group.size == 1 else group.all_reduce(x_TO)
 
 
 def joined_over_ranks(x_TO: Tensor, group: TensorGroup, *, count: int) -> Tensor:

@@ -1,21 +1,25 @@
-"""Attention over one layer's pages on a CPU: calls the compiled kernel, in one or more threads."""
+"""Attention over one layer's pages on a CPU where products are not compiled: one compiled call for
+all rows."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.cpu_kernel import Geometry, attend_kernel
-from eesd_dist.model.attention.layout import LANES, RowArrays
+from eesd_dist.model.attention.layout import RowArrays
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
+from eesd_dist.model.cpu.calls import call_in_threads, threads_for
+from eesd_dist.model.cpu.compiled import kernel
+from eesd_dist.model.cpu.packed import kind_array
+from eesd_dist.model.cpu.products import Kind, part_of
+from eesd_dist.model.cpu.threads import wait
 
-_WORTH_A_THREAD = 1 << 21
-"""Products of a query and a key's channel per thread: below, a thread costs more than it saves."""
+_FLOAT32 = np.dtype(np.float32)
 
 
 # Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
@@ -24,61 +28,67 @@ class CpuAttention:
     """Stores and attends rows. No result depends on the number of threads."""
 
     def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
-        self._pages = pages_PKX.view(-1).numpy()
+        self._pages_PKX = pages_PKX
         self._width = shape.num_queries * shape.head_dim
-        self._geometry = Geometry(
-            num_kv=shape.num_kv_heads,
-            per_kv=shape.queries_per_kv,
-            channels=shape.head_dim,
-            page_size=shape.page_size,
-            window=shape.window or 0,
-            scale=np.float32(shape.scale),
-            softcap=np.float32(shape.scores.softcap or 0.0),
-        )
-        ready_kernel()  # compiled while weights are loaded, not by the first request
+        self._geometry = Geometry.of(shape)
+        self._window = shape.window or 0
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Returns [T, D]; zeros in padding rows."""
-        heads = heads_THE.detach().to(torch.float32).contiguous().view(-1).numpy()
-        mixed_TD = torch.zeros(heads_THE.shape[0], self._width)
-        mixed = mixed_TD.view(-1).numpy()
-        num_rows, arrays = rows.num_rows, rows.arrays
-        num_parts = self._num_parts(rows)
-        kernel = ready_kernel()
-        if num_parts == 1:
-            kernel(self._geometry, arrays, heads, self._pages, mixed, 0, num_rows, 0, num_rows)
-        else:
-            kernel(self._geometry, arrays, heads, self._pages, mixed, 0, num_rows, 0, 0)
-            bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
-            waiting = [
-                _threads(num_parts).submit(
-                    kernel, self._geometry, arrays, heads, self._pages, mixed, 0, 0, first, end
-                )
-                for first, end in pairwise(bounds)
-            ]
-            for part in waiting:
-                part.result()
-        return mixed_TD if heads_THE.dtype == torch.float32 else mixed_TD.to(heads_THE.dtype)
+        heads_THE = heads_THE.detach()
+        wide_THE = heads_THE.to(torch.float32).contiguous()
+        mixed_TD = torch.zeros(len(wide_THE), self._width)
+        call_in_threads(
+            attention_kernel(),
+            threads_for(int(rows.arrays.position_R.sum()) * self._width),
+            kind_array(_FLOAT32),
+            self._geometry,
+            self._window,
+            rows.arrays,
+            wide_THE.data_ptr(),
+            wide_THE[0].numel(),
+            self._pages_PKX.data_ptr(),
+            mixed_TD.data_ptr(),
+            self._width,
+        )
+        return mixed_TD.to(heads_THE.dtype)
 
-    def _num_parts(self, rows: RowPlan) -> int:
-        num_threads = torch.get_num_threads()
-        if num_threads == 1:
-            return 1
-        num_products = int(rows.arrays.position_R.sum()) * self._width
-        return max(1, min(num_threads, rows.num_rows, num_products // _WORTH_A_THREAD))
+
+def _attend(
+    kind: Kind,
+    geometry: Geometry,
+    window: int,
+    rows: RowArrays,
+    heads_at: int,
+    row_numbers: int,
+    pages_at: int,
+    mixed_at: int,
+    mixed_numbers: int,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    """Stores the keys and values of all rows, then attends them."""
+    first, end = part_of(len(rows.position_R), part, num_parts)
+    store_rows(geometry, rows, heads_at, row_numbers, pages_at, first, end)
+    wait(counters, num_parts)
+    attend_rows(
+        kind,
+        geometry,
+        window,
+        rows,
+        heads_at,
+        row_numbers,
+        pages_at,
+        mixed_at,
+        mixed_numbers,
+        first,
+        end,
+        0,
+        geometry.num_kv,
+    )
 
 
 @cache
-def ready_kernel() -> Callable[..., None]:
-    """Returns the kernel, which has been called once: Numba compiles at the first call."""
-    kernel = attend_kernel()
-    geometry = Geometry(1, 1, LANES, LANES, 0, np.float32(1.0), np.float32(0.0))
-    none, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    rows = RowArrays(np.zeros((1, 1), np.int32), none, none, none, none, none, none)
-    kernel(geometry, rows, numbers, numbers, numbers, 0, 0, 0, 0)
-    return kernel
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="attention")
+def attention_kernel() -> Callable[..., None]:
+    return kernel(_attend)

@@ -58,7 +58,7 @@ class LayerPages:
         self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
         self.keys_PKES = keys_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
-        attention_shape = AttentionShape(
+        self.shape = AttentionShape(
             num_kv_heads=num_kv_heads,
             queries_per_kv=queries_per_kv,
             head_dim=head_dim,
@@ -66,7 +66,7 @@ class LayerPages:
             window=window,
             scores=scores,
         )
-        self._attention = _attention_on(device)(self.parts_PKX, attention_shape)
+        self._attention = _attention_on(device)(self.parts_PKX, self.shape)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the rows' keys and values, then attends every row to its keys.

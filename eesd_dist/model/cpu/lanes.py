@@ -45,7 +45,7 @@ _lanes = LanesType()
 
 @intrinsic
 def load(typing: Any, array: Any, at: Any) -> tuple[Any, Generator]:
-    """Returns array[at : at + LANES]."""
+    """Returns array[at : at + LANES]; `array`: float32 numbers, or the address of the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = builder.load(_address(context, builder, signature.args[0], args))
@@ -57,7 +57,7 @@ def load(typing: Any, array: Any, at: Any) -> tuple[Any, Generator]:
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, x: Any) -> tuple[Any, Generator]:
-    """Sets array[at : at + LANES]."""
+    """Sets array[at : at + LANES]; `array`: float32 numbers, or the address of the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         stored = builder.store(args[2], _address(context, builder, signature.args[0], args))
@@ -137,6 +137,65 @@ def minimum(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
 
 
 @intrinsic
+def swap_pairs(typing: Any, x: Any) -> tuple[Any, Generator]:
+    """Exchanges lanes 2i and 2i + 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        order = ir.Constant(_INTS, [lane ^ 1 for lane in range(LANES)])
+        return builder.shuffle_vector(args[0], args[0], order)
+
+    return _lanes(_lanes), generate
+
+
+@intrinsic
+def total(typing: Any, x: Any) -> tuple[Any, Generator]:
+    """Returns the sum of all lanes: of halves, of quarters and so on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, width = args[0], LANES // 2
+        while width:
+            order = [lane ^ width for lane in range(LANES)]
+            x = builder.fadd(x, builder.shuffle_vector(x, x, ir.Constant(_INTS, order)))
+            width //= 2
+        return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(_lanes), generate
+
+
+@intrinsic
+def store_input(typing: Any, kind: Any, base: Any, at: Any, x: Any) -> tuple[Any, Generator]:
+    """Sets the inputs [at, at + LANES) of a product with weights of this kind (`tiles`): float32
+    numbers, or bfloat16 ones, rounded to nearest even. `base` is the address of the first."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store_input(builder, signature.args[0], args[1:], lanes=True)
+        return context.get_dummy_value()
+
+    return types.none(kind, types.int64, types.intp, _lanes), generate
+
+
+@intrinsic
+def store_one_input(typing: Any, kind: Any, base: Any, at: Any, x: Any) -> tuple[Any, Generator]:
+    """Sets one input, as `store_input`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store_input(builder, signature.args[0], args[1:], lanes=False)
+        return context.get_dummy_value()
+
+    return types.none(kind, types.int64, types.intp, types.float32), generate
+
+
+@intrinsic
+def floats_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """Returns a pointer to float32 numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
 def power_of_two(typing: Any, exponent: Any) -> tuple[Any, Generator]:
     """Returns 2^x for whole numbers from -126 to 127."""
 
@@ -151,8 +210,36 @@ def power_of_two(typing: Any, exponent: Any) -> tuple[Any, Generator]:
 
 
 def _address(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, args[0]).data
+    if isinstance(array_type, types.Integer):
+        data = builder.inttoptr(args[0], ir.FloatType().as_pointer())
+    else:
+        data = context.make_array(array_type)(context, builder, args[0]).data
     return builder.bitcast(builder.gep(data, [args[1]]), _FLOATS.as_pointer())
+
+
+def _store_input(builder: Any, kind: Any, args: Any, *, lanes: bool) -> None:
+    base, at, x = args
+    element, width = (ir.IntType(16), 2) if kind.dtype == types.int32 else (ir.FloatType(), 4)
+    value = _bfloat16_bits(builder, x, lanes=lanes) if kind.dtype == types.int32 else x
+    data = builder.inttoptr(base, element.as_pointer())
+    target = builder.bitcast(builder.gep(data, [at]), value.type.as_pointer())
+    builder.store(value, target).align = width
+
+
+def _bfloat16_bits(builder: Any, x: Any, *, lanes: bool) -> Any:
+    """Rounds to nearest even; what is no number stays none."""
+
+    def all_lanes(value: int) -> ir.Constant:
+        return ir.Constant(_INTS, [value] * LANES) if lanes else ir.Constant(ir.IntType(32), value)
+
+    half = ir.IntType(16)
+    bits = builder.bitcast(x, all_lanes(0).type)
+    odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+    rounded = builder.add(bits, builder.add(odd, all_lanes(0x7FFF)))
+    is_number = builder.fcmp_ordered("ord", x, x)
+    kept = builder.select(is_number, rounded, all_lanes(0x7FC00000))
+    high = builder.lshr(kept, all_lanes(16))
+    return builder.trunc(high, ir.VectorType(half, LANES) if lanes else half)
 
 
 def _called(name: str, *, num_args: int) -> Generator:

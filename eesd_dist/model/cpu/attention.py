@@ -13,48 +13,43 @@ vector overlaps the one before, and some lanes are computed twice.
 The functions are Python that Numba compiles. Independent of layers, plans and torch.
 """
 
-import logging
-from collections.abc import Callable
-from functools import cache
-from hashlib import sha256
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.model.answers import cache_folder
-from eesd_dist.model.attention import lanes as vectors
-from eesd_dist.model.attention.lanes import (
+from eesd_dist.model.attention.layout import LANES, RowArrays
+from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.cpu.compiled import inner
+from eesd_dist.model.cpu.lanes import (
     add,
     div,
-    floor,
+    floats_at,
     fma,
     load,
     maximum,
     minimum,
     mul,
-    power_of_two,
     splat,
     store,
+    store_one_input,
 )
-from eesd_dist.model.attention.layout import LANES, RowArrays
-
-logger = logging.getLogger(__name__)
+from eesd_dist.model.cpu.vector_math import exp
 
 # Shapes: R rows, B page tables, W pages of the longest one, K KV heads, G queries per KV head,
 # E channels of a head, S slots of a page, Q queries of the rows computed together, N their keys,
 # P numbers in a page's part for one KV head.
 Floats = npt.NDArray[np.float32]
-F = TypeVar("F", bound=Callable[..., object])
 
 _MAX_QUERIES = 64
 """Maximum queries computed together: enough to read a page once for a verify pass."""
 _MAX_SCORES = 1 << 18
 """Maximum scores of these queries: what fits the second-level cache."""
 _TILE = 4
+_ANY_LENGTH = (1 << 40,)
+"""Numba wants a length; no index is checked."""
 
 
 class Geometry(NamedTuple):
@@ -64,20 +59,23 @@ class Geometry(NamedTuple):
     per_kv: int
     channels: int
     page_size: int
-    window: int
-    """How many of the last positions a row may see; 0: all."""
     scale: np.float32
     softcap: np.float32
     """0: scores are not capped."""
 
+    @classmethod
+    def of(cls, shape: AttentionShape) -> "Geometry":
+        return cls(
+            num_kv=shape.num_kv_heads,
+            per_kv=shape.queries_per_kv,
+            channels=shape.head_dim,
+            page_size=shape.page_size,
+            scale=np.float32(shape.scale),
+            softcap=np.float32(shape.scores.softcap or 0.0),
+        )
 
-def _inner(function: F) -> F:
-    """Compiles a part of the kernel; it becomes part of its callers."""
-    compiled: F = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
 
-
-@_inner
+@inner
 def _tile_of_4(
     a: Floats,
     a0: int,
@@ -126,7 +124,7 @@ def _tile_of_4(
     store(c, c1 + 3 * dc, x31)
 
 
-@_inner
+@inner
 def _tile_of_1(
     a: Floats,
     a0: int,
@@ -153,7 +151,7 @@ def _tile_of_1(
     store(c, c1, x1)
 
 
-@_inner
+@inner
 def _add_product(
     a: Floats,
     a0: int,
@@ -187,44 +185,25 @@ def _add_product(
         row += 1
 
 
-@_inner
-def _exp(x):  # type: ignore[no-untyped-def]
-    """Returns e^x for x <= 88, to 2 units in the last place; below -87 e^-87.
-
-    2^k * e^r with |r| <= log(2) / 2, and Cephes' polynomial for e^r (Moshier, `expf`).
-    """
-    x = maximum(x, splat(float32(-87.0)))
-    k = floor(fma(x, splat(float32(1.4426950408889634)), splat(float32(0.5))))
-    r = fma(k, splat(float32(-0.693359375)), x)
-    r = fma(k, splat(float32(2.12194440e-4)), r)
-    p = fma(splat(float32(1.9875691500e-4)), r, splat(float32(1.3981999507e-3)))
-    p = fma(p, r, splat(float32(8.3334519073e-3)))
-    p = fma(p, r, splat(float32(4.1665795894e-2)))
-    p = fma(p, r, splat(float32(1.6666665459e-1)))
-    p = fma(p, r, splat(float32(5.0000001201e-1)))
-    p = fma(mul(p, r), r, add(r, splat(float32(1.0))))
-    return mul(p, power_of_two(k))
-
-
-@_inner
+@inner
 def _scale(scores: Floats, first: int, end: int, scale: np.float32) -> None:
     """Scales scores, not queries: rounding every channel would add up."""
     for at in range(first, end, LANES):
         store(scores, at, mul(load(scores, at), splat(scale)))
 
 
-@_inner
+@inner
 def _cap(scores: Floats, first: int, end: int, softcap: np.float32) -> None:
     """scores = softcap * tanh(scores / softcap), with tanh(x) = 1 - 2 / (e^2x + 1)."""
     one, cap = splat(float32(1.0)), splat(softcap)
     for at in range(first, end, LANES):
         twice = mul(load(scores, at), splat(float32(2.0) / softcap))
-        power = _exp(minimum(twice, splat(float32(80.0))))
+        power = exp(minimum(twice, splat(float32(80.0))))
         tanh = add(one, div(splat(float32(-2.0)), add(power, one)))
         store(scores, at, mul(tanh, cap))
 
 
-@_inner
+@inner
 def _softmax(scores: Floats, at: int, first: int, end: int, stop: int, lanes: Floats) -> float:
     """Replaces scores[at + first : at + end] by their exponentials, and the other numbers up to
     `stop` by 0; returns the sum."""
@@ -242,7 +221,7 @@ def _softmax(scores: Floats, at: int, first: int, end: int, stop: int, lanes: Fl
     for lane in range(1, LANES):
         highest = max(highest, lanes[lane])
     for j in range(first_vector, end_vector, LANES):
-        store(scores, at + j, _exp(add(load(scores, at + j), splat(-highest))))
+        store(scores, at + j, exp(add(load(scores, at + j), splat(-highest))))
     for j in range(first_vector, first):
         scores[at + j] = float32(0.0)
     for j in range(end, stop):
@@ -257,21 +236,24 @@ def _softmax(scores: Floats, at: int, first: int, end: int, stop: int, lanes: Fl
     return total_of_lanes
 
 
-@_inner
-def _store(
+@inner
+def store_rows(
     geometry: Geometry,
     rows: RowArrays,
-    heads: Floats,
-    pages: Floats,
+    heads_at: int,
+    row_numbers: int,
+    pages_at: int,
     first_row: int,
     end_row: int,
 ) -> None:
-    """Writes the keys and values of rows to their slots."""
+    """Writes the keys and values of rows to their slots. `heads_at`, `pages_at`: addresses;
+    `row_numbers`: from one row of heads to the next."""
+    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
+    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     part = channels * key_width + size * value_width
     first_key = geometry.per_kv * num_kv * channels
-    row_numbers = first_key + 2 * num_kv * channels
     for row in range(first_row, end_row):
         slot = rows.kv_slot_R[row]
         page, within = rows.tables_BW[rows.table_R[row], slot // size], slot % size
@@ -285,7 +267,7 @@ def _store(
                 pages[value_at + e] = heads[value + e]
 
 
-@_inner
+@inner
 def _gather(
     geometry: Geometry,
     rows: RowArrays,
@@ -313,7 +295,7 @@ def _gather(
             gathered[key_numbers + j * value_width + e] = pages[source_value + e]
 
 
-@_inner
+@inner
 def _end_of_group(rows: RowArrays, row: int, end_row: int, most_rows: int) -> int:
     """Returns the end of the rows from `row` on that share their keys: those of one request, or a
     single row of a tree."""
@@ -329,30 +311,39 @@ def _end_of_group(rows: RowArrays, row: int, end_row: int, most_rows: int) -> in
     return end
 
 
-@_inner
-def _first_key(geometry: Geometry, position: int) -> int:
-    return max(0, position + 1 - geometry.window) if geometry.window > 0 else 0
+@inner
+def _first_key(window: int, position: int) -> int:
+    return max(0, position + 1 - window) if window > 0 else 0
 
 
-def _attend(
+@inner
+def attend_rows(
+    kind: npt.NDArray[np.generic],
     geometry: Geometry,
+    window: int,
     rows: RowArrays,
-    heads: Floats,
-    pages: Floats,
-    mixed: Floats,
-    first_stored: int,
-    end_stored: int,
+    heads_at: int,
+    row_numbers: int,
+    pages_at: int,
+    mixed_at: int,
+    mixed_numbers: int,
     first_row: int,
     end_row: int,
+    first_kv: int,
+    end_kv: int,
 ) -> None:
-    """Stores the keys and values of some rows, then attends rows [first_row, end_row)."""
-    _store(geometry, rows, heads, pages, first_stored, end_stored)
+    """Attends rows [first_row, end_row) to the stored keys of KV heads [first_kv, end_kv).
+
+    `window`: how many of the last positions a row may see; 0: all. The result is the input of a
+    product with weights of this kind; `mixed_numbers`: from one of its rows to the next.
+    """
+    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
+    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
     num_kv, per_kv = geometry.num_kv, geometry.per_kv
     channels, size = geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
     part = key_numbers + size * value_width
-    row_numbers = (per_kv + 2) * num_kv * channels
     longest = 0
     for row in range(first_row, end_row):
         longest = max(longest, rows.position_R[row] + 1)
@@ -373,11 +364,11 @@ def _attend(
         is_tree = rows.in_order_R[row] <= rows.position_R[row]
         table_W = rows.tables_BW[rows.table_R[row]]
         first_key, end_key = (
-            _first_key(geometry, rows.position_R[row]),
+            _first_key(window, rows.position_R[row]),
             rows.position_R[end - 1] + 1,
         )
         first_page, end_page = first_key // size, (end_key + size - 1) // size
-        for kv in range(num_kv):
+        for kv in range(first_kv, end_kv):
             for at in range(num_queries):
                 source = (row + at // per_kv) * row_numbers
                 source += (at % per_kv * num_kv + kv) * channels
@@ -410,7 +401,7 @@ def _attend(
                     )
             for at in range(num_queries):
                 position, line = rows.position_R[row + at // per_kv], at * distance
-                own_first = _first_key(geometry, position)
+                own_first = _first_key(window, position)
                 _scale(scores, line + first_page * size, line + end_key, geometry.scale)
                 if geometry.softcap > 0.0:
                     _cap(scores, line + first_page * size, line + end_key, geometry.softcap)
@@ -444,31 +435,10 @@ def _attend(
                         page == first_page,
                     )
             for at in range(num_queries):
-                target = (row + at // per_kv) * per_kv * num_kv * channels
+                target = (row + at // per_kv) * mixed_numbers
                 target += (at % per_kv * num_kv + kv) * channels
                 inverse = float32(1.0) / totals[at]
                 for e in range(channels):
-                    mixed[target + e] = sums[at * value_width + e] * inverse
+                    mixed = sums[at * value_width + e] * inverse
+                    store_one_input(kind, mixed_at, target + e, mixed)
         row = end
-
-
-@cache
-def attend_kernel() -> Callable[..., None]:
-    """Compiles the kernel, or loads it from the cache on disk: seconds or a tenth of one.
-
-    Called as `_attend`, with contiguous arrays; `heads`, `pages` and `mixed` have one axis.
-    """
-    sources = (Path(__file__), Path(vectors.__file__))
-    digest = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    folder = cache_folder() / "kernels" / digest[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Numba reads the setting when a function is decorated.
-        numba.config.CACHE_DIR = str(folder)
-        kernel: Callable[..., None] = numba.njit(nogil=True, error_model="numpy", cache=True)(
-            _attend
-        )
-    except (OSError, RuntimeError) as error:
-        logger.info("kernel not kept: folder=%s reason=%s", folder, error)
-        kernel = numba.njit(nogil=True, error_model="numpy")(_attend)
-    return kernel

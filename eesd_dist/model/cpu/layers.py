@@ -1,0 +1,327 @@
+"""The layers of a span on a CPU: one compiled call for all rows and all layers.
+
+A layer has two halves, attention and MLP, each of which ends with a product that is added to the
+rows. The addition belongs to the half that follows, so that tensor-parallel ranks can sum the
+product between two calls. The residual stream, the heads and the sums of products are float32; the
+inputs of products are what the weights' kind wants (`tiles`).
+
+Every thread of a call runs this function with its part of the rows, channels or heads, and waits
+for the others between the steps. No number depends on how they are divided.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import float32
+
+from eesd_dist.model.attention.layout import LANES, RowArrays
+from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
+from eesd_dist.model.cpu.compiled import inner
+from eesd_dist.model.cpu.lanes import add, floats_at, fma, load, mul, store, store_input, swap_pairs
+from eesd_dist.model.cpu.products import (
+    Kind,
+    add_normed_row,
+    add_row,
+    multiply,
+    norm_row,
+    part_of,
+)
+from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.cpu.tiles import BLOCK
+from eesd_dist.model.cpu.vector_math import gelu_tanh, silu
+
+_FLOAT_BYTES = 4
+_ANY_LENGTH = (1 << 40,)
+
+# Columns of a layer's line in the table: addresses, 0 for what a family does not have.
+ATTENTION_NORM, QKV, QKV_BIAS, HEAD_NORM, OUTPUT, OUTPUT_BIAS, ATTENTION_POST_NORM = range(7)
+MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, MLP_POST_NORM = range(7, 13)
+PAGES, WINDOW = 13, 14
+NUM_COLUMNS = 15
+
+
+class Widths(NamedTuple):
+    """Sizes of one layer; those of weights are what `products.multiply` takes."""
+
+    hidden: int
+    """A multiple of a block."""
+    turned: int
+    """Channels of all heads that positions rotate."""
+    heads: int
+    """Channels of all heads."""
+    channels: int
+    """Of the MLP."""
+    hidden_steps: int
+    mixed_steps: int
+    channel_steps: int
+    weight_bytes: int
+    """Of one output channel and one step."""
+    bytes_per_input: int
+    activation: int
+    """0: SiLU, 1: GELU by tanh."""
+
+
+class Scratch(NamedTuple):
+    """Addresses of memory of the call, and the bytes from one row to the next."""
+
+    x: int
+    x_bytes: int
+    inputs: int
+    inputs_bytes: int
+    wide: int
+    """Heads, then gate and up."""
+    wide_bytes: int
+    added: int
+    """What the half adds to x."""
+    added_bytes: int
+    angles: int
+    """Cosines of every channel of the turned heads, then signed sines."""
+    angles_bytes: int
+
+
+class Norms(NamedTuple):
+    floor: np.float32
+    """Added to the sum of squares of a row."""
+    head_eps: np.float32
+    """Added to the mean of squares of a head."""
+
+
+@inner
+def _angles(
+    geometry: Geometry,
+    widths: Widths,
+    scratch: Scratch,
+    rotation_at: int,
+    positions: npt.NDArray[np.int32],
+    first: int,
+    end: int,
+) -> None:
+    """Lays out cosines and signed sines as the channels of the turned heads are; after their end
+    one and zero, so that a whole vector can be turned."""
+    rotation = numba.carray(floats_at(rotation_at), _ANY_LENGTH)
+    stop = (widths.turned + LANES - 1) // LANES * LANES
+    for row in range(first, end):
+        at = scratch.angles + row * scratch.angles_bytes
+        cosines = numba.carray(floats_at(at), _ANY_LENGTH)
+        sines = numba.carray(floats_at(at + stop * _FLOAT_BYTES), _ANY_LENGTH)
+        source = positions[row] * geometry.channels
+        for e in range(0, geometry.channels, 2):
+            cosines[e] = cosines[e + 1] = rotation[source + e]
+            sines[e + 1] = rotation[source + e + 1]
+            sines[e] = -sines[e + 1]
+        for e in range(geometry.channels, widths.turned):
+            cosines[e] = cosines[e - geometry.channels]
+            sines[e] = sines[e - geometry.channels]
+        for e in range(widths.turned, stop):
+            cosines[e], sines[e] = float32(1.0), float32(0.0)
+
+
+@inner
+def _norm_heads(
+    heads_at: int, weight_at: int, num_heads: int, channels: int, eps: np.float32
+) -> None:
+    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
+    weight = numba.carray(floats_at(weight_at), _ANY_LENGTH)
+    for head in range(num_heads):
+        first = head * channels
+        squares = float32(0.0)
+        for e in range(first, first + channels):
+            squares += heads[e] * heads[e]
+        inverse = float32(1.0) / np.sqrt(float32(squares / float32(channels) + eps))
+        for e in range(first, first + channels):
+            heads[e] = heads[e] * inverse * weight[e]
+
+
+@inner
+def _turn(heads_at: int, angles_at: int, width: int) -> None:
+    """Rotates pairs of channels by their angles."""
+    stop = (width + LANES - 1) // LANES * LANES
+    for at in range(0, stop, LANES):
+        x = load(heads_at, at)
+        turned = mul(x, load(angles_at, at))
+        store(heads_at, at, fma(swap_pairs(x), load(angles_at, stop + at), turned))
+
+
+@inner
+def _activate(kind: Kind, wide_at: int, inputs_at: int, width: int, activation: int) -> None:
+    for at in range(0, width, LANES):
+        gate, up = load(wide_at, at), load(wide_at, width + at)
+        active = silu(gate) if activation == 0 else gelu_tanh(gate)
+        store_input(kind, inputs_at, at, mul(active, up))
+
+
+@inner
+def _add_pending(
+    layer: npt.NDArray[np.int64],
+    post_norm: int,
+    widths: Widths,
+    norms: Norms,
+    scratch: Scratch,
+    row: int,
+) -> None:
+    x_at = scratch.x + row * scratch.x_bytes
+    added_at = scratch.added + row * scratch.added_bytes
+    if layer[post_norm] == 0:
+        add_row(x_at, added_at, widths.hidden)
+    else:
+        add_normed_row(x_at, added_at, widths.hidden, norms.floor, layer[post_norm])
+
+
+@inner
+def _product(
+    kind: Kind,
+    widths: Widths,
+    scratch: Scratch,
+    weights: int,
+    bias: int,
+    num_out: int,
+    num_steps: int,
+    sums: int,
+    sum_bytes: int,
+    num_rows: int,
+    part: int,
+    num_parts: int,
+) -> None:
+    first, end = part_of((num_out + BLOCK - 1) // BLOCK, part, num_parts)
+    multiply(
+        kind,
+        weights,
+        num_steps * BLOCK * widths.weight_bytes,
+        num_steps,
+        scratch.inputs,
+        scratch.inputs_bytes,
+        sums,
+        sum_bytes,
+        num_rows,
+        bias,
+        first,
+        end,
+    )
+
+
+def run_layers(
+    kind: Kind,
+    geometry: Geometry,
+    widths: Widths,
+    norms: Norms,
+    scratch: Scratch,
+    table: npt.NDArray[np.int64],
+    rows: RowArrays,
+    rotation_at: int,
+    first_half: int,
+    end_half: int,
+    is_pending: bool,
+    is_finished: bool,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    """Runs halves [first_half, end_half) of the layers over the rows in `scratch.x`.
+
+    `is_pending`: `scratch.added` is to be added first; `is_finished`: also the last half's.
+    """
+    num_rows = len(rows.position_R)
+    first_row, end_row = part_of(num_rows, part, num_parts)
+    num_kv = geometry.num_kv
+    kv_parts = num_parts if num_kv >= num_parts else 1
+    row_parts = 1 if kv_parts == num_parts else num_parts
+    first_kv, end_kv = part_of(num_kv, part % kv_parts, kv_parts)
+    first_attended, end_attended = part_of(num_rows, part % row_parts, row_parts)
+    turned_heads = widths.turned // geometry.channels
+    if first_half == 0:
+        _angles(geometry, widths, scratch, rotation_at, rows.position_R, first_row, end_row)
+    for half in range(first_half, end_half):
+        layer = table[half // 2]
+        is_attention = half % 2 == 0
+        norm = layer[ATTENTION_NORM] if is_attention else layer[MLP_NORM]
+        for row in range(first_row, end_row):
+            if is_pending:
+                before = table[(half - 1) // 2]
+                post_norm = MLP_POST_NORM if is_attention else ATTENTION_POST_NORM
+                _add_pending(before, post_norm, widths, norms, scratch, row)
+            x_at = scratch.x + row * scratch.x_bytes
+            inputs_at = scratch.inputs + row * scratch.inputs_bytes
+            norm_row(kind, x_at, widths.hidden, norms.floor, norm, inputs_at)
+        is_pending = True
+        wait(counters, num_parts)
+        if is_attention:
+            weights, bias, num_out = layer[QKV], layer[QKV_BIAS], widths.heads
+        else:
+            weights, bias, num_out = layer[GATE_UP], layer[GATE_UP_BIAS], 2 * widths.channels
+        _product(
+            kind,
+            widths,
+            scratch,
+            weights,
+            bias,
+            num_out,
+            widths.hidden_steps,
+            scratch.wide,
+            scratch.wide_bytes,
+            num_rows,
+            part,
+            num_parts,
+        )
+        wait(counters, num_parts)
+        if is_attention:
+            for row in range(first_row, end_row):
+                heads_at = scratch.wide + row * scratch.wide_bytes
+                if layer[HEAD_NORM] != 0:
+                    _norm_heads(
+                        heads_at, layer[HEAD_NORM], turned_heads, geometry.channels, norms.head_eps
+                    )
+                _turn(heads_at, scratch.angles + row * scratch.angles_bytes, widths.turned)
+            row_numbers = scratch.wide_bytes // _FLOAT_BYTES
+            store_rows(
+                geometry, rows, scratch.wide, row_numbers, layer[PAGES], first_row, end_row
+            )
+            wait(counters, num_parts)
+            attend_rows(
+                kind,
+                geometry,
+                layer[WINDOW],
+                rows,
+                scratch.wide,
+                row_numbers,
+                layer[PAGES],
+                scratch.inputs,
+                scratch.inputs_bytes // widths.bytes_per_input,
+                first_attended,
+                end_attended,
+                first_kv,
+                end_kv,
+            )
+            weights, bias, num_steps = layer[OUTPUT], layer[OUTPUT_BIAS], widths.mixed_steps
+        else:
+            for row in range(first_row, end_row):
+                _activate(
+                    kind,
+                    scratch.wide + row * scratch.wide_bytes,
+                    scratch.inputs + row * scratch.inputs_bytes,
+                    widths.channels,
+                    widths.activation,
+                )
+            weights, bias, num_steps = layer[DOWN], layer[DOWN_BIAS], widths.channel_steps
+        wait(counters, num_parts)
+        _product(
+            kind,
+            widths,
+            scratch,
+            weights,
+            bias,
+            widths.hidden,
+            num_steps,
+            scratch.added,
+            scratch.added_bytes,
+            num_rows,
+            part,
+            num_parts,
+        )
+        wait(counters, num_parts)
+    if is_finished and is_pending:
+        before = table[(end_half - 1) // 2]
+        post_norm = MLP_POST_NORM if end_half % 2 == 0 else ATTENTION_POST_NORM
+        for row in range(first_row, end_row):
+            _add_pending(before, post_norm, widths, norms, scratch, row)

@@ -1,0 +1,190 @@
+"""Weight matrices as the compiled product reads them."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eesd_dist.model.cpu.calls import call_in_threads, threads_for
+from eesd_dist.model.cpu.compiled import kernel
+from eesd_dist.model.cpu.products import (
+    Kind,
+    convert_row,
+    multiply,
+    norm_row,
+    part_of,
+)
+from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.cpu.tiles import BLOCK, host_features, multiplies_bfloat16
+
+_FLOAT_BYTES = 4
+_WAY_BYTES = 512
+"""Rows whose distance is a multiple of this compete for few places of the first-level cache."""
+
+PAIRS = np.dtype(np.int32)
+_KINDS: Mapping[np.dtype[np.generic], torch.dtype] = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.int16): torch.float16,
+    np.dtype(np.uint16): torch.bfloat16,
+    PAIRS: torch.bfloat16,
+}
+
+
+def kind_for(dtype: torch.dtype) -> np.dtype[np.generic]:
+    """Returns the kind of weights (`tiles`) for weights of this type on this machine."""
+    if dtype == torch.bfloat16:
+        return PAIRS if multiplies_bfloat16() else np.dtype(np.uint16)
+    if dtype == torch.float16 and host_features().get("f16c"):
+        return np.dtype(np.int16)
+    return np.dtype(np.float32)
+
+
+def in_blocks(count: int) -> int:
+    """Returns the multiple of a block that holds `count` channels."""
+    return -(-count // BLOCK) * BLOCK
+
+
+def row_bytes(count: int, *, bytes_each: int) -> int:
+    """Returns the distance of rows of `count` numbers in memory that only kernels see."""
+    distance = in_blocks(count) * bytes_each
+    return distance + 64 if distance % _WAY_BYTES == 0 else distance
+
+
+# Shapes: M rows, I channels in, O channels out, B blocks, S steps (inputs, or pairs of them).
+class PackedProduct:
+    """x_MI @ weight.T + bias in float32, with the same bits of a row for any rows beside it."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, kind: np.dtype[np.generic]
+    ) -> None:
+        self.kind = kind
+        self.num_out, self.num_in = weight_OI.shape
+        self.weights = _packed(weight_OI, kind)
+        self.bias = None if bias_O is None else padded_vector(bias_O)
+        per_step = 2 if kind == PAIRS else 1
+        self.num_steps = -(-self.num_in // per_step)
+        self.weight_bytes = 2 if kind in (np.int16, np.uint16) else _FLOAT_BYTES
+        """Of one output channel and one step."""
+
+    @property
+    def address(self) -> int:
+        return self.weights.data_ptr()
+
+    @property
+    def bias_address(self) -> int:
+        return 0 if self.bias is None else self.bias.data_ptr()
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        return self.after_norm(x_MI, None, 0.0)
+
+    def after_norm(self, x_MI: Tensor, weight_I: Tensor | None, floor: float) -> Tensor:
+        """Returns the product with rows that are normed first; `weight_I`, `floor`: of a
+        `RmsNorm`, the weight as a `padded_vector`."""
+        num_rows, width = x_MI.shape[0], in_blocks(self.num_in)
+        x_MI = x_MI.detach().to(torch.float32)
+        if width != self.num_in:
+            x_MI = functional.pad(x_MI, (0, width - self.num_in))
+        x_MI = x_MI.contiguous()
+        input_bytes = row_bytes(width, bytes_each=bytes_per_input(self.kind))
+        inputs = torch.empty(num_rows * input_bytes, dtype=torch.uint8)
+        y_MO = torch.empty(num_rows, in_blocks(self.num_out))
+        call_in_threads(
+            product_kernel(),
+            threads_for(num_rows * self.num_out * self.num_in),
+            kind_array(self.kind),
+            x_MI.data_ptr(),
+            width,
+            0 if weight_I is None else weight_I.data_ptr(),
+            np.float32(floor),
+            inputs.data_ptr(),
+            input_bytes,
+            self.address,
+            self.weight_bytes,
+            self.num_steps,
+            self.bias_address,
+            y_MO.data_ptr(),
+            y_MO.shape[1],
+            num_rows,
+        )
+        return y_MO.narrow(1, 0, self.num_out)
+
+
+def padded_vector(x_O: Tensor) -> Tensor:
+    """Returns the vector as float32 with zeros up to a whole block."""
+    return functional.pad(x_O.detach().float(), (0, in_blocks(len(x_O)) - len(x_O))).contiguous()
+
+
+def bytes_per_input(kind: np.dtype[np.generic]) -> int:
+    return 2 if kind == PAIRS else _FLOAT_BYTES
+
+
+@cache
+def kind_array(kind: np.dtype[np.generic]) -> Kind:
+    return np.zeros(0, kind)
+
+
+def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
+    """Returns [B, S, BLOCK], in pairs [B, S, BLOCK, 2], as bytes."""
+    num_out, num_in = weight_OI.shape
+    weight_OI = weight_OI.detach().to(_KINDS[kind])
+    per_step = 2 if kind == PAIRS else 1
+    missing_out, missing_in = -num_out % BLOCK, -num_in % per_step
+    if missing_out or missing_in:
+        weight_OI = functional.pad(weight_OI, (0, missing_in, 0, missing_out))
+    if kind == PAIRS:
+        weight_OI = weight_OI.contiguous().view(torch.int32)
+    blocks_BOS = weight_OI.unflatten(0, (-1, BLOCK))
+    return blocks_BOS.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
+
+
+def _run_product(
+    kind: Kind,
+    x_at: int,
+    width: int,
+    norm_at: int,
+    floor: np.float32,
+    inputs_at: int,
+    input_bytes: int,
+    weights: int,
+    weight_bytes: int,
+    num_steps: int,
+    bias_at: int,
+    sums_at: int,
+    sum_width: int,
+    num_rows: int,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    first_row, end_row = part_of(num_rows, part, num_parts)
+    for row in range(first_row, end_row):
+        source, target = x_at + row * width * _FLOAT_BYTES, inputs_at + row * input_bytes
+        if norm_at != 0:
+            norm_row(kind, source, width, floor, norm_at, target)
+        else:
+            convert_row(kind, source, width, target)
+    wait(counters, num_parts)
+    first, end = part_of(sum_width // BLOCK, part, num_parts)
+    multiply(
+        kind,
+        weights,
+        num_steps * BLOCK * weight_bytes,
+        num_steps,
+        inputs_at,
+        input_bytes,
+        sums_at,
+        sum_width * _FLOAT_BYTES,
+        num_rows,
+        bias_at,
+        first,
+        end,
+    )
+
+
+@cache
+def product_kernel() -> Callable[..., None]:
+    return kernel(_run_product)

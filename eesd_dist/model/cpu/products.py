@@ -1,0 +1,114 @@
+"""The product with a packed weight, and a norm before it: parts of the compiled calls."""
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32
+
+from eesd_dist.model.attention.layout import LANES
+from eesd_dist.model.cpu.compiled import inner
+from eesd_dist.model.cpu.lanes import add, fma, load, mul, splat, store, store_input, total
+from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS, TILE_SHAPES, tile
+
+Kind = npt.NDArray[np.generic]
+"""An empty array, whose type is the kind of weights (`tiles`)."""
+
+_BLOCK_BYTES = 4 * BLOCK
+"""Of a block of sums."""
+_BLOCKS_AT_ONCE = (0, *(TILE_SHAPES[rows][0] for rows in range(1, MOST_ROWS + 1)))
+
+
+@inner
+def part_of(count: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Returns the run of `count` things that thread `part` computes."""
+    return count * part // num_parts, count * (part + 1) // num_parts
+
+
+@inner
+def add_row(x_at: int, added_at: int, width: int) -> None:
+    for at in range(0, width, LANES):
+        store(x_at, at, add(load(x_at, at), load(added_at, at)))
+
+
+@inner
+def multiply(
+    kind: Kind,
+    weights: int,
+    block_bytes: int,
+    num_steps: int,
+    inputs: int,
+    input_bytes: int,
+    sums: int,
+    sum_bytes: int,
+    num_rows: int,
+    bias: int,
+    first_block: int,
+    end_block: int,
+) -> None:
+    """sums = inputs @ weights + bias in the output channels of blocks [first_block, end_block).
+
+    Addresses of the first number each, `bias` 0 for none; distances of blocks and rows in bytes.
+    """
+    num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
+    tile_rows = (num_rows + num_tiles - 1) // num_tiles
+    block = first_block
+    while block < end_block:
+        at_once = _BLOCKS_AT_ONCE[tile_rows]
+        while at_once > end_block - block:
+            at_once //= 2
+        for row in range(0, num_rows, tile_rows):
+            tile(
+                kind,
+                weights + block * block_bytes,
+                block_bytes,
+                inputs + row * input_bytes,
+                input_bytes,
+                num_steps,
+                sums + (row * sum_bytes + block * _BLOCK_BYTES),
+                sum_bytes,
+                min(tile_rows, num_rows - row),
+                at_once,
+            )
+        block += at_once
+    if bias != 0:
+        skipped = first_block * _BLOCK_BYTES
+        for row in range(num_rows):
+            at = sums + row * sum_bytes + skipped
+            add_row(at, bias + skipped, (end_block - first_block) * BLOCK)
+
+
+@inner
+def inverse_norm(x_at: int, width: int, floor: np.float32) -> np.float32:
+    """Returns 1 / sqrt(|x|^2 + floor); the width is a multiple of two vectors."""
+    even = odd = splat(float32(0.0))
+    for at in range(0, width, 2 * LANES):
+        x, y = load(x_at, at), load(x_at, at + LANES)
+        even, odd = fma(x, x, even), fma(y, y, odd)
+    return float32(1.0) / np.sqrt(float32(total(add(even, odd)) + floor))
+
+
+@inner
+def norm_row(
+    kind: Kind, x_at: int, width: int, floor: np.float32, weight_at: int, inputs_at: int
+) -> None:
+    """Writes the normed row as inputs of a product."""
+    inverse = splat(inverse_norm(x_at, width, floor))
+    for at in range(0, width, LANES):
+        y = mul(mul(load(x_at, at), inverse), load(weight_at, at))
+        store_input(kind, inputs_at, at, y)
+
+
+@inner
+def convert_row(kind: Kind, x_at: int, width: int, inputs_at: int) -> None:
+    for at in range(0, width, LANES):
+        store_input(kind, inputs_at, at, load(x_at, at))
+
+
+@inner
+def add_normed_row(
+    x_at: int, added_at: int, width: int, floor: np.float32, weight_at: int
+) -> None:
+    """Adds a row that is normed first."""
+    inverse = splat(inverse_norm(added_at, width, floor))
+    for at in range(0, width, LANES):
+        y = mul(mul(load(added_at, at), inverse), load(weight_at, at))
+        store(x_at, at, add(load(x_at, at), y))

@@ -1,0 +1,249 @@
+"""Layers ready to run in one compiled call per pass."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.cpu.attention import Geometry
+from eesd_dist.model.cpu.calls import call_in_threads, threads_for
+from eesd_dist.model.cpu.compiled import kernel
+from eesd_dist.model.cpu.layers import (
+    ATTENTION_NORM,
+    ATTENTION_POST_NORM,
+    DOWN,
+    DOWN_BIAS,
+    GATE_UP,
+    GATE_UP_BIAS,
+    HEAD_NORM,
+    MLP_NORM,
+    MLP_POST_NORM,
+    NUM_COLUMNS,
+    OUTPUT,
+    OUTPUT_BIAS,
+    PAGES,
+    QKV,
+    QKV_BIAS,
+    WINDOW,
+    Norms,
+    Scratch,
+    Widths,
+    run_layers,
+)
+from eesd_dist.model.cpu.packed import (
+    PackedProduct,
+    bytes_per_input,
+    in_blocks,
+    kind_array,
+    padded_vector,
+    row_bytes,
+)
+from eesd_dist.model.cpu.tiles import BLOCK
+from eesd_dist.model.elementwise import GELU_TANH, SILU
+from eesd_dist.model.kernels import Linear
+from eesd_dist.model.layer import DecoderLayer
+from eesd_dist.transport.contracts import TensorGroup
+
+_FLOAT_BYTES = 4
+_ACTIVATIONS = {SILU.name: 0, GELU_TANH.name: 1}
+AfterLayer = Callable[[int, Tensor], None]
+"""The number of layers done and the rows [T, D] after them."""
+
+
+# Shapes: T rows, D hidden channels, S positions, P pairs of channels.
+class CompiledLayers:
+    """Layers with their pages. One call at a time: they share memory for what is between steps."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+    ) -> None:
+        layer, shape = layers[0], pages[0].shape
+        qkv, output, down = (
+            _packed(product) for product in (layer.qkv, layer.output.product, layer.mlp.down.product)
+        )
+        self._layers = tuple(layers)
+        self._group: TensorGroup = layer.output.group
+        self._hidden_size = qkv.num_in
+        self._rotation_SP = rotation_SP.contiguous()
+        self._owned: list[Tensor] = []
+        self._table = np.array([self._addresses(layer) for layer in layers], np.int64)
+        self.take_pages(pages)
+        self._geometry = Geometry.of(shape)
+        self._widths = Widths(
+            hidden=in_blocks(qkv.num_in),
+            turned=(layer.queries_per_kv + 1) * layer.num_kv_heads * layer.head_dim,
+            heads=qkv.num_out,
+            channels=down.num_in,
+            hidden_steps=qkv.num_steps,
+            mixed_steps=output.num_steps,
+            channel_steps=down.num_steps,
+            weight_bytes=qkv.weight_bytes,
+            bytes_per_input=bytes_per_input(qkv.kind),
+            activation=_ACTIVATIONS[layer.mlp.activation.name],
+        )
+        self._norms = Norms(
+            floor=np.float32(layer.attention_norm.floor),
+            head_eps=np.float32(layer.head_norm.eps if layer.head_norm else 0.0),
+        )
+        self._kind = kind_array(qkv.kind)
+        self._products_per_row = len(layers) * qkv.num_in * (qkv.num_out + 3 * down.num_in)
+        self._row_bytes = self._bytes_of_rows(output)
+        self._memory = torch.zeros(0, dtype=torch.uint8)
+        layers_kernel()
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+    ) -> Self | None:
+        """Returns None where the products of these layers are not compiled."""
+        products = [
+            product
+            for layer in layers
+            for product in (
+                layer.qkv,
+                layer.output.product,
+                layer.mlp.gate_up,
+                layer.mlp.down.product,
+            )
+        ]
+        if not products or not all(isinstance(product, PackedProduct) for product in products):
+            return None
+        if len({_packed(product).kind for product in products}) > 1:
+            return None
+        return cls(layers, pages, rotation_SP)
+
+    def take_pages(self, pages: Sequence[LayerPages]) -> None:
+        self._pages = tuple(pages)
+        self._table[:, PAGES] = [one.parts_PKX.data_ptr() for one in pages]
+        self._table[:, WINDOW] = [one.shape.window or 0 for one in pages]
+
+    def forward(
+        self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
+    ) -> Tensor:
+        """Computes the rows of one round [T, D] float32; writes their keys and values."""
+        x_TD = self._padded(hidden_TD)
+        result_TD = x_TD.narrow(1, 0, self._hidden_size)
+        is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
+        halves = 1 if not is_alone else end_half if after_layer is None else 2
+        run = partial(self._run, rows, self._scratch(x_TD))
+        is_pending = False
+        for first in range(0, end_half, halves):
+            end = first + halves
+            is_finished = end == end_half or (end % 2 == 0 and after_layer is not None)
+            run(first, end, is_pending, is_finished and is_alone)
+            if not is_alone:
+                self._sum_over_ranks(len(x_TD))
+                if is_finished:
+                    run(end, end, True, True)
+            is_pending = not is_finished
+            if after_layer is not None and end % 2 == 0:
+                after_layer(end // 2, result_TD)
+        return result_TD
+
+    def _padded(self, hidden_TD: Tensor) -> Tensor:
+        """Returns a copy of the rows with zeros up to a whole block."""
+        missing = self._widths.hidden - self._hidden_size
+        x_TD = hidden_TD.detach().to(torch.float32, copy=True)
+        return functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
+
+    def _run(
+        self,
+        rows: RowPlan,
+        scratch: Scratch,
+        first_half: int,
+        end_half: int,
+        is_pending: bool,
+        is_finished: bool,
+    ) -> None:
+        share = (end_half - first_half) / (2 * len(self._layers))
+        call_in_threads(
+            layers_kernel(),
+            threads_for(int(rows.num_rows * self._products_per_row * share)),
+            self._kind,
+            self._geometry,
+            self._widths,
+            self._norms,
+            scratch,
+            self._table,
+            rows.arrays,
+            self._rotation_SP.data_ptr(),
+            first_half,
+            end_half,
+            is_pending,
+            is_finished,
+        )
+
+    def _sum_over_ranks(self, num_rows: int) -> None:
+        """Sums what the half adds, in place."""
+        start, size = self._added_start, num_rows * self._row_bytes["added"]
+        mine_TD = self._memory[start : start + size].view(torch.float32).view(num_rows, -1)
+        total_TD = self._group.all_reduce(mine_TD)
+        if total_TD.data_ptr() != mine_TD.data_ptr():
+            mine_TD.copy_(total_TD)
+
+    def _scratch(self, x_TD: Tensor) -> Scratch:
+        """Returns memory for these rows."""
+        num_rows = len(x_TD)
+        sizes = {name: -(-num_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
+        if sum(sizes.values()) > len(self._memory):
+            self._memory = torch.zeros(sum(sizes.values()), dtype=torch.uint8)
+        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        self._added_start = starts["added"]
+        first = self._memory.data_ptr()
+        places: dict[str, int] = {}
+        for name, start in starts.items():
+            places |= {name: first + start, f"{name}_bytes": self._row_bytes[name]}
+        return Scratch(x=x_TD.data_ptr(), x_bytes=x_TD.stride(0) * _FLOAT_BYTES, **places)
+
+    def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
+        widths = self._widths
+        inputs = max(self._hidden_size, output.num_in, widths.channels)
+        wide = max(widths.heads, 2 * widths.channels) + BLOCK
+        return {
+            "inputs": row_bytes(inputs, bytes_each=widths.bytes_per_input),
+            "wide": row_bytes(wide, bytes_each=_FLOAT_BYTES),
+            "added": widths.hidden * _FLOAT_BYTES,
+            "angles": 2 * in_blocks(widths.turned) * _FLOAT_BYTES,
+        }
+
+    def _addresses(self, layer: DecoderLayer) -> list[int]:
+        line = [0] * NUM_COLUMNS
+        for column, norm in {
+            ATTENTION_NORM: layer.attention_norm,
+            ATTENTION_POST_NORM: layer.output.norm,
+            MLP_NORM: layer.mlp_norm,
+            MLP_POST_NORM: layer.mlp.down.norm,
+        }.items():
+            line[column] = 0 if norm is None else self._own(padded_vector(norm.scaled_weight_D))
+        if layer.head_norm is not None:
+            line[HEAD_NORM] = self._own(layer.head_norm.weight_HE.float().contiguous())
+        for weights, bias, product in (
+            (QKV, QKV_BIAS, layer.qkv),
+            (OUTPUT, OUTPUT_BIAS, layer.output.product),
+            (GATE_UP, GATE_UP_BIAS, layer.mlp.gate_up),
+            (DOWN, DOWN_BIAS, layer.mlp.down.product),
+        ):
+            packed = _packed(product)
+            line[weights], line[bias] = packed.address, packed.bias_address
+        return line
+
+    def _own(self, x: Tensor) -> int:
+        self._owned.append(x)
+        return x.data_ptr()
+
+
+def _packed(product: Linear) -> PackedProduct:
+    assert isinstance(product, PackedProduct)
+    return product
+
+
+@cache
+def layers_kernel() -> Callable[..., None]:
+    return kernel(run_layers)

@@ -1,0 +1,58 @@
+"""Waiting between the threads of one compiled call.
+
+The threads of a call wait for each other between its steps, microseconds apart: too often for the
+system's locks. A thread that finds the others late gives its core away.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+_SPINS = 4000
+"""Looks at the counter before the core is given away: some microseconds."""
+_GENERATION = 16
+"""Place of the second counter, on a cache line of its own."""
+
+NUM_COUNTERS = 32
+
+
+@intrinsic
+def _added(typing: Any, counters: Any, at: Any, x: Any) -> Any:
+    """Adds x to counters[at]; returns the value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", builder.gep(data, [args[1]]), args[2], "seq_cst")
+
+    return types.int64(counters, types.intp, types.int64), generate
+
+
+@intrinsic
+def _yield_core(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@njit(nogil=True, error_model="numpy")
+def wait(counters, num_threads):  # type: ignore[no-untyped-def]
+    """Returns when all threads of this call are here. `counters`: int64, zeros before the call."""
+    if num_threads == 1:
+        return
+    generation = _added(counters, _GENERATION, 0)
+    if _added(counters, 0, 1) == num_threads - 1:
+        _added(counters, 0, -num_threads)
+        _added(counters, _GENERATION, 1)
+        return
+    spins = 0
+    while _added(counters, _GENERATION, 0) == generation:
+        spins += 1
+        if spins > _SPINS:
+            _yield_core()
