@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -167,6 +168,8 @@ class Candidate:
     holds: Callable[[Tensor], bool] = lambda weight_OI: True
     num_rounded: Callable[[Tensor], int] = lambda weight_OI: 0
     """Counts the weights that the candidate rounds to another value."""
+    is_independent: bool = False
+    """Whether rows are independent by construction, for any row count: not checked, not padded."""
 
 
 _FBGEMM = Candidate("fbgemm float16 weights", _fbgemm_linear, _fits_half, _num_rounded_to_half)
@@ -207,7 +210,7 @@ class LinearPacker:
                 self._num_weights += weight_OI.numel()
                 self._num_rounded += candidate.num_rounded(weight_OI)
                 product = candidate.pack(weight_OI, bias_O)
-                if self._numerics == "fast":
+                if self._numerics == "fast" or candidate.is_independent:
                     return product
                 return _in_checked_runs(product, device=self._device)
         names = ", ".join(candidate.name for candidate in self.candidates)
@@ -233,7 +236,9 @@ class LinearPacker:
         )
 
     def _keeps_promise(self, candidate: Candidate, weight_OI: Tensor) -> bool:
-        return self._numerics == "fast" or rows_are_independent(
+        if self._numerics == "fast" or candidate.is_independent:
+            return True
+        return rows_are_independent(
             candidate,
             num_out=weight_OI.shape[0],
             num_in=weight_OI.shape[1],
@@ -266,6 +271,9 @@ def _candidates(
 ) -> tuple[Sequence[Candidate], torch.dtype]:
     if device.type == "cuda":
         return (_NATIVE, _NATIVE_TILED), TORCH_DTYPES[dtype]
+    compiled = compiled_candidate(TORCH_DTYPES[dtype]) if numerics == "invariant" else None
+    if compiled is not None:
+        return (compiled,), torch.float32
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     float32 = (_ONEDNN, _LIBRARY) if wide else (_LIBRARY, _ONEDNN)
     if dtype == "float32":
@@ -278,6 +286,21 @@ def _candidates(
     ):
         return (_ONEDNN_BFLOAT16,), torch.bfloat16
     return _available((_FBGEMM, _ONEDNN, _LIBRARY, _LIBRARY_TILED)), torch.float32
+
+
+@cache
+def compiled_candidate(dtype: torch.dtype) -> Candidate | None:
+    """Returns the product of `model.cpu` for weights of this type, or None without Numba."""
+    if find_spec("numba") is None:
+        return None
+    from eesd_dist.model.cpu.packed import KIND_NAMES, PackedProduct, kind_for
+
+    kind = kind_for(dtype)
+    return Candidate(
+        f"compiled {KIND_NAMES[kind]}",
+        lambda weight_OI, bias_O: PackedProduct(weight_OI, bias_O, kind),
+        is_independent=True,
+    )
 
 
 def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -8,8 +8,9 @@ call it within `torch.inference_mode()` to save their bookkeeping.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import TensorSource, weights_digest
 from eesd_dist.transport.contracts import TensorGroup
+
+if TYPE_CHECKING:
+    from eesd_dist.model.cpu.stack import CompiledLayers
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -87,6 +91,7 @@ class PagedLayers:
         ]
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
+        self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
 
     def forward(
         self,
@@ -96,6 +101,8 @@ class PagedLayers:
         after_layer: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
+        if self._compiled is not None:
+            return self._compiled.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
         for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
@@ -147,6 +154,8 @@ class PagedLayers:
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
+        if self._compiled is not None:
+            self._compiled.take_pages(self._pages)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(
@@ -156,6 +165,17 @@ class PagedLayers:
             self._rotation_SP,
             scores=self._scores,
         )
+
+
+def compiled_layers(
+    layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+) -> "CompiledLayers | None":
+    """Returns the layers as one compiled call, where this machine and these products have it."""
+    if rotation_SP.device.type != "cpu" or find_spec("numba") is None:
+        return None
+    from eesd_dist.model.cpu.stack import CompiledLayers
+
+    return CompiledLayers.of(layers, pages, rotation_SP)
 
 
 def forward_whole(
@@ -265,16 +285,34 @@ class LogitsHead:
         self._softcap = softcap
         self._compute_dtype = packer.compute_dtype
         self._numerics: Numerics = numerics
+        self._compiled = _compiled_head(norm, linear)
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Returns logits [T, V] float32; any number of leading axes."""
         rows_TD = hidden_TD.reshape(-1, hidden_TD.shape[-1]).to(self._compute_dtype)
-        num_rows = rows_TD.shape[0]
-        padded = padded_rows(num_rows, numerics=self._numerics, device=rows_TD.device)
-        logits_TV = self._linear(self._norm(pad_rows(rows_TD, padded)))[:num_rows].float()
+        logits_TV = self._after_norm(rows_TD)
         if self._softcap is not None:
             logits_TV = soft_capped_rows(logits_TV, self._softcap)
-        return logits_TV.view(*hidden_TD.shape[:-1], logits_TV.shape[-1])
+        return logits_TV.reshape(*hidden_TD.shape[:-1], logits_TV.shape[-1])
+
+    def _after_norm(self, rows_TD: Tensor) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(rows_TD)
+        num_rows = rows_TD.shape[0]
+        padded = padded_rows(num_rows, numerics=self._numerics, device=rows_TD.device)
+        return self._linear(self._norm(pad_rows(rows_TD, padded)))[:num_rows].float()
+
+
+def _compiled_head(norm: RmsNorm, linear: Linear) -> Linear | None:
+    """Returns norm and product as one compiled call, if the product is compiled."""
+    if find_spec("numba") is None:
+        return None
+    from eesd_dist.model.cpu.packed import PackedProduct, padded_vector
+
+    if not isinstance(linear, PackedProduct):
+        return None
+    weight_D = padded_vector(norm.scaled_weight_D)
+    return lambda x_TD: linear.after_norm(x_TD, weight_D, norm.floor)
 
 
 class LlamaSpan:

@@ -46,3 +46,7 @@ class RowArrays(NamedTuple):
     """Where a row's other keys begin in `branch_slots`."""
     branch_slots: Ints
     """KV slots in order of position."""
+
+
+_NONE = np.zeros(0, np.int32)
+NO_ROWS = RowArrays(np.zeros((1, 1), np.int32), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)

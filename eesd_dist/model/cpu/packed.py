@@ -33,6 +33,13 @@ _KINDS: Mapping[np.dtype[np.generic], torch.dtype] = {
     PAIRS: torch.bfloat16,
 }
 
+KIND_NAMES: Mapping[np.dtype[np.generic], str] = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.int16): "float16",
+    np.dtype(np.uint16): "bfloat16 widened",
+    PAIRS: "bfloat16 pairs",
+}
+
 
 def kind_for(dtype: torch.dtype) -> np.dtype[np.generic]:
     """Returns the kind of weights (`tiles`) for weights of this type on this machine."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.model.attention.layout import NO_ROWS, RowArrays
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.cpu.attention import Geometry
@@ -96,7 +97,8 @@ class CompiledLayers:
         self._products_per_row = len(layers) * qkv.num_in * (qkv.num_out + 3 * down.num_in)
         self._row_bytes = self._bytes_of_rows(output)
         self._memory = torch.zeros(0, dtype=torch.uint8)
-        layers_kernel()
+        # Compiled while weights are loaded, not by the first request.
+        self._run(NO_ROWS, self._scratch(torch.zeros(0, 1)), 0, 0, False, False)
 
     @classmethod
     def of(
@@ -132,7 +134,7 @@ class CompiledLayers:
         result_TD = x_TD.narrow(1, 0, self._hidden_size)
         is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
         halves = 1 if not is_alone else end_half if after_layer is None else 2
-        run = partial(self._run, rows, self._scratch(x_TD))
+        run = partial(self._run, rows.arrays, self._scratch(x_TD))
         is_pending = False
         for first in range(0, end_half, halves):
             end = first + halves
@@ -155,7 +157,7 @@ class CompiledLayers:
 
     def _run(
         self,
-        rows: RowPlan,
+        rows: RowArrays,
         scratch: Scratch,
         first_half: int,
         end_half: int,
@@ -165,14 +167,14 @@ class CompiledLayers:
         share = (end_half - first_half) / (2 * len(self._layers))
         call_in_threads(
             layers_kernel(),
-            threads_for(int(rows.num_rows * self._products_per_row * share)),
+            threads_for(int(len(rows.position_R) * self._products_per_row * share)),
             self._kind,
             self._geometry,
             self._widths,
             self._norms,
             scratch,
             self._table,
-            rows.arrays,
+            rows,
             self._rotation_SP.data_ptr(),
             first_half,
             end_half,
