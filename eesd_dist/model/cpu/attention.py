@@ -26,28 +26,36 @@ from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import (
     add,
     div,
+    first_lane,
     floats_at,
-    fma,
+    highest_lane,
     load,
     maximum,
     minimum,
     mul,
     splat,
     store,
+    store_input,
     store_one_input,
+    total,
+    zero_where_less,
 )
+from eesd_dist.model.cpu.tiles import MOST_ROWS, add_tile
 from eesd_dist.model.cpu.vector_math import exp
 
 # Shapes: R rows, B page tables, W pages of the longest one, K KV heads, G queries per KV head,
 # E channels of a head, S slots of a page, Q queries of the rows computed together, N their keys,
 # P numbers in a page's part for one KV head.
-Floats = npt.NDArray[np.float32]
+Kind = npt.NDArray[np.generic]
 
 _MAX_QUERIES = 64
 """Maximum queries computed together: enough to read a page once for a verify pass."""
 _MAX_SCORES = 1 << 18
 """Maximum scores of these queries: what fits the second-level cache."""
-_TILE = 4
+_FLOAT_BYTES = 4
+_NO_WEIGHT = -64.0
+"""A score that is further below the largest counts for nothing: e^-64 of a value is lost in a sum,
+and products that small are no normal numbers, which are slow."""
 _ANY_LENGTH = (1 << 40,)
 """Numba wants a length; no index is checked."""
 
@@ -76,124 +84,53 @@ class Geometry(NamedTuple):
 
 
 @inner
-def _tile_of_4(
-    a: Floats,
-    a0: int,
-    da: int,
-    b: Floats,
-    b0: int,
-    b1: int,
-    db: int,
-    length: int,
-    c: Floats,
-    c0: int,
-    c1: int,
-    dc: int,
-    begins: bool,
-) -> None:
-    """c += a @ b for 4 rows of a and two vectors of columns, at b0 and b1 of b's first row.
-
-    a0, c0 and c1 are the places of the first row, da, db and dc the distances between rows.
-    """
-    if begins:
-        x00 = x01 = x10 = x11 = x20 = x21 = x30 = x31 = splat(float32(0.0))
-    else:
-        x00, x01 = load(c, c0), load(c, c1)
-        x10, x11 = load(c, c0 + dc), load(c, c1 + dc)
-        x20, x21 = load(c, c0 + 2 * dc), load(c, c1 + 2 * dc)
-        x30, x31 = load(c, c0 + 3 * dc), load(c, c1 + 3 * dc)
-    for i in range(length):
-        y0, y1 = load(b, b0), load(b, b1)
-        p = splat(a[a0 + i])
-        x00, x01 = fma(p, y0, x00), fma(p, y1, x01)
-        p = splat(a[a0 + da + i])
-        x10, x11 = fma(p, y0, x10), fma(p, y1, x11)
-        p = splat(a[a0 + 2 * da + i])
-        x20, x21 = fma(p, y0, x20), fma(p, y1, x21)
-        p = splat(a[a0 + 3 * da + i])
-        x30, x31 = fma(p, y0, x30), fma(p, y1, x31)
-        b0 += db
-        b1 += db
-    store(c, c0, x00)
-    store(c, c1, x01)
-    store(c, c0 + dc, x10)
-    store(c, c1 + dc, x11)
-    store(c, c0 + 2 * dc, x20)
-    store(c, c1 + 2 * dc, x21)
-    store(c, c0 + 3 * dc, x30)
-    store(c, c1 + 3 * dc, x31)
-
-
-@inner
-def _tile_of_1(
-    a: Floats,
-    a0: int,
-    b: Floats,
-    b0: int,
-    b1: int,
-    db: int,
-    length: int,
-    c: Floats,
-    c0: int,
-    c1: int,
-    begins: bool,
-) -> None:
-    """The same for one row of a."""
-    x0 = x1 = splat(float32(0.0))
-    if not begins:
-        x0, x1 = load(c, c0), load(c, c1)
-    for i in range(length):
-        p = splat(a[a0 + i])
-        x0, x1 = fma(p, load(b, b0), x0), fma(p, load(b, b1), x1)
-        b0 += db
-        b1 += db
-    store(c, c0, x0)
-    store(c, c1, x1)
-
-
-@inner
 def _add_product(
-    a: Floats,
-    a0: int,
-    da: int,
+    a: int,
+    a_bytes: int,
     num_rows: int,
-    b: Floats,
-    b0: int,
-    db: int,
+    b: int,
+    b_bytes: int,
     left: int,
     width: int,
     length: int,
-    c: Floats,
-    c0: int,
-    dc: int,
+    c: int,
+    c_bytes: int,
     begins: bool,
+    ahead: int,
 ) -> None:
     """c += a[:, :length] @ b[:length] in two vectors of columns from `left` on, or to the end of
-    the `width`, which is at least LANES; `begins`: c is overwritten."""
-    at0 = min(left, width - LANES)
-    at1 = min(left + LANES, width - LANES)
-    row = 0
-    while row + _TILE <= num_rows:
-        a_at, c_at = a0 + row * da, c0 + row * dc
-        left_at, right_at = c_at + at0, c_at + at1
-        _tile_of_4(a, a_at, da, b, b0 + at0, b0 + at1, db, length, c, left_at, right_at, dc, begins)
-        row += _TILE
-    while row < num_rows:
-        a_at, c_at = a0 + row * da, c0 + row * dc
-        left_at, right_at = c_at + at0, c_at + at1
-        _tile_of_1(a, a_at, b, b0 + at0, b0 + at1, db, length, c, left_at, right_at, begins)
-        row += 1
+    the `width`, which is at least LANES; `begins`: c is overwritten. a, b and c: addresses."""
+    first = _FLOAT_BYTES * min(left, width - LANES)
+    second = _FLOAT_BYTES * min(left + LANES, width - LANES)
+    num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
+    tile_rows = (num_rows + num_tiles - 1) // num_tiles
+    for row in range(0, num_rows, tile_rows):
+        c_at = c + row * c_bytes
+        add_tile(
+            a + row * a_bytes,
+            a_bytes,
+            b + first,
+            b + second,
+            b_bytes,
+            length,
+            c_at + first,
+            c_at + second,
+            c_bytes,
+            int(begins),
+            ahead if row == 0 else b,
+            min(tile_rows, num_rows - row),
+        )
 
 
 @inner
-def _scale(scores: Floats, first: int, end: int, scale: np.float32) -> None:
+def _scale(scores: int, first: int, end: int, scale: np.float32) -> None:
     """Scales scores, not queries: rounding every channel would add up."""
     for at in range(first, end, LANES):
         store(scores, at, mul(load(scores, at), splat(scale)))
 
 
 @inner
-def _cap(scores: Floats, first: int, end: int, softcap: np.float32) -> None:
+def _cap(scores: int, first: int, end: int, softcap: np.float32) -> None:
     """scores = softcap * tanh(scores / softcap), with tanh(x) = 1 - 2 / (e^2x + 1)."""
     one, cap = splat(float32(1.0)), splat(softcap)
     for at in range(first, end, LANES):
@@ -204,36 +141,69 @@ def _cap(scores: Floats, first: int, end: int, softcap: np.float32) -> None:
 
 
 @inner
-def _softmax(scores: Floats, at: int, first: int, end: int, stop: int, lanes: Floats) -> float:
-    """Replaces scores[at + first : at + end] by their exponentials, and the other numbers up to
-    `stop` by 0; returns the sum."""
+def _softmax(scores_at: int, first: int, end: int, stop: int) -> np.float32:
+    """Replaces scores [first, end) by their exponentials, and the other numbers from the first
+    vector up to `stop` by 0; returns the sum."""
+    scores = numba.carray(floats_at(scores_at), _ANY_LENGTH)
     first_vector = first // LANES * LANES
     end_vector = (end + LANES - 1) // LANES * LANES
     for j in range(first_vector, first):
-        scores[at + j] = float32(-np.inf)
+        scores[j] = float32(-np.inf)
     for j in range(end, end_vector):
-        scores[at + j] = float32(-np.inf)
-    largest = load(scores, at + first_vector)
+        scores[j] = float32(-np.inf)
+    largest = load(scores_at, first_vector)
     for j in range(first_vector + LANES, end_vector, LANES):
-        largest = maximum(largest, load(scores, at + j))
-    store(lanes, 0, largest)
-    highest = lanes[0]
-    for lane in range(1, LANES):
-        highest = max(highest, lanes[lane])
+        largest = maximum(largest, load(scores_at, j))
+    highest = splat(-highest_lane(largest))
     for j in range(first_vector, end_vector, LANES):
-        store(scores, at + j, exp(add(load(scores, at + j), splat(-highest))))
+        below = add(load(scores_at, j), highest)
+        store(scores_at, j, zero_where_less(below, splat(float32(_NO_WEIGHT)), exp(below)))
     for j in range(first_vector, first):
-        scores[at + j] = float32(0.0)
+        scores[j] = float32(0.0)
     for j in range(end, stop):
-        scores[at + j] = float32(0.0)
-    total = splat(float32(0.0))
+        scores[j] = float32(0.0)
+    lanes = splat(float32(0.0))
     for j in range(first_vector, end_vector, LANES):
-        total = add(total, load(scores, at + j))
-    store(lanes, 0, total)
-    total_of_lanes = lanes[0]
-    for lane in range(1, LANES):
-        total_of_lanes += lanes[lane]
-    return total_of_lanes
+        lanes = add(lanes, load(scores_at, j))
+    return total(lanes)
+
+
+@inner
+def _zero(scores_at: int, first: int, end: int) -> None:
+    scores = numba.carray(floats_at(scores_at), _ANY_LENGTH)
+    for j in range(first, end):
+        scores[j] = float32(0.0)
+
+
+@inner
+def _copy(target_at: int, source_at: int, width: int) -> None:
+    """Copies numbers; the last vector overlaps the one before."""
+    if width < LANES:
+        target = numba.carray(floats_at(target_at), _ANY_LENGTH)
+        source = numba.carray(floats_at(source_at), _ANY_LENGTH)
+        for e in range(width):
+            target[e] = source[e]
+        return
+    for e in range(0, width - LANES, LANES):
+        store(target_at, e, load(source_at, e))
+    store(target_at, width - LANES, load(source_at, width - LANES))
+
+
+@inner
+def _write_mixed(
+    kind: Kind, mixed_at: int, at: int, sums_at: int, width: int, inverse: np.float32
+) -> None:
+    """Writes the mean of values of one query as inputs [at, at + width) of a product."""
+    if width < LANES:
+        sums = numba.carray(floats_at(sums_at), _ANY_LENGTH)
+        for e in range(width):
+            store_one_input(kind, mixed_at, at + e, sums[e] * inverse)
+        return
+    factor = splat(inverse)
+    for e in range(0, width - LANES, LANES):
+        store_input(kind, mixed_at, at + e, mul(load(sums_at, e), factor))
+    last = width - LANES
+    store_input(kind, mixed_at, at + last, mul(load(sums_at, last), factor))
 
 
 @inner
@@ -264,7 +234,8 @@ def store_rows(
             value_at = key_at - within + channels * key_width + within * value_width
             for e in range(channels):
                 pages[key_at + e * key_width] = heads[key + e]
-                pages[value_at + e] = heads[value + e]
+            values_at = pages_at + _FLOAT_BYTES * value_at
+            _copy(values_at, heads_at + _FLOAT_BYTES * value, channels)
 
 
 @inner
@@ -272,13 +243,16 @@ def _gather(
     geometry: Geometry,
     rows: RowArrays,
     row: int,
-    pages: Floats,
+    pages_at: int,
     kv: int,
     first_key: int,
     num_keys: int,
-    gathered: Floats,
+    gathered_at: int,
 ) -> None:
-    """Copies the keys from position `first_key` on of a tree's row, in the layout of a page."""
+    """Copies the keys and values from position `first_key` on of a tree's row, in the layout of a
+    page."""
+    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
+    gathered = numba.carray(floats_at(gathered_at), _ANY_LENGTH)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
@@ -318,7 +292,7 @@ def _first_key(window: int, position: int) -> int:
 
 @inner
 def attend_rows(
-    kind: npt.NDArray[np.generic],
+    kind: Kind,
     geometry: Geometry,
     window: int,
     rows: RowArrays,
@@ -337,8 +311,6 @@ def attend_rows(
     `window`: how many of the last positions a row may see; 0: all. The result is the input of a
     product with weights of this kind; `mixed_numbers`: from one of its rows to the next.
     """
-    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
-    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
     num_kv, per_kv = geometry.num_kv, geometry.per_kv
     channels, size = geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
@@ -351,94 +323,102 @@ def attend_rows(
     distance = (longest + size - 1) // size * size + LANES
     most_rows = min(_MAX_QUERIES // per_kv, _MAX_SCORES // (distance * per_kv), end_row - first_row)
     most_rows = max(1, most_rows)
-    queries = np.empty(most_rows * per_kv * channels, np.float32)
-    scores = np.empty(most_rows * per_kv * distance, np.float32)
-    sums = np.empty(most_rows * per_kv * value_width, np.float32)
-    totals = np.empty(most_rows * per_kv, np.float32)
-    lanes = np.empty(LANES, np.float32)
-    gathered = np.zeros(part, np.float32)
+    most_queries = most_rows * per_kv
+    memory = np.empty(most_queries * (2 * value_width + distance) + part, np.float32)
+    queries = np.int64(memory.ctypes.data)
+    sums = queries + _FLOAT_BYTES * most_queries * value_width
+    gathered = sums + _FLOAT_BYTES * most_queries * value_width
+    scores = gathered + _FLOAT_BYTES * part
+    part_bytes, key_bytes = _FLOAT_BYTES * part, _FLOAT_BYTES * key_numbers
+    line_bytes, value_bytes = _FLOAT_BYTES * distance, _FLOAT_BYTES * value_width
     row = first_row
     while row < end_row:
         end = _end_of_group(rows, row, end_row, most_rows)
         num_queries = (end - row) * per_kv
         is_tree = rows.in_order_R[row] <= rows.position_R[row]
         table_W = rows.tables_BW[rows.table_R[row]]
-        first_key, end_key = (
-            _first_key(window, rows.position_R[row]),
-            rows.position_R[end - 1] + 1,
-        )
+        first_key = _first_key(window, rows.position_R[row])
+        end_key = rows.position_R[end - 1] + 1
         first_page, end_page = first_key // size, (end_key + size - 1) // size
         for kv in range(first_kv, end_kv):
-            for at in range(num_queries):
-                source = (row + at // per_kv) * row_numbers
-                source += (at % per_kv * num_kv + kv) * channels
-                for e in range(channels):
-                    queries[at * channels + e] = heads[source + e]
+            for own in range(row, end):
+                for g in range(per_kv):
+                    source = own * row_numbers + (g * num_kv + kv) * channels
+                    target = queries + ((own - row) * per_kv + g) * value_bytes
+                    _copy(target, heads_at + _FLOAT_BYTES * source, channels)
             for page in range(first_page, end_page):
                 begin = page * size
                 num_keys = min(size, end_key - begin)
-                keys, keys_at = pages, (table_W[page] * num_kv + kv) * part
+                keys = pages_at + part_bytes * (table_W[page] * num_kv + kv)
+                if page + 1 < end_page:
+                    ahead = pages_at + part_bytes * (table_W[page + 1] * num_kv + kv)
+                else:
+                    ahead = pages_at + part_bytes * (table_W[first_page] * num_kv + kv)
+                    ahead += key_bytes
                 if is_tree and begin + num_keys > rows.in_order_R[row]:
-                    _gather(geometry, rows, row, pages, kv, begin, num_keys, gathered)
-                    keys, keys_at = gathered, 0
+                    _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
+                    keys = gathered
                 width = min(key_width, (num_keys + LANES - 1) // LANES * LANES)
                 for left in range(0, width, 2 * LANES):
                     _add_product(
                         queries,
-                        0,
-                        channels,
+                        value_bytes,
                         num_queries,
                         keys,
-                        keys_at,
-                        key_width,
+                        _FLOAT_BYTES * key_width,
                         left,
                         width,
                         channels,
-                        scores,
-                        begin,
-                        distance,
+                        scores + _FLOAT_BYTES * begin,
+                        line_bytes,
                         True,
+                        ahead if left == 0 else keys,
                     )
-            for at in range(num_queries):
-                position, line = rows.position_R[row + at // per_kv], at * distance
-                own_first = _first_key(window, position)
-                _scale(scores, line + first_page * size, line + end_key, geometry.scale)
-                if geometry.softcap > 0.0:
-                    _cap(scores, line + first_page * size, line + end_key, geometry.softcap)
-                totals[at] = _softmax(scores, line, own_first, position + 1, end_key, lanes)
-                for j in range(first_key, own_first // LANES * LANES):
-                    scores[line + j] = float32(0.0)
             # Page by page within columns: overlapping vectors add a page to each channel once.
+            for own in range(row, end):
+                own_end = rows.position_R[own] + 1
+                own_first = _first_key(window, own_end - 1)
+                for g in range(per_kv):
+                    at = (own - row) * per_kv + g
+                    line = scores + at * line_bytes
+                    _scale(line, first_page * size, end_key, geometry.scale)
+                    if geometry.softcap > 0.0:
+                        _cap(line, first_page * size, end_key, geometry.softcap)
+                    _zero(line, first_key, own_first // LANES * LANES)
+                    # The place of the sum: a query's channels are no longer needed.
+                    store(queries, at * value_width, splat(_softmax(line, own_first, own_end, end_key)))
             for left in range(0, value_width, 2 * LANES):
                 for page in range(first_page, end_page):
                     begin = page * size
                     num_keys = min(size, end_key - begin)
-                    values, values_at = pages, (table_W[page] * num_kv + kv) * part + key_numbers
+                    values = pages_at + part_bytes * (table_W[page] * num_kv + kv) + key_bytes
+                    if page + 1 < end_page:
+                        ahead = pages_at + part_bytes * (table_W[page + 1] * num_kv + kv) + key_bytes
+                    else:  # the keys of the next KV head follow in memory
+                        ahead = pages_at + part_bytes * (table_W[first_page] * num_kv + kv + 1)
                     if is_tree and begin + num_keys > rows.in_order_R[row]:
-                        _gather(geometry, rows, row, pages, kv, begin, num_keys, gathered)
-                        values, values_at = gathered, key_numbers
+                        _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
+                        values = gathered + key_bytes
                     skipped = max(first_key - begin, 0)
                     _add_product(
-                        scores,
-                        begin + skipped,
-                        distance,
+                        scores + _FLOAT_BYTES * (begin + skipped),
+                        line_bytes,
                         num_queries,
-                        values,
-                        values_at + skipped * value_width,
-                        value_width,
+                        values + skipped * value_bytes,
+                        value_bytes,
                         left,
                         value_width,
                         num_keys - skipped,
                         sums,
-                        0,
-                        value_width,
+                        value_bytes,
                         page == first_page,
+                        ahead if left == 0 else values,
                     )
-            for at in range(num_queries):
-                target = (row + at // per_kv) * mixed_numbers
-                target += (at % per_kv * num_kv + kv) * channels
-                inverse = float32(1.0) / totals[at]
-                for e in range(channels):
-                    mixed = sums[at * value_width + e] * inverse
-                    store_one_input(kind, mixed_at, target + e, mixed)
+            for own in range(row, end):
+                for g in range(per_kv):
+                    at = (own - row) * per_kv + g
+                    inverse = float32(1.0) / first_lane(load(queries, at * value_width))
+                    target = own * mixed_numbers + (g * num_kv + kv) * channels
+                    _write_mixed(kind, mixed_at, target, sums + at * value_bytes, channels, inverse)
         row = end
+    memory[0] = float32(0.0)  # Numba frees memory after the last use of its array

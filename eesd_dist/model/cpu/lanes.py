@@ -137,6 +137,18 @@ def minimum(typing: Any, x: Any, y: Any) -> tuple[Any, Generator]:
 
 
 @intrinsic
+def zero_where_less(typing: Any, x: Any, bound: Any, y: Any) -> tuple[Any, Generator]:
+    """Returns 0 where x < bound, else y."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, bound, y = args
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        return builder.select(builder.fcmp_ordered("<", x, bound), zero, y)
+
+    return _lanes(_lanes, _lanes, _lanes), generate
+
+
+@intrinsic
 def swap_pairs(typing: Any, x: Any) -> tuple[Any, Generator]:
     """Exchanges lanes 2i and 2i + 1."""
 
@@ -150,14 +162,21 @@ def swap_pairs(typing: Any, x: Any) -> tuple[Any, Generator]:
 @intrinsic
 def total(typing: Any, x: Any) -> tuple[Any, Generator]:
     """Returns the sum of all lanes: of halves, of quarters and so on."""
+    return types.float32(_lanes), _reduced(lambda builder, x, y: builder.fadd(x, y))
 
+
+@intrinsic
+def highest_lane(typing: Any, x: Any) -> tuple[Any, Generator]:
+    def highest(builder: Any, x: Any, y: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return types.float32(_lanes), _reduced(highest)
+
+
+@intrinsic
+def first_lane(typing: Any, x: Any) -> tuple[Any, Generator]:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, width = args[0], LANES // 2
-        while width:
-            order = [lane ^ width for lane in range(LANES)]
-            x = builder.fadd(x, builder.shuffle_vector(x, x, ir.Constant(_INTS, order)))
-            width //= 2
-        return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+        return builder.extract_element(args[0], ir.Constant(ir.IntType(32), 0))
 
     return types.float32(_lanes), generate
 
@@ -215,6 +234,18 @@ def _address(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
     else:
         data = context.make_array(array_type)(context, builder, args[0]).data
     return builder.bitcast(builder.gep(data, [args[1]]), _FLOATS.as_pointer())
+
+
+def _reduced(combine: Callable[[Any, Any, Any], Any]) -> Generator:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, width = args[0], LANES // 2
+        while width:
+            order = ir.Constant(_INTS, [lane ^ width for lane in range(LANES)])
+            x = combine(builder, x, builder.shuffle_vector(x, x, order))
+            width //= 2
+        return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+    return generate
 
 
 def _store_input(builder: Any, kind: Any, args: Any, *, lanes: bool) -> None:

@@ -7,14 +7,13 @@ from numba import float32
 from eesd_dist.model.attention.layout import LANES
 from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import add, fma, load, mul, splat, store, store_input, total
-from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS, TILE_SHAPES, tile
+from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS, tile
 
 Kind = npt.NDArray[np.generic]
 """An empty array, whose type is the kind of weights (`tiles`)."""
 
 _BLOCK_BYTES = 4 * BLOCK
 """Of a block of sums."""
-_BLOCKS_AT_ONCE = (0, *(TILE_SHAPES[rows][0] for rows in range(1, MOST_ROWS + 1)))
 
 
 @inner
@@ -50,25 +49,18 @@ def multiply(
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     tile_rows = (num_rows + num_tiles - 1) // num_tiles
-    block = first_block
-    while block < end_block:
-        at_once = _BLOCKS_AT_ONCE[tile_rows]
-        while at_once > end_block - block:
-            at_once //= 2
+    for block in range(first_block, end_block):
         for row in range(0, num_rows, tile_rows):
             tile(
                 kind,
                 weights + block * block_bytes,
-                block_bytes,
                 inputs + row * input_bytes,
                 input_bytes,
                 num_steps,
                 sums + (row * sum_bytes + block * _BLOCK_BYTES),
                 sum_bytes,
                 min(tile_rows, num_rows - row),
-                at_once,
             )
-        block += at_once
     if bias != 0:
         skipped = first_block * _BLOCK_BYTES
         for row in range(num_rows):

@@ -31,6 +31,7 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_I32, LANES)
 _VECTORS = BLOCK // LANES
 _FLOAT_BYTES = 4
+_LINE_BYTES = 64
 
 
 class _BFloat(ir.Type):
@@ -61,105 +62,164 @@ def multiplies_bfloat16() -> bool:
     return bool(host_features().get("avx512bf16"))
 
 
-def _tile_shapes() -> Mapping[int, Sequence[int]]:
-    """Returns rows -> the numbers of blocks that are computed together, the largest first: enough
-    chains to hide an instruction's latency, and no more than the registers hold."""
-    if host_features().get("avx512f"):
-        return {1: (4, 2, 1), 2: (4, 2, 1), 3: (2, 1), 4: (2, 1)} | {
-            rows: (1,) for rows in range(5, 13)
-        }
-    return {1: (2, 1), 2: (1,), 3: (1,)}
-
-
-TILE_SHAPES = _tile_shapes()
-MOST_ROWS = max(TILE_SHAPES)
+MOST_ROWS = 12 if host_features().get("avx512f") else 3
+"""Rows of one tile: as many sums as the registers hold. More blocks in place of rows would hide more
+of an instruction's latency, but reading several blocks at once is slower than that."""
 
 
 @intrinsic
-def tile(  # type: ignore[no-untyped-def]
-    typing, kind, weights, block_bytes, inputs, input_bytes, num_steps, sums, sum_bytes, rows, blocks
-):
-    """sums = inputs @ weights for `rows` rows and `blocks` blocks, one of `TILE_SHAPES`.
+def tile(typing, kind, weights, inputs, input_bytes, num_steps, sums, sum_bytes, rows):  # type: ignore[no-untyped-def]
+    """sums = inputs @ weights for `rows` rows (1 to MOST_ROWS) and one block.
 
-    All but `kind` are whole numbers: addresses, distances between blocks and between rows in bytes,
-    and the number of inputs (of pairs) of a row.
+    All but `kind` are whole numbers: addresses, the distance between rows in bytes, and the number
+    of inputs (of pairs) of a row.
     """
     step = _STEPS[kind.dtype]
 
+    def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes = args
+        vector_bytes = LANES * step.weight_bytes
+        vectors = [
+            _offset(builder, _pointer(builder, weights), ir.Constant(_I64, vector_bytes * vector))
+            for vector in range(_VECTORS)
+        ]
+        weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
+        rows = _rows(builder, inputs, input_bytes, num_rows)
+        totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None)
+        for target, chain in zip(_rows(builder, sums, sum_bytes, num_rows), totals, strict=True):
+            for place, total in enumerate(chain):
+                _store(builder, total, target, LANES * _FLOAT_BYTES * place)
+
+    return types.none(kind, *(types.int64,) * 7), _for_row_counts(emit, skipped=1)
+
+
+@intrinsic
+def add_tile(  # type: ignore[no-untyped-def]
+    typing, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, ahead, rows
+):
+    """c += a @ b for `rows` rows of a (1 to MOST_ROWS) and two vectors of columns.
+
+    b0, b1, c0 and c1 are the addresses of the vectors in the first rows of b and c; the vectors may
+    overlap. `begins` is 1 to overwrite c, else 0. Begins to read 128 bytes from `ahead` on for every
+    step: the next tile's columns come from far, and in pieces too short for the processor to guess.
+    """
+    step = _STEPS[types.float32]
+
+    def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
+        a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, ahead = args
+        targets = [
+            list(pair)
+            for pair in zip(
+                _rows(builder, c0, c_bytes, num_rows),
+                _rows(builder, c1, c_bytes, num_rows),
+                strict=True,
+            )
+        ]
+        zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
+        starts = [
+            [
+                builder.select(is_new, zero, _loaded(builder, target, 0, _FLOATS, align=4))
+                for target in pair
+            ]
+            for pair in targets
+        ]
+        vectors = [_pointer(builder, b0), _pointer(builder, b1)]
+        rows = _rows(builder, a, a_bytes, num_rows)
+        totals = _emit_sums(
+            builder, step, rows, vectors, b_bytes, length, starts, _pointer(builder, ahead)
+        )
+        for pair, chain in zip(targets, totals, strict=True):
+            for target, total in zip(pair, chain, strict=True):
+                _store(builder, total, target, 0)
+
+    return types.none(*(types.int64,) * 12), _for_row_counts(emit)
+
+
+def _for_row_counts(
+    emit: Callable[[Any, int, Sequence[Any]], None], *, skipped: int = 0
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """Returns Numba's generator of a call whose last argument is the number of rows: the code of
+    every number, and a jump to it. `skipped`: leading arguments without a value."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = [builder.sext(x, _I64) if x.type != _I64 else x for x in args[1:]]
+        *numbers, num_rows = args[skipped:]
         done = builder.append_basic_block("done")
-        key = builder.add(builder.mul(place[7], ir.Constant(_I64, 16)), place[8])
-        chosen = builder.switch(key, done)
-        for num_rows, counts in TILE_SHAPES.items():
-            for num_blocks in counts:
-                case = builder.append_basic_block(f"rows{num_rows}_blocks{num_blocks}")
-                chosen.add_case(ir.Constant(_I64, 16 * num_rows + num_blocks), case)
-                builder.position_at_end(case)
-                _emit(builder, step, num_rows, num_blocks, *place[:7])
-                builder.branch(done)
+        chosen = builder.switch(num_rows, done)
+        for count in range(1, MOST_ROWS + 1):
+            case = builder.append_basic_block(f"rows{count}")
+            chosen.add_case(ir.Constant(_I64, count), case)
+            builder.position_at_end(case)
+            emit(builder, count, numbers)
+            builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    numbers = (types.int64,) * 9
-    return types.none(kind, *numbers), generate
+    return generate
 
 
-def _emit(
+def _emit_sums(
     builder: Any,
     step: "_Step",
-    num_rows: int,
-    num_blocks: int,
-    weights: Any,
-    block_bytes: Any,
-    inputs: Any,
-    input_bytes: Any,
+    rows: Sequence[Any],
+    vectors: Sequence[Any],
+    weight_bytes: Any,
     num_steps: Any,
-    sums: Any,
-    sum_bytes: Any,
-) -> None:
-    zero = ir.Constant(_I64, 0)
-    row_inputs = [_moved(builder, inputs, input_bytes, row) for row in range(num_rows)]
-    block_weights = [_moved(builder, weights, block_bytes, at) for at in range(num_blocks)]
+    starts: Sequence[Sequence[Any]] | None,
+    ahead: Any = None,
+) -> Sequence[Sequence[Any]]:
+    """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
+    pointers to the first inputs and weights; there is at least one step."""
+    zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
     before, loop = builder.block, builder.append_basic_block("inputs")
     after = builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     at = builder.phi(_I64)
     at.add_incoming(zero, before)
-    vectors = range(num_blocks * _VECTORS)
-    chains = [[builder.phi(_FLOATS) for _ in vectors] for _ in range(num_rows)]
-    weight_at = builder.mul(at, ir.Constant(_I64, step.weight_bytes * BLOCK))
+    chains = [[builder.phi(_FLOATS) for _ in vectors] for _ in rows]
+    weight_at = builder.mul(at, weight_bytes)
     input_at = builder.mul(at, ir.Constant(_I64, _FLOAT_BYTES))
-    loaded = [
-        step.load(
-            builder,
-            _offset(builder, block_weights[vector // _VECTORS], weight_at),
-            vector % _VECTORS * LANES * step.weight_bytes,
-        )
-        for vector in vectors
-    ]
-    for row, chain in enumerate(chains):
-        x = step.broadcast(builder, _offset(builder, row_inputs[row], input_at))
-        for vector, found in zip(chain, loaded, strict=True):
-            found_sum = step.add(builder, vector, x, found)
-            vector.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), before)
-            vector.add_incoming(found_sum, loop)
-    following = builder.add(at, ir.Constant(_I64, 1))
+    loaded = [step.load(builder, _offset(builder, vector, weight_at)) for vector in vectors]
+    totals = []
+    for place, chain in enumerate(chains):
+        x = step.broadcast(builder, _offset(builder, rows[place], input_at))
+        totals.append([step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)])
+        for vector, link in enumerate(chain):
+            first = starts[place][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
+            link.add_incoming(first, before)
+            link.add_incoming(totals[-1][vector], loop)
+    if ahead is not None:
+        for line in (0, _LINE_BYTES):
+            place = builder.add(builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line))
+            _prefetch(builder, _offset(builder, ahead, place))
+    following = builder.add(at, one)
     at.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
     builder.position_at_end(after)
-    for row, chain in enumerate(chains):
-        target = _moved(builder, sums, sum_bytes, row)
-        for place, vector in enumerate(chain):
-            address = _offset(builder, target, ir.Constant(_I64, place * LANES * _FLOAT_BYTES))
-            pointer = builder.bitcast(address, _FLOATS.as_pointer())
-            builder.store(vector.incomings[1][0], pointer).align = _FLOAT_BYTES
+    return totals
 
 
-def _moved(builder: Any, address: Any, distance: Any, times: int) -> Any:
-    moved = builder.add(address, builder.mul(distance, ir.Constant(_I64, times)))
-    return builder.inttoptr(moved, _I8.as_pointer())
+def _prefetch(builder: Any, pointer: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(_I32, hint) for hint in (0, 2, 1))])
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I8.as_pointer())
+
+
+def _rows(builder: Any, address: Any, distance: Any, num_rows: int) -> Sequence[Any]:
+    first = _pointer(builder, address)
+    return [
+        _offset(builder, first, builder.mul(distance, ir.Constant(_I64, row)))
+        for row in range(num_rows)
+    ]
+
+
+def _store(builder: Any, vector: Any, pointer: Any, offset: int) -> None:
+    address = _offset(builder, pointer, ir.Constant(_I64, offset))
+    builder.store(vector, builder.bitcast(address, _FLOATS.as_pointer())).align = _FLOAT_BYTES
 
 
 def _offset(builder: Any, pointer: Any, offset: Any) -> Any:
@@ -172,8 +232,8 @@ class _Step:
     weight_bytes = 4
     """Of one output channel and one step."""
 
-    def load(self, builder: Any, pointer: Any, offset: int) -> Any:
-        return _loaded(builder, pointer, offset, _FLOATS, align=4)
+    def load(self, builder: Any, pointer: Any) -> Any:
+        return _loaded(builder, pointer, 0, _FLOATS, align=4)
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         x = builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()))
@@ -188,24 +248,24 @@ class _Step:
 class _Half(_Step):
     weight_bytes = 2
 
-    def load(self, builder: Any, pointer: Any, offset: int) -> Any:
+    def load(self, builder: Any, pointer: Any) -> Any:
         kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(_loaded(builder, pointer, offset, kind, align=2), _FLOATS)
+        return builder.fpext(_loaded(builder, pointer, 0, kind, align=2), _FLOATS)
 
 
 class _Widened(_Step):
     weight_bytes = 2
 
-    def load(self, builder: Any, pointer: Any, offset: int) -> Any:
+    def load(self, builder: Any, pointer: Any) -> Any:
         kind = ir.VectorType(_I16, LANES)
-        wide = builder.zext(_loaded(builder, pointer, offset, kind, align=2), _INTS)
+        wide = builder.zext(_loaded(builder, pointer, 0, kind, align=2), _INTS)
         shifted = builder.shl(wide, ir.Constant(_INTS, [16] * LANES))
         return builder.bitcast(shifted, _FLOATS)
 
 
 class _Pairs(_Step):
-    def load(self, builder: Any, pointer: Any, offset: int) -> Any:
-        return builder.bitcast(_loaded(builder, pointer, offset, _INTS, align=4), _PAIRS)
+    def load(self, builder: Any, pointer: Any) -> Any:
+        return builder.bitcast(_loaded(builder, pointer, 0, _INTS, align=4), _PAIRS)
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         pair = builder.load(builder.bitcast(pointer, _I32.as_pointer()))
@@ -237,5 +297,3 @@ def _splat(builder: Any, x: Any, kind: Any) -> Any:
     first = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
-
-Tile = Callable[..., None]
