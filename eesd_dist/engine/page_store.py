@@ -16,6 +16,7 @@ from torch.distributed import is_nccl_available
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import Layout
 from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.page_wire import Chunk
@@ -81,7 +82,7 @@ def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) 
         draft_ranks=config.parallel.draft_tensor_parallel_size,
         verify_ranks=config.parallel.verify_tensor_parallel_size,
         page_size=config.cache.page_size,
-        machine=_machine(layout.device, num_threads=config.parallel.num_threads),
+        machine=machine_of(config, layout),
         finds_prefixes=config.cache.prefix_caching,
         gpu=_gpu(layout.device),
         has_nccl=is_nccl_available(),
@@ -92,12 +93,18 @@ def _gpu(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def _machine(device: torch.device, *, num_threads: int) -> str:
+def machine_of(config: EngineConfig, layout: Layout) -> str:
+    """Returns what decides the last bits of a rank's numbers besides the model."""
+    device, numerics = layout.device, config.model.numerics
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     else:
         capability = torch.backends.cpu.get_cpu_capability()
-        kind = f"{_cpu_model()}, {capability}, {num_threads} threads"
+        products = LinearPacker(dtype=layout.dtype, numerics=numerics, device=device).candidates
+        kind = (
+            f"{_cpu_model()}, {capability}, products {products[0].name}, "
+            f"{config.parallel.num_threads} threads"
+        )
     return f"torch {torch.__version__}, {device.type}, {kind}"
 
 

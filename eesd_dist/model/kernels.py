@@ -1,27 +1,19 @@
 """Chooses the routine that multiplies by a weight matrix.
 
-A candidate packs a weight once and then multiplies rows by it. For `numerics: invariant` a
-candidate is taken only after a self-check on the actual shape: row i of a product must have the
-same bits for any number of rows in the call, for row counts as `padded_rows` rounds them.
-`fast` takes the first candidate unchecked and does not pad. The last candidate only ever calls the
-library with tiles of one row count. Does not depend on layers or requests.
+A candidate packs a weight once and then multiplies rows by it. With `numerics: invariant` a row of
+a product must have the same bits for any number of rows in the call. The compiled product of
+`model.cpu` has them by construction. A library's product is taken only after a self-check on the
+actual shape, for row counts as `padded_rows` rounds them; the last candidate only ever calls the
+library with tiles of one row count. `fast` takes the first candidate unchecked and does not pad.
+Does not depend on layers or requests.
 
 The order of candidates is fixed by the machine's capability and never by measured times, so that
-two processes on equal machines make the same choice. With bfloat16 or float16 weights on a CPU,
-activations and KV are float32, except for `fast` on a CPU with bfloat16 instructions.
-
-The half-precision candidate (FBGEMM) keeps weights in float16. For float16 weights it is exact. For
-bfloat16 weights it is exact for 0 and for 2**-17 <= |w| <= 65504 (a bfloat16 has 8 significant
-bits, so that small ones fit as subnormals). Most smaller weights are rounded, by less than 3e-8,
-equally on every rank and in every run; a larger weight makes the matrix use the next candidate.
-Rounded weights are counted, and a log line at start-up has the total. They do not exclude the
-candidate: of weights drawn with deviation 0.02 one in 5,000 is rounded, so that nearly every matrix
-has some (215 of the bundled model's 233; 0.008 % of its weights), and the next candidates read
-twice the bytes.
+two processes on equal machines make the same choice. On a CPU, activations between products, hidden
+states and KV are float32, except for `fast` with bfloat16 instructions. With those instructions
+`invariant` rounds the inputs of a product with bfloat16 weights to bfloat16, and sums in float32.
 """
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,10 +43,6 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float16": torch.float16,
 }
 
-_LARGEST_HALF = 65504.0
-_SMALLEST_EXACT_HALF = 2.0**-17
-_BLOCK = 1 << 18
-"""Weights per block: small enough for the caches."""
 _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 521, 801)
 """Up to a prefill chunk plus a full batch of drafts; on CUDA this covers every count that
 `padded_rows` returns up to the largest."""
@@ -67,9 +55,8 @@ _TILE_ROWS_CPU = 4
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
     """Returns the row count at which products are computed: the next one the self-check covers.
 
-    On a CPU single-row products use another routine (gemv), and FBGEMM's kernels for one and two
-    remaining rows sum in another order than those for three to six. On CUDA the count determines
-    the tiling, so that only a few fixed counts are used.
+    On a CPU the library multiplies single rows with another routine (gemv). On CUDA the count
+    determines the tiling, so that only a few fixed counts are used.
     """
     if numerics == "fast":
         return num_rows
@@ -78,10 +65,7 @@ def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> i
         while bucket < min(num_rows, 256):
             bucket *= 2
         return -(-num_rows // bucket) * bucket
-    padded = max(num_rows, 4)
-    while padded % 6 in (1, 2):
-        padded += 1
-    return padded
+    return max(num_rows, 4)
 
 
 def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
@@ -97,31 +81,6 @@ def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
 def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     return plain_linear(weight_OI.float(), None if bias_O is None else bias_O.float())
-
-
-def _fbgemm_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    bias = None if bias_O is None else bias_O.float()
-    multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
-    with warnings.catch_warnings():  # deprecated without an equally fast successor
-        warnings.simplefilter("ignore", UserWarning)
-        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.float().contiguous())
-        multiply(torch.zeros(1, weight_OI.shape[1]), packed, bias)
-    return lambda x_MI: multiply(x_MI, packed, bias)
-
-
-def _fits_half(weight_OI: Tensor) -> bool:
-    smallest, largest = weight_OI.aminmax()
-    return bool(-smallest <= _LARGEST_HALF) and bool(largest <= _LARGEST_HALF)
-
-
-def _num_rounded_to_half(weight_OI: Tensor) -> int:
-    if weight_OI.dtype != torch.bfloat16:
-        return 0
-    num_rounded = 0
-    for block_N in weight_OI.reshape(-1).chunk(-(-weight_OI.numel() // _BLOCK) or 1):
-        small_N = block_N[block_N.abs() < _SMALLEST_EXACT_HALF]
-        num_rounded += int((small_N.half().to(block_N.dtype) != small_N).sum())
-    return num_rounded
 
 
 def _onednn_pack(dtype: torch.dtype) -> Pack:
@@ -165,14 +124,10 @@ class Candidate:
 
     name: str
     pack: Pack
-    holds: Callable[[Tensor], bool] = lambda weight_OI: True
-    num_rounded: Callable[[Tensor], int] = lambda weight_OI: 0
-    """Counts the weights that the candidate rounds to another value."""
     is_independent: bool = False
     """Whether rows are independent by construction, for any row count: not checked, not padded."""
 
 
-_FBGEMM = Candidate("fbgemm float16 weights", _fbgemm_linear, _fits_half, _num_rounded_to_half)
 _LIBRARY = Candidate("library float32", _upcast_linear)
 _ONEDNN = Candidate("onednn packed float32", _onednn_pack(torch.float32))
 _ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack(torch.bfloat16))
@@ -197,18 +152,14 @@ class LinearPacker:
         self.candidates, self.compute_dtype = _candidates(dtype, numerics, device)
         self._dtype = dtype
         self._num_matrices: Counter[str] = Counter()
-        self._num_weights = 0
-        self._num_rounded = 0
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """Packs with the first candidate that can hold these weights and passes the self-check."""
+        """Packs with the first candidate whose rows are independent of one another."""
         weight_OI = weight_OI.to(device=self._device, dtype=self.weight_dtype)
         bias_O = None if bias_O is None else bias_O.to(self._device, self.weight_dtype)
         for candidate in self.candidates:
-            if candidate.holds(weight_OI) and self._keeps_promise(candidate, weight_OI):
+            if self._keeps_promise(candidate, weight_OI):
                 self._num_matrices[candidate.name] += 1
-                self._num_weights += weight_OI.numel()
-                self._num_rounded += candidate.num_rounded(weight_OI)
                 product = candidate.pack(weight_OI, bias_O)
                 if self._numerics == "fast" or candidate.is_independent:
                     return product
@@ -221,9 +172,9 @@ class LinearPacker:
         )
 
     def report(self, what: str) -> None:
-        """Logs which products are used, and how many weights were rounded."""
+        """Logs which products are used."""
         logger.info(
-            "weights packed: %s dtype=%s computed_in=%s products=%s rounded=%d of=%d",
+            "weights packed: %s dtype=%s computed_in=%s products=%s",
             what,
             self._dtype,
             str(self.compute_dtype).removeprefix("torch."),
@@ -231,8 +182,6 @@ class LinearPacker:
                 f"{name.replace(' ', '-')}:{count}" for name, count in self._num_matrices.items()
             )
             or "none",
-            self._num_rounded,
-            self._num_weights,
         )
 
     def _keeps_promise(self, candidate: Candidate, weight_OI: Tensor) -> bool:
@@ -271,27 +220,24 @@ def _candidates(
 ) -> tuple[Sequence[Candidate], torch.dtype]:
     if device.type == "cuda":
         return (_NATIVE, _NATIVE_TILED), TORCH_DTYPES[dtype]
-    compiled = compiled_candidate(TORCH_DTYPES[dtype]) if numerics == "invariant" else None
-    if compiled is not None:
+    has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, may be missing
+    is_wide = has_onednn and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if numerics == "fast" and is_wide:
+        if dtype == "float32":
+            return (_ONEDNN,), torch.float32
+        if dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return (_ONEDNN_BFLOAT16,), torch.bfloat16
+    compiled = compiled_candidate(TORCH_DTYPES[dtype])
+    if compiled is not None and (numerics == "invariant" or dtype != "float32"):
         return (compiled,), torch.float32
-    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    float32 = (_ONEDNN, _LIBRARY) if wide else (_LIBRARY, _ONEDNN)
-    if dtype == "float32":
-        return _available((*float32, _LIBRARY_TILED)), torch.float32
-    if (
-        dtype == "bfloat16"
-        and numerics == "fast"
-        and wide
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
-        return (_ONEDNN_BFLOAT16,), torch.bfloat16
-    return _available((_FBGEMM, _ONEDNN, _LIBRARY, _LIBRARY_TILED)), torch.float32
+    return (_LIBRARY, _LIBRARY_TILED), torch.float32
 
 
 @cache
 def compiled_candidate(dtype: torch.dtype) -> Candidate | None:
     """Returns the product of `model.cpu` for weights of this type, or None without Numba."""
     if find_spec("numba") is None:
+        logger.warning("products_are_slow reason=numba is not installed weights=float32")
         return None
     from eesd_dist.model.cpu.packed import KIND_NAMES, PackedProduct, kind_for
 
@@ -301,16 +247,6 @@ def compiled_candidate(dtype: torch.dtype) -> Candidate | None:
         lambda weight_OI, bias_O: PackedProduct(weight_OI, bias_O, kind),
         is_independent=True,
     )
-
-
-def _available(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Returns the candidates of this build; private routines of torch may be missing from it."""
-    private = {
-        _ONEDNN.name: hasattr(torch.ops.mkldnn, "_linear_pointwise"),
-        _FBGEMM.name: "fbgemm" in torch.backends.quantized.supported_engines
-        and hasattr(torch, "fbgemm_pack_gemm_matrix_fp16"),
-    }
-    return tuple(candidate for candidate in candidates if private.get(candidate.name, True))
 
 
 @cache
@@ -328,7 +264,7 @@ def rows_are_independent(
     Checks the whole matrix: the library may treat a slice of its output channels differently.
     """
     question = {
-        "check": "linear rows 2",
+        "check": "linear rows 3",
         "rows": list(_CHECKED_ROWS),
         "candidate": candidate.name,
         "shape": [num_out, num_in],

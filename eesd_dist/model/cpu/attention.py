@@ -25,6 +25,7 @@ from eesd_dist.model.attention.shape import AttentionShape
 from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import (
     add,
+    address_of,
     div,
     first_lane,
     floats_at,
@@ -325,7 +326,7 @@ def attend_rows(
     most_rows = max(1, most_rows)
     most_queries = most_rows * per_kv
     memory = np.empty(most_queries * (2 * value_width + distance) + part, np.float32)
-    queries = np.int64(memory.ctypes.data)
+    queries = address_of(memory)
     sums = queries + _FLOAT_BYTES * most_queries * value_width
     gathered = sums + _FLOAT_BYTES * most_queries * value_width
     scores = gathered + _FLOAT_BYTES * part
@@ -386,14 +387,20 @@ def attend_rows(
                         _cap(line, first_page * size, end_key, geometry.softcap)
                     _zero(line, first_key, own_first // LANES * LANES)
                     # The place of the sum: a query's channels are no longer needed.
-                    store(queries, at * value_width, splat(_softmax(line, own_first, own_end, end_key)))
+                    store(
+                        queries,
+                        at * value_width,
+                        splat(_softmax(line, own_first, own_end, end_key)),
+                    )
             for left in range(0, value_width, 2 * LANES):
                 for page in range(first_page, end_page):
                     begin = page * size
                     num_keys = min(size, end_key - begin)
                     values = pages_at + part_bytes * (table_W[page] * num_kv + kv) + key_bytes
                     if page + 1 < end_page:
-                        ahead = pages_at + part_bytes * (table_W[page + 1] * num_kv + kv) + key_bytes
+                        ahead = (
+                            pages_at + part_bytes * (table_W[page + 1] * num_kv + kv) + key_bytes
+                        )
                     else:  # the keys of the next KV head follow in memory
                         ahead = pages_at + part_bytes * (table_W[first_page] * num_kv + kv + 1)
                     if is_tree and begin + num_keys > rows.in_order_R[row]:

@@ -215,6 +215,17 @@ def floats_at(typing: Any, address: Any) -> tuple[Any, Generator]:
 
 
 @intrinsic
+def address_of(typing: Any, array: Any) -> tuple[Any, Generator]:
+    """Returns the address of an array's first number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), generate
+
+
+@intrinsic
 def power_of_two(typing: Any, exponent: Any) -> tuple[Any, Generator]:
     """Returns 2^x for whole numbers from -126 to 127."""
 

@@ -19,7 +19,7 @@ from numba import float32
 from eesd_dist.model.attention.layout import LANES, RowArrays
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
 from eesd_dist.model.cpu.compiled import inner
-from eesd_dist.model.cpu.lanes import add, floats_at, fma, load, mul, store, store_input, swap_pairs
+from eesd_dist.model.cpu.lanes import floats_at, fma, load, mul, store, store_input, swap_pairs
 from eesd_dist.model.cpu.products import (
     Kind,
     add_normed_row,
@@ -274,9 +274,7 @@ def run_layers(
                     )
                 _turn(heads_at, scratch.angles + row * scratch.angles_bytes, widths.turned)
             row_numbers = scratch.wide_bytes // _FLOAT_BYTES
-            store_rows(
-                geometry, rows, scratch.wide, row_numbers, layer[PAGES], first_row, end_row
-            )
+            store_rows(geometry, rows, scratch.wide, row_numbers, layer[PAGES], first_row, end_row)
             wait(counters, num_parts)
             attend_rows(
                 kind,

@@ -144,7 +144,7 @@ def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
         weight_OI = functional.pad(weight_OI, (0, missing_in, 0, missing_out))
     if kind == PAIRS:
         weight_OI = weight_OI.contiguous().view(torch.int32)
-    blocks_BOS = weight_OI.unflatten(0, (-1, BLOCK))
+    blocks_BOS = weight_OI.contiguous().view(-1, BLOCK, weight_OI.shape[1])
     return blocks_BOS.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
 
 

@@ -75,7 +75,8 @@ def inverse_norm(x_at: int, width: int, floor: np.float32) -> np.float32:
     for at in range(0, width, 2 * LANES):
         x, y = load(x_at, at), load(x_at, at + LANES)
         even, odd = fma(x, x, even), fma(y, y, odd)
-    return float32(1.0) / np.sqrt(float32(total(add(even, odd)) + floor))
+    inverse: np.float32 = float32(1.0) / np.sqrt(float32(total(add(even, odd)) + floor))
+    return inverse
 
 
 @inner
@@ -96,9 +97,7 @@ def convert_row(kind: Kind, x_at: int, width: int, inputs_at: int) -> None:
 
 
 @inner
-def add_normed_row(
-    x_at: int, added_at: int, width: int, floor: np.float32, weight_at: int
-) -> None:
+def add_normed_row(x_at: int, added_at: int, width: int, floor: np.float32, weight_at: int) -> None:
     """Adds a row that is normed first."""
     inverse = splat(inverse_norm(added_at, width, floor))
     for at in range(0, width, LANES):

@@ -67,7 +67,8 @@ class CompiledLayers:
     ) -> None:
         layer, shape = layers[0], pages[0].shape
         qkv, output, down = (
-            _packed(product) for product in (layer.qkv, layer.output.product, layer.mlp.down.product)
+            _packed(product)
+            for product in (layer.qkv, layer.output.product, layer.mlp.down.product)
         )
         self._layers = tuple(layers)
         self._group: TensorGroup = layer.output.group

@@ -63,7 +63,7 @@ def multiplies_bfloat16() -> bool:
 
 
 MOST_ROWS = 12 if host_features().get("avx512f") else 3
-"""Rows of one tile: as many sums as the registers hold. More blocks in place of rows would hide more
+"""Rows of one tile: as many sums as the registers hold. Fewer rows with more blocks would hide more
 of an instruction's latency, but reading several blocks at once is slower than that."""
 
 
@@ -100,8 +100,8 @@ def add_tile(  # type: ignore[no-untyped-def]
     """c += a @ b for `rows` rows of a (1 to MOST_ROWS) and two vectors of columns.
 
     b0, b1, c0 and c1 are the addresses of the vectors in the first rows of b and c; the vectors may
-    overlap. `begins` is 1 to overwrite c, else 0. Begins to read 128 bytes from `ahead` on for every
-    step: the next tile's columns come from far, and in pieces too short for the processor to guess.
+    overlap. `begins` is 1 to overwrite c, else 0. Every step begins to read 128 bytes from `ahead`
+    on: the next tile's columns come from far, in pieces too short for the processor to guess.
     """
     step = _STEPS[types.float32]
 
@@ -183,14 +183,18 @@ def _emit_sums(
     totals = []
     for place, chain in enumerate(chains):
         x = step.broadcast(builder, _offset(builder, rows[place], input_at))
-        totals.append([step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)])
+        totals.append(
+            [step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)]
+        )
         for vector, link in enumerate(chain):
             first = starts[place][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
             link.add_incoming(first, before)
             link.add_incoming(totals[-1][vector], loop)
     if ahead is not None:
         for line in (0, _LINE_BYTES):
-            place = builder.add(builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line))
+            place = builder.add(
+                builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line)
+            )
             _prefetch(builder, _offset(builder, ahead, place))
     following = builder.add(at, one)
     at.add_incoming(following, loop)
@@ -296,4 +300,3 @@ def _splat(builder: Any, x: Any, kind: Any) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
-

@@ -56,8 +56,8 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def norm() -> Tensor:
-        return torch.rand(WIDTH, generator=generator) + 0.5
+    def norm() -> Tensor:  # weights that are added to 1 stay about as large
+        return torch.rand(WIDTH, generator=generator) + 0.5 - traits.norms.weight_offset
 
     tensors = {
         "model.embed_tokens.weight": normal(VOCAB, WIDTH),

@@ -43,8 +43,6 @@ def examine(
     x_MI = x_MI.to(packer.compute_dtype)
     holding, failing = [], []
     for candidate in packer.candidates:
-        if not candidate.holds(weight_OI):
-            continue
         at = first_difference(candidate.pack(weight_OI, None), x_MI)
         if at is None:
             holding.append(candidate.name)

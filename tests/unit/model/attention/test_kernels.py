@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eesd_dist.model.attention import cpu_attention
-from eesd_dist.model.attention.cpu_kernel import attend_kernel
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
 from eesd_dist.trees import path_to
 
@@ -180,7 +180,7 @@ def test_rows_have_the_same_bits_in_several_threads(monkeypatch: pytest.MonkeyPa
     heads_RHE = torch.randn(300, shape.num_heads, shape.head_dim)
     plan = plan_of([RowSegment(0, 200, range(7)), RowSegment(0, 100, range(8, 12))], 32)
     expected_RD = attend(shape.pages(), plan, heads_RHE)
-    monkeypatch.setattr(cpu_attention, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
 
@@ -191,7 +191,7 @@ def test_no_call_compiles_the_kernel_again() -> None:
         heads_RHE = torch.randn(12, shape.num_heads, shape.head_dim)
         tree = RowSegment(0, 9, tuple(range(9)), (-1, -1, 0, 1))
         attend(shape.pages(), plan_of([tree, RowSegment(0, 3, (9, 8))], shape.page_size), heads_RHE)
-    assert len(cpu_attention.ready_kernel().signatures) == 1
+    assert len(cpu_attention.attention_kernel().signatures) == 1
 
 
 def test_a_score_that_is_far_below_the_largest_has_no_weight() -> None:
@@ -213,7 +213,8 @@ def test_the_kernel_runs_where_nothing_can_be_kept(
     heads_RHE = torch.randn(5, shape.num_heads, shape.head_dim)
     plan = plan_of([RowSegment(0, 5, (0,))], 32)
     expected_RD = attend(shape.pages(), plan, heads_RHE)
-    monkeypatch.setattr(cpu_attention, "ready_kernel", attend_kernel.__wrapped__)
+    kernel = cpu_attention.attention_kernel.__wrapped__()
+    monkeypatch.setattr(cpu_attention, "attention_kernel", lambda: kernel)
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
 
 

@@ -1,0 +1,81 @@
+"""The layers as one compiled call against the same layers step by step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eesd_dist.model import span as spans
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.cpu import calls, stack
+from eesd_dist.model.span import LayerRows
+from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
+from tests.unit.model.paged_stages import Stages
+
+PIECES = [40, 1, 6, 28]
+NUM_TOKENS = sum(PIECES)
+PAGES = (9, 2, 30, 4, 17)
+
+
+def random_tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, 96, (count,), generator=torch.Generator().manual_seed(5))
+
+
+def logits(stages: Stages) -> torch.Tensor:
+    return stages.run_in_pieces(random_tokens(NUM_TOKENS), pages=PAGES, pieces=PIECES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_computes_what_its_steps_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    save_tiny_model(tmp_path, family=family)
+    stages = Stages.load(tmp_path)
+    assert stages.verify.paged._compiled is not None
+    found_TV = logits(stages)
+    monkeypatch.setattr(spans, "compiled_layers", lambda *_: None)
+    stepwise = Stages.load(tmp_path)
+    assert stepwise.verify.paged._compiled is None
+    torch.testing.assert_close(found_TV, logits(stepwise), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3, biases"])
+def test_threads_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
+) -> None:
+    save_tiny_model(tmp_path, family=family)
+    expected_TV = logits(Stages.load(tmp_path, dtype=dtype))
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
+    for num_threads in (2, 3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        assert torch.equal(logits(Stages.load(tmp_path, dtype=dtype)), expected_TV)
+
+
+def test_rows_kept_after_a_layer_change_no_bit(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    stages, again = Stages.load(tmp_path), Stages.load(tmp_path)
+    tokens_T = random_tokens(9)
+    rows = RowPlan.build(
+        [RowSegment(0, 9, PAGES)], page_size=16, device=torch.device("cpu"), numerics="invariant"
+    )
+    hidden_TD = stages.draft.forward(stages.draft.embed(tokens_T), rows)
+    expected_TD = stages.verify.forward(hidden_TD, rows)
+    num_layers = stages.verify.spec.num_layers
+    kept = LayerRows(range(1, num_layers + 1))
+    again_TD = again.draft.forward(again.draft.embed(tokens_T), rows, kept=kept)
+    found_TD = again.verify.forward(again_TD, rows, kept=kept)
+    assert torch.equal(found_TD, expected_TD)
+    assert sorted(kept.rows) == list(range(1, num_layers + 1))
+    assert torch.equal(kept.rows[1], hidden_TD)
+    assert torch.equal(kept.rows[num_layers], expected_TD)
+    assert not torch.equal(kept.rows[2], expected_TD)
+
+
+def test_no_call_compiles_the_layers_again(tmp_path: Path) -> None:
+    counts = set()
+    for at, family in enumerate(FAMILIES):
+        save_tiny_model(tmp_path / str(at), family=family)
+        logits(Stages.load(tmp_path / str(at)))
+        counts.add(len(stack.layers_kernel().signatures))
+    assert len(counts) == 1
