@@ -100,9 +100,9 @@ def machine_of(config: EngineConfig, layout: Layout) -> str:
         kind = torch.cuda.get_device_name(device)
     else:
         capability = torch.backends.cpu.get_cpu_capability()
-        products = LinearPacker(dtype=layout.dtype, numerics=numerics, device=device).candidates
+        packer = LinearPacker(dtype=layout.dtype, numerics=numerics, device=device)
         kind = (
-            f"{_cpu_model()}, {capability}, products {products[0].name}, "
+            f"{_cpu_model()}, {capability}, products {packer.products}, "
             f"{config.parallel.num_threads} threads"
         )
     return f"torch {torch.__version__}, {device.type}, {kind}"

@@ -151,10 +151,12 @@ class LinearPacker:
         self.weight_dtype = TORCH_DTYPES[dtype]
         self.candidates, self.compute_dtype = _candidates(dtype, numerics, device)
         self._dtype = dtype
+        self.products = self.candidates[0].name if numerics == "invariant" else ""
+        """Decides the last bits, of one machine as of another; `fast` makes no such promise."""
         self._num_matrices: Counter[str] = Counter()
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """Packs with the first candidate whose rows are independent of one another."""
+        """Packs with the first candidate that computes rows independently of one another."""
         weight_OI = weight_OI.to(device=self._device, dtype=self.weight_dtype)
         bias_O = None if bias_O is None else bias_O.to(self._device, self.weight_dtype)
         for candidate in self.candidates:

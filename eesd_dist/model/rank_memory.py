@@ -5,8 +5,8 @@ Imports neither torch nor pydantic: the planner uses the same arithmetic as the 
 
 from collections.abc import Sequence
 
-from eesd_dist.model.attention.layout import part_numbers
 from eesd_dist.model.degrees import kv_heads_of
+from eesd_dist.model.kv_layout import part_numbers
 
 CPU_BUDGET_BYTES = 512 * 2**20
 """Budget of a rank on a CPU where none is configured."""

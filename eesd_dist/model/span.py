@@ -35,7 +35,7 @@ from eesd_dist.model.weights import TensorSource, weights_digest
 from eesd_dist.transport.contracts import TensorGroup
 
 if TYPE_CHECKING:
-    from eesd_dist.model.cpu.stack import CompiledLayers
+    from eesd_dist.model.compiled_layers import CompiledLayers
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -173,7 +173,7 @@ def compiled_layers(
     """Returns the layers as one compiled call, where this machine and these products have it."""
     if rotation_SP.device.type != "cpu" or find_spec("numba") is None:
         return None
-    from eesd_dist.model.cpu.stack import CompiledLayers
+    from eesd_dist.model.compiled_layers import CompiledLayers
 
     return CompiledLayers.of(layers, pages, rotation_SP)
 
@@ -426,6 +426,8 @@ class SpanWeights:
     head: LogitsHead | None
     digest: str
     """Digest of samples of the checkpoint's files, taken when they were read."""
+    products: str
+    """Name of the products that decide the last bits; empty for `numerics: fast`."""
 
     @classmethod
     def load(
@@ -481,6 +483,7 @@ class SpanWeights:
             embedding_VD=embeddings[0] if embeddings else None,
             head=heads[0] if heads else None,
             digest=digest,
+            products=packer.products,
         )
 
     def span(self, *, num_pages: int, page_size: int) -> LlamaSpan:

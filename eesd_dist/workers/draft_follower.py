@@ -41,7 +41,9 @@ class ShardFollower:
 
     def prepare(self) -> LoadedRank:
         weights = self._parts.load()
-        return LoadedRank(weights=weights.span.digest, room=weights.room)
+        return LoadedRank(
+            weights=weights.span.digest, products=weights.span.products, room=weights.room
+        )
 
     def join(self, epoch: Epoch) -> "FollowerEpoch":
         self.pages.enter(epoch.number)

@@ -270,7 +270,9 @@ class EngineLeader:
             handle,
             on_progress=self.loading.of("draft rank 0"),
         )
-        loaded = LoadedRank(weights=weights.span.digest, room=weights.room)
+        loaded = LoadedRank(
+            weights=weights.span.digest, products=weights.span.products, room=weights.room
+        )
         if self._loaded is None:
             self._loaded = loaded
         if loaded.weights != self._loaded.weights:

@@ -84,6 +84,8 @@ class LoadedRank:
 
     weights: str
     """Digest of the target's files, taken when they were read."""
+    products: str
+    """Name of the products that decide the last bits; empty for `numerics: fast`."""
     room: KvRoom
 
 

@@ -52,7 +52,9 @@ class StageVerifier:
 
     def prepare(self) -> LoadedRank:
         weights = self._stage.load()
-        return LoadedRank(weights=weights.span.digest, room=weights.room)
+        return LoadedRank(
+            weights=weights.span.digest, products=weights.span.products, room=weights.room
+        )
 
     def join(self, epoch: Epoch) -> "VerifyEpoch":
         self.pages.enter(epoch.number)

@@ -57,9 +57,9 @@ class Agreement:
     def settle(self, ranks: Mapping[str, LoadedRank]) -> int:
         """Returns the number of pages. `ranks`: all ranks of the pipeline, by slot.
 
-        Raises ConfigError when weights differ, or when a rank cannot hold the pages.
+        Raises ConfigError when weights or products differ, or when a rank cannot hold the pages.
         """
-        require_same_weights(ranks)
+        require_equal_ranks(ranks)
         if self._num_pages is None:
             rooms = {name: rank.room for name, rank in ranks.items()}
             self._num_pages = num_pages_of(self._engine, rooms)
@@ -84,8 +84,8 @@ class Agreement:
         )
 
 
-def require_same_weights(ranks: Mapping[str, LoadedRank]) -> None:
-    """Raises ConfigError where weights differ: it names two ranks, with both digests."""
+def require_equal_ranks(ranks: Mapping[str, LoadedRank]) -> None:
+    """Raises ConfigError where weights or products differ: it names two ranks, with both."""
     (first, expected), *others = ranks.items()
     for name, rank in others:
         if rank.weights != expected.weights:
@@ -93,6 +93,12 @@ def require_same_weights(ranks: Mapping[str, LoadedRank]) -> None:
                 f"{name} has read other weights than {first}: {rank.weights[:_DIGITS]} and "
                 f"{expected.weights[:_DIGITS]} are the digests of model.path there; copy the same "
                 "files to every node and restart the service"
+            )
+        if rank.products != expected.products:
+            raise ConfigError(
+                f"{name} multiplies with {rank.products}, {first} with {expected.products}: texts "
+                "would change when ranks move; place the pipeline on nodes with equal processors, "
+                "or set model.numerics to fast"
             )
 
 

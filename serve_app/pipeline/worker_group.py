@@ -33,7 +33,7 @@ from eesd_dist.errors import (
     PeerLost,
 )
 from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoadedRank, LoopEnd
-from serve_app.pipeline.agreement import Agreement, KvCapacity, require_same_weights
+from serve_app.pipeline.agreement import Agreement, KvCapacity, require_equal_ranks
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
@@ -336,7 +336,7 @@ class WorkerGroup:
 
     async def _gather_fallbacks(self, verify: Sequence[Worker], operation: str) -> None:
         workers = [*verify, *self._fallbacks]
-        require_same_weights(
+        require_equal_ranks(
             await _results({m.slot.name: self._prepared(m, operation) for m in workers})
         )
         capacity = self.kv_capacity

@@ -226,7 +226,7 @@ def toy_rank(config: EngineConfig) -> LoadedRank:
     """Returns what a toy has loaded: weights are a file of the model's folder, if there is one."""
     file = Path(config.model.path) / "weights"
     weights = file.read_text() if file.exists() else ""
-    return LoadedRank(weights=weights, room=KvRoom(budget_bytes=100, page_bytes=1))
+    return LoadedRank(weights=weights, products="", room=KvRoom(budget_bytes=100, page_bytes=1))
 
 
 class ToyRank:

@@ -9,15 +9,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.layout import RowArrays
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.compiled import kernel
 from eesd_dist.model.cpu.packed import kind_array
 from eesd_dist.model.cpu.products import Kind, part_of
 from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.kv_layout import RowArrays
 
 _FLOAT32 = np.dtype(np.float32)
 

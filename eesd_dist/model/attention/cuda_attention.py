@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from eesd_dist.model.attention.cuda_kernel import attend_kernel
-from eesd_dist.model.attention.layout import key_width, value_width
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.kernels import pad_rows
+from eesd_dist.model.kv_layout import key_width, value_width
 
 _FEWEST = 16
 """Smallest side of a product on tensor cores."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from eesd_dist.model.attention.layout import key_width, value_width
+from eesd_dist.model.kv_layout import key_width, value_width
 
 
 # Shapes: P pages, K KV heads, X numbers of a page's part, E channels of a head, S slots of a page.

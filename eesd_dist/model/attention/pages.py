@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.layout import part_numbers
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.families.family import PLAIN_SCORES, Scores
+from eesd_dist.model.kv_layout import part_numbers
 
 logger = logging.getLogger(__name__)
 

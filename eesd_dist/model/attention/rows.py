@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from eesd_dist.config import Numerics
-from eesd_dist.model.attention.layout import Ints, RowArrays
 from eesd_dist.model.kernels import padded_rows
+from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RowSegment as RowSegment
 from eesd_dist.trees import path_to

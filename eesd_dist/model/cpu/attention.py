@@ -15,20 +15,17 @@ The functions are Python that Numba compiles. Independent of layers, plans and t
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.model.attention.layout import LANES, RowArrays
-from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import (
     add,
     address_of,
     div,
     first_lane,
-    floats_at,
+    floats,
     highest_lane,
     load,
     maximum,
@@ -41,13 +38,14 @@ from eesd_dist.model.cpu.lanes import (
     total,
     zero_where_less,
 )
+from eesd_dist.model.cpu.products import Kind
 from eesd_dist.model.cpu.tiles import MOST_ROWS, add_tile
 from eesd_dist.model.cpu.vector_math import exp
+from eesd_dist.model.kv_layout import LANES, RowArrays
 
 # Shapes: R rows, B page tables, W pages of the longest one, K KV heads, G queries per KV head,
 # E channels of a head, S slots of a page, Q queries of the rows computed together, N their keys,
 # P numbers in a page's part for one KV head.
-Kind = npt.NDArray[np.generic]
 
 _MAX_QUERIES = 64
 """Maximum queries computed together: enough to read a page once for a verify pass."""
@@ -57,8 +55,6 @@ _FLOAT_BYTES = 4
 _NO_WEIGHT = -64.0
 """A score that is further below the largest counts for nothing: e^-64 of a value is lost in a sum,
 and products that small are no normal numbers, which are slow."""
-_ANY_LENGTH = (1 << 40,)
-"""Numba wants a length; no index is checked."""
 
 
 class Geometry(NamedTuple):
@@ -145,7 +141,7 @@ def _cap(scores: int, first: int, end: int, softcap: np.float32) -> None:
 def _softmax(scores_at: int, first: int, end: int, stop: int) -> np.float32:
     """Replaces scores [first, end) by their exponentials, and the other numbers from the first
     vector up to `stop` by 0; returns the sum."""
-    scores = numba.carray(floats_at(scores_at), _ANY_LENGTH)
+    scores = floats(scores_at)
     first_vector = first // LANES * LANES
     end_vector = (end + LANES - 1) // LANES * LANES
     for j in range(first_vector, first):
@@ -171,7 +167,7 @@ def _softmax(scores_at: int, first: int, end: int, stop: int) -> np.float32:
 
 @inner
 def _zero(scores_at: int, first: int, end: int) -> None:
-    scores = numba.carray(floats_at(scores_at), _ANY_LENGTH)
+    scores = floats(scores_at)
     for j in range(first, end):
         scores[j] = float32(0.0)
 
@@ -180,8 +176,8 @@ def _zero(scores_at: int, first: int, end: int) -> None:
 def _copy(target_at: int, source_at: int, width: int) -> None:
     """Copies numbers; the last vector overlaps the one before."""
     if width < LANES:
-        target = numba.carray(floats_at(target_at), _ANY_LENGTH)
-        source = numba.carray(floats_at(source_at), _ANY_LENGTH)
+        target = floats(target_at)
+        source = floats(source_at)
         for e in range(width):
             target[e] = source[e]
         return
@@ -196,7 +192,7 @@ def _write_mixed(
 ) -> None:
     """Writes the mean of values of one query as inputs [at, at + width) of a product."""
     if width < LANES:
-        sums = numba.carray(floats_at(sums_at), _ANY_LENGTH)
+        sums = floats(sums_at)
         for e in range(width):
             store_one_input(kind, mixed_at, at + e, sums[e] * inverse)
         return
@@ -219,8 +215,8 @@ def store_rows(
 ) -> None:
     """Writes the keys and values of rows to their slots. `heads_at`, `pages_at`: addresses;
     `row_numbers`: from one row of heads to the next."""
-    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
-    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
+    heads = floats(heads_at)
+    pages = floats(pages_at)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     part = channels * key_width + size * value_width
@@ -252,8 +248,8 @@ def _gather(
 ) -> None:
     """Copies the keys and values from position `first_key` on of a tree's row, in the layout of a
     page."""
-    pages = numba.carray(floats_at(pages_at), _ANY_LENGTH)
-    gathered = numba.carray(floats_at(gathered_at), _ANY_LENGTH)
+    pages = floats(pages_at)
+    gathered = floats(gathered_at)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import numba
 
+from eesd_dist.model import kv_layout
 from eesd_dist.model.answers import cache_folder
-from eesd_dist.model.attention import layout
 
 logger = logging.getLogger(__name__)
 
@@ -45,5 +45,5 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _digest() -> str:
-    sources = (Path(layout.__file__), *sorted(Path(__file__).parent.glob("*.py")))
+    sources = (Path(kv_layout.__file__), *sorted(Path(__file__).parent.glob("*.py")))
     return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

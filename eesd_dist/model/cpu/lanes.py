@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core.cgutils import get_or_insert_function
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
-from eesd_dist.model.attention.layout import LANES
+from eesd_dist.model.kv_layout import LANES
 
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
@@ -205,13 +205,19 @@ def store_one_input(typing: Any, kind: Any, base: Any, at: Any, x: Any) -> tuple
 
 
 @intrinsic
-def floats_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+def _floats_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     """Returns a pointer to float32 numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(types.float32)(types.int64), generate
+
+
+@njit(nogil=True, error_model="numpy")
+def floats(address):  # type: ignore[no-untyped-def]
+    """Returns the float32 numbers from an address on, as an array. No index is checked."""
+    return carray(_floats_at(address), (1 << 40,))  # Numba wants a length
 
 
 @intrinsic

@@ -11,15 +11,13 @@ for the others between the steps. No number depends on how they are divided.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.model.attention.layout import LANES, RowArrays
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
 from eesd_dist.model.cpu.compiled import inner
-from eesd_dist.model.cpu.lanes import floats_at, fma, load, mul, store, store_input, swap_pairs
+from eesd_dist.model.cpu.lanes import floats, fma, load, mul, store, store_input, swap_pairs
 from eesd_dist.model.cpu.products import (
     Kind,
     add_normed_row,
@@ -31,9 +29,9 @@ from eesd_dist.model.cpu.products import (
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.cpu.vector_math import gelu_tanh, silu
+from eesd_dist.model.kv_layout import LANES, RowArrays
 
 _FLOAT_BYTES = 4
-_ANY_LENGTH = (1 << 40,)
 
 # Columns of a layer's line in the table: addresses, 0 for what a family does not have.
 ATTENTION_NORM, QKV, QKV_BIAS, HEAD_NORM, OUTPUT, OUTPUT_BIAS, ATTENTION_POST_NORM = range(7)
@@ -100,12 +98,12 @@ def _angles(
 ) -> None:
     """Lays out cosines and signed sines as the channels of the turned heads are; after their end
     one and zero, so that a whole vector can be turned."""
-    rotation = numba.carray(floats_at(rotation_at), _ANY_LENGTH)
+    rotation = floats(rotation_at)
     stop = (widths.turned + LANES - 1) // LANES * LANES
     for row in range(first, end):
         at = scratch.angles + row * scratch.angles_bytes
-        cosines = numba.carray(floats_at(at), _ANY_LENGTH)
-        sines = numba.carray(floats_at(at + stop * _FLOAT_BYTES), _ANY_LENGTH)
+        cosines = floats(at)
+        sines = floats(at + stop * _FLOAT_BYTES)
         source = positions[row] * geometry.channels
         for e in range(0, geometry.channels, 2):
             cosines[e] = cosines[e + 1] = rotation[source + e]
@@ -122,8 +120,8 @@ def _angles(
 def _norm_heads(
     heads_at: int, weight_at: int, num_heads: int, channels: int, eps: np.float32
 ) -> None:
-    heads = numba.carray(floats_at(heads_at), _ANY_LENGTH)
-    weight = numba.carray(floats_at(weight_at), _ANY_LENGTH)
+    heads = floats(heads_at)
+    weight = floats(weight_at)
     for head in range(num_heads):
         first = head * channels
         squares = float32(0.0)

@@ -23,7 +23,7 @@ from eesd_dist.model.cpu.tiles import BLOCK, host_features, multiplies_bfloat16
 
 _FLOAT_BYTES = 4
 _WAY_BYTES = 512
-"""Rows whose distance is a multiple of this compete for few places of the first-level cache."""
+"""Rows at a distance that is a multiple of this compete for few places of the first-level cache."""
 
 PAIRS = np.dtype(np.int32)
 _KINDS: Mapping[np.dtype[np.generic], torch.dtype] = {
@@ -51,7 +51,7 @@ def kind_for(dtype: torch.dtype) -> np.dtype[np.generic]:
 
 
 def in_blocks(count: int) -> int:
-    """Returns the multiple of a block that holds `count` channels."""
+    """Returns `count` channels rounded up to whole blocks."""
     return -(-count // BLOCK) * BLOCK
 
 
@@ -63,7 +63,7 @@ def row_bytes(count: int, *, bytes_each: int) -> int:
 
 # Shapes: M rows, I channels in, O channels out, B blocks, S steps (inputs, or pairs of them).
 class PackedProduct:
-    """x_MI @ weight.T + bias in float32, with the same bits of a row for any rows beside it."""
+    """x_MI @ weight.T + bias in float32, with the same bits of a row in any call."""
 
     def __init__(
         self, weight_OI: Tensor, bias_O: Tensor | None, kind: np.dtype[np.generic]

@@ -4,13 +4,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.model.attention.layout import LANES
 from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import add, fma, load, mul, splat, store, store_input, total
 from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS, tile
+from eesd_dist.model.kv_layout import LANES
 
 Kind = npt.NDArray[np.generic]
-"""An empty array, whose type is the kind of weights (`tiles`)."""
+"""An empty array; its type is the kind of weights (`tiles`)."""
 
 _BLOCK_BYTES = 4 * BLOCK
 """Of a block of sums."""

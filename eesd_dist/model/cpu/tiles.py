@@ -21,7 +21,7 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
-from eesd_dist.model.attention.layout import LANES
+from eesd_dist.model.kv_layout import LANES
 
 BLOCK = 2 * LANES
 """Output channels in one block of weights."""
@@ -138,8 +138,8 @@ def add_tile(  # type: ignore[no-untyped-def]
 def _for_row_counts(
     emit: Callable[[Any, int, Sequence[Any]], None], *, skipped: int = 0
 ) -> Callable[[Any, Any, Any, Any], Any]:
-    """Returns Numba's generator of a call whose last argument is the number of rows: the code of
-    every number, and a jump to it. `skipped`: leading arguments without a value."""
+    """Returns Numba's generator of a call with the number of rows as the last argument: the code
+    of every number, and a jump to it. `skipped`: leading arguments without a value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *numbers, num_rows = args[skipped:]

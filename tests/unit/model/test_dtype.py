@@ -13,6 +13,7 @@ from eesd_dist.config import DType, EngineConfig, ModelConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.dtype import resolve_dtype
+from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.weights import Checkpoint
 from serve_app.config import BUNDLED_MODEL
 from tests.support.tiny_checkpoints import save_tiny_model
@@ -156,21 +157,19 @@ def test_a_span_of_infinite_weights_is_refused_before_it_computes(tmp_path: Path
     Stages.load(folder, dtype="bfloat16")
 
 
-def test_the_start_up_line_tells_products_and_rounded_weights(
+def test_the_start_up_line_names_the_products(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="eesd_dist.model.kernels")
     Stages.load(_store(tmp_path, torch.bfloat16), dtype="bfloat16")
     lines = [text for text in caplog.messages if text.startswith("weights packed: ")]
     assert [line.split()[2] for line in lines] == ["layers=[0,1)", "layers=[1,3)"]
-    assert all("dtype=bfloat16 computed_in=float32 products=" in line for line in lines)
-    stored = load_file(tmp_path / "model.safetensors")
-    packed = sum(
-        x.numel()
-        for name, x in stored.items()
-        if name.startswith("model.layers.0") and x.dim() == 2
-    )
-    assert lines[0].endswith(f" of={packed}")
+    product = LinearPacker(
+        dtype="bfloat16", numerics="invariant", device=torch.device("cpu")
+    ).candidates[0]
+    used = f"products={product.name.replace(' ', '-')}"
+    assert lines[0].endswith(f"dtype=bfloat16 computed_in=float32 {used}:4")
+    assert lines[1].endswith(f"dtype=bfloat16 computed_in=float32 {used}:9")
 
 
 def test_config_json_is_asked_before_the_weights(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.attention.shape import AttentionShape
+from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
 from eesd_dist.trees import path_to

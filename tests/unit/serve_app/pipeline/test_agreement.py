@@ -35,6 +35,7 @@ class _Uneven(ToyStages):
 
     num_pages: dict[int, int]
     weights: dict[int, str] = field(default_factory=dict)
+    products: dict[int, str] = field(default_factory=dict)
     told: list[tuple[int, int]] = field(default_factory=list)
 
     def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
@@ -46,7 +47,11 @@ class _UnevenRank(ToyWorker):
         super().__init__(config, rank=rank)
         self._stages = stages
         room = KvRoom(budget_bytes=stages.num_pages[rank] * 10, page_bytes=10)
-        self._loaded = LoadedRank(weights=stages.weights.get(rank, ""), room=room)
+        self._loaded = LoadedRank(
+            weights=stages.weights.get(rank, ""),
+            products=stages.products.get(rank, ""),
+            room=room,
+        )
 
     def prepare(self) -> LoadedRank:
         return self._loaded
@@ -136,6 +141,22 @@ def test_a_rank_with_other_weights_is_refused_by_name_and_digest_at_the_next_epo
             ConfigError,
             match="verify rank 1 has read other weights than drafting actor: f00df00df0",
         ):
+            await group.start_epoch(timeout_s=10.0)
+        await group.stop()
+
+    asyncio.run(run())
+
+
+def test_a_rank_with_other_products_is_refused_with_both_names(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        stages = _Uneven({0: 50, 1: 50})
+        group = WorkerGroup(ToyWorkers(cluster, tmp_path, stages=stages, fallback=False))
+        await group.start_epoch(timeout_s=10.0)
+        stages.products[1] = "compiled bfloat16 pairs"
+        await lose(group, "verify rank 1")
+        with pytest.raises(ConfigError, match="verify rank 1 multiplies with compiled bfloat16 p"):
             await group.start_epoch(timeout_s=10.0)
         await group.stop()
 

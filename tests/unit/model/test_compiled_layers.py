@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eesd_dist.model import compiled_layers
 from eesd_dist.model import span as spans
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.cpu import calls, stack
+from eesd_dist.model.cpu import calls
 from eesd_dist.model.span import LayerRows
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
 from tests.unit.model.paged_stages import Stages
@@ -77,5 +78,5 @@ def test_no_call_compiles_the_layers_again(tmp_path: Path) -> None:
     for at, family in enumerate(FAMILIES):
         save_tiny_model(tmp_path / str(at), family=family)
         logits(Stages.load(tmp_path / str(at)))
-        counts.add(len(stack.layers_kernel().signatures))
+        counts.add(len(compiled_layers.layers_kernel().signatures))
     assert len(counts) == 1

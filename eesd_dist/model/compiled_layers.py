@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.model.attention.layout import NO_ROWS, RowArrays
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.cpu.attention import Geometry
@@ -49,6 +48,7 @@ from eesd_dist.model.cpu.packed import (
 from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
+from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.layer import DecoderLayer
 from eesd_dist.transport.contracts import TensorGroup
 
