@@ -42,7 +42,7 @@ def test_a_product_that_sees_its_neighbours_is_found() -> None:
         return each(x) if len(x) < 32 else each(x) * (1 + 2e-7)
 
     assert first_difference(each, x_MI) is None
-    assert first_difference(from_32_rows_on, x_MI) == "in rows [0, 31)"  # 32 with padding
+    assert first_difference(from_32_rows_on, x_MI) == "in rows [0, 33)"  # no call has 32
 
 
 def test_attention_that_depends_on_the_number_of_rows_is_found(
