@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from eesd_dist.compiled import cache_folder
+
 logger = logging.getLogger(__name__)
 
-FOLDER_VARIABLE = "EESD_CACHE_DIR"
 _CHANGING_FACTS = ("apicid", "bogomips", "core id", "cpu MHz", "initial apicid", "processor")
 _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
@@ -36,15 +37,6 @@ def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: tor
         found = ask()
         _write(file, json.dumps({"key": key, "holds": found}))
     return found
-
-
-def cache_folder() -> Path:
-    """Returns the folder of what a start-up may reuse; it need not exist or be writable."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "eesd"
 
 
 def _read(file: Path, key: str) -> bool | None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.compiled import kernel
+from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.cpu.attention import Geometry
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
-from eesd_dist.model.cpu.compiled import kernel
 from eesd_dist.model.cpu.layers import (
     ATTENTION_NORM,
     ATTENTION_POST_NORM,
@@ -98,6 +99,8 @@ class CompiledLayers:
         self._products_per_row = len(layers) * qkv.num_in * (qkv.num_out + 3 * down.num_in)
         self._row_bytes = self._bytes_of_rows(output)
         self._memory = torch.zeros(0, dtype=torch.uint8)
+        self._scratch_of: dict[int, Scratch] = {}
+        """By number of rows, in the present memory."""
         # Compiled while weights are loaded, not by the first request.
         self._run(NO_ROWS, self._scratch(torch.zeros(0, 1)), 0, 0, False, False)
 
@@ -135,14 +138,15 @@ class CompiledLayers:
         result_TD = x_TD.narrow(1, 0, self._hidden_size)
         is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
         halves = 1 if not is_alone else end_half if after_layer is None else 2
-        run = partial(self._run, rows.arrays, self._scratch(x_TD))
+        scratch = self._scratch(x_TD)
+        run = partial(self._run, rows.arrays, scratch)
         is_pending = False
         for first in range(0, end_half, halves):
             end = first + halves
             is_finished = end == end_half or (end % 2 == 0 and after_layer is not None)
             run(first, end, is_pending, is_finished and is_alone)
             if not is_alone:
-                self._sum_over_ranks(len(x_TD))
+                self._sum_over_ranks(scratch, len(x_TD))
                 if is_finished:
                     run(end, end, True, True)
             is_pending = not is_finished
@@ -183,9 +187,9 @@ class CompiledLayers:
             is_finished,
         )
 
-    def _sum_over_ranks(self, num_rows: int) -> None:
+    def _sum_over_ranks(self, scratch: Scratch, num_rows: int) -> None:
         """Sums what the half adds, in place."""
-        start, size = self._added_start, num_rows * self._row_bytes["added"]
+        start, size = scratch.added - self._memory.data_ptr(), num_rows * self._row_bytes["added"]
         mine_TD = self._memory[start : start + size].view(torch.float32).view(num_rows, -1)
         total_TD = self._group.all_reduce(mine_TD)
         if total_TD.data_ptr() != mine_TD.data_ptr():
@@ -193,17 +197,22 @@ class CompiledLayers:
 
     def _scratch(self, x_TD: Tensor) -> Scratch:
         """Returns memory for these rows."""
-        num_rows = len(x_TD)
+        num_rows, x = len(x_TD), x_TD.data_ptr()
+        known = self._scratch_of.get(num_rows)
+        if known is not None:
+            return known._replace(x=x)
         sizes = {name: -(-num_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
         if sum(sizes.values()) > len(self._memory):
             self._memory = torch.zeros(sum(sizes.values()), dtype=torch.uint8)
+            self._scratch_of.clear()
         starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        self._added_start = starts["added"]
         first = self._memory.data_ptr()
         places: dict[str, int] = {}
         for name, start in starts.items():
             places |= {name: first + start, f"{name}_bytes": self._row_bytes[name]}
-        return Scratch(x=x_TD.data_ptr(), x_bytes=x_TD.stride(0) * _FLOAT_BYTES, **places)
+        found = Scratch(x=x, x_bytes=self._widths.hidden * _FLOAT_BYTES, **places)
+        self._scratch_of[num_rows] = found
+        return found
 
     def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
         widths = self._widths
@@ -249,4 +258,4 @@ def _packed(product: Linear) -> PackedProduct:
 
 @cache
 def layers_kernel() -> Callable[..., None]:
-    return kernel(run_layers)
+    return kernel(run_layers, cpu, kv_layout)

@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.answers import kept
@@ -238,7 +238,7 @@ def _candidates(
 @cache
 def compiled_candidate(dtype: torch.dtype) -> Candidate | None:
     """Returns the product of `model.cpu` for weights of this type, or None without Numba."""
-    if find_spec("numba") is None:
+    if not can_compile():
         logger.warning("products_are_slow reason=numba is not installed weights=float32")
         return None
     from eesd_dist.model.cpu.packed import KIND_NAMES, PackedProduct, kind_for

@@ -8,7 +8,6 @@ call it within `torch.inference_mode()` to save their bookkeeping.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.pages import LayerPages, kv_dtype
@@ -104,7 +104,7 @@ class PagedLayers:
         if self._compiled is not None:
             return self._compiled.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
-        rotation_T1P = self._rotation_SP.index_select(0, rows.positions_T).unsqueeze(1)
+        rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
         for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
             x_TD = layer.forward(x_TD, rotation_T1P, partial(pages.attend, rows))
             if after_layer is not None:
@@ -171,7 +171,7 @@ def compiled_layers(
     layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
 ) -> "CompiledLayers | None":
     """Returns the layers as one compiled call, where this machine and these products have it."""
-    if rotation_SP.device.type != "cpu" or find_spec("numba") is None:
+    if rotation_SP.device.type != "cpu" or not can_compile():
         return None
     from eesd_dist.model.compiled_layers import CompiledLayers
 
@@ -305,7 +305,7 @@ class LogitsHead:
 
 def _compiled_head(norm: RmsNorm, linear: Linear) -> Linear | None:
     """Returns norm and product as one compiled call, if the product is compiled."""
-    if find_spec("numba") is None:
+    if not can_compile():
         return None
     from eesd_dist.model.cpu.packed import PackedProduct, padded_vector
 

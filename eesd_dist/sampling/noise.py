@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.sampling.elementary import float32, int32, neg_log
 from eesd_dist.sampling.row_blocks import row_blocks
 
@@ -66,6 +67,16 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     Made from 32-bit uniforms u as -log(-log(u)): values lie in [-3.13, 22.88], and the upper tail,
     which decides an argmax, has float32's full relative resolution.
     """
+    if ids_V.device.type == "cpu" and can_compile():
+        from eesd_dist.sampling.compiled_noise import gumbel_rows
+
+        ids = ids_V.to(torch.int32).contiguous().numpy()
+        return torch.from_numpy(gumbel_rows(_key_words(keys), ids))
+    return gumbel_by_steps(keys, ids_V)
+
+
+def gumbel_by_steps(keys: Sequence[int], ids_V: Tensor) -> Tensor:
+    """Returns `gumbel` with torch's operations, on any device."""
     blocks = row_blocks((len(keys), len(ids_V)), ids_V.device)
     if len(blocks) == 1:
         return neg_log(exponential(hash_ids(keys, ids_V)))

@@ -26,7 +26,7 @@ from typing import Self
 
 import psutil
 
-from eesd_dist.model.answers import cache_folder
+from eesd_dist.compiled import cache_folder
 from tests.support.hosts import Hosts, HostsError, can_make_hosts
 
 USER = "eesd"

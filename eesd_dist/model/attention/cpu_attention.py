@@ -9,11 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eesd_dist.compiled import kernel
+from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
-from eesd_dist.model.cpu.compiled import kernel
 from eesd_dist.model.cpu.packed import kind_array
 from eesd_dist.model.cpu.products import Kind, part_of
 from eesd_dist.model.cpu.threads import wait
@@ -91,4 +92,4 @@ def _attend(
 
 @cache
 def attention_kernel() -> Callable[..., None]:
-    return kernel(_attend)
+    return kernel(_attend, cpu, kv_layout)

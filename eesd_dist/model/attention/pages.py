@@ -7,13 +7,13 @@ and attends every row. On a CPU the pages are float32.
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
@@ -126,7 +126,7 @@ def _attention_on(device: torch.device) -> Callable[[Tensor, AttentionShape], At
         from eesd_dist.model.attention.cuda_attention import CudaAttention
 
         return CudaAttention
-    if find_spec("numba") is None:
+    if not can_compile():
         from eesd_dist.model.attention.row_by_row import RowByRowAttention
 
         logger.warning("attention_is_slow reason=numba is not installed rows=one by one")

@@ -14,7 +14,7 @@ import torch
 
 from eesd_dist.config import Numerics
 from eesd_dist.model.kernels import padded_rows
-from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.model.kv_layout import NO_ROWS, Ints, RowArrays
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RowSegment as RowSegment
 from eesd_dist.trees import path_to
@@ -37,10 +37,6 @@ class RowPlan:
         self.arrays = _arrays_of(segments)
         self.num_rows = len(self.arrays.position_R)
         self.num_padded = padded_rows(self.num_rows, numerics=numerics, device=device)
-        position_T = np.zeros(self.num_padded, np.int64)
-        position_T[: self.num_rows] = self.arrays.position_R
-        self.positions_T = torch.from_numpy(position_T).to(device)
-        """Position of every row; 0 for padding."""
 
     @classmethod
     def build(
@@ -52,6 +48,13 @@ class RowPlan:
         numerics: Numerics,
     ) -> "RowPlan":
         return cls(segments, page_size=page_size, device=device, numerics=numerics)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[T] position of every row; 0 for padding."""
+        position_T = np.zeros(self.num_padded, np.int64)
+        position_T[: self.num_rows] = self.arrays.position_R
+        return torch.from_numpy(position_T).to(self.device)
 
     @cached_property
     def on_device(self) -> "DeviceRows":
@@ -77,6 +80,8 @@ class DeviceRows:
 
 
 def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
+    if len(segments) == 1 and not segments[0].parents:
+        return _chain(segments[0])
     tables_BW = _tables([PageTable.of(segment.pages).array for segment in segments])
     num_rows_B, start_B = np.array([(s.num_rows, s.start) for s in segments], np.int32).T
     first_row_B = num_rows_B.cumsum(dtype=np.int32) - num_rows_B
@@ -109,6 +114,23 @@ def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
         in_order_R=in_order_R,
         branch_R=branch_R,
         branch_slots=_ints(branch_slots),
+    )
+
+
+def _chain(segment: RowSegment) -> RowArrays:
+    """Returns the rows of a single chain: most rounds, and every drafted token of one request."""
+    num_rows = segment.num_rows
+    position_R = np.arange(segment.start, segment.start + num_rows, dtype=np.int32)
+    zeros_R = np.zeros(num_rows, np.int32)
+    return RowArrays(
+        # A copy: Numba compiles once more for arrays that cannot be written to.
+        tables_BW=np.array(PageTable.of(segment.pages).array, ndmin=2),
+        table_R=zeros_R,
+        position_R=position_R,
+        kv_slot_R=position_R,
+        in_order_R=position_R + np.int32(1),
+        branch_R=zeros_R,
+        branch_slots=NO_ROWS.branch_slots,
     )
 
 

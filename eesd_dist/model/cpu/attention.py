@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import float32
 
+from eesd_dist.compiled import inner
 from eesd_dist.model.attention_shape import AttentionShape
-from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import (
     add,
     address_of,

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
+from eesd_dist.compiled import inner
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
-from eesd_dist.model.cpu.compiled import inner
 from eesd_dist.model.cpu.lanes import floats, fma, load, mul, store, store_input, swap_pairs
 from eesd_dist.model.cpu.products import (
     Kind,

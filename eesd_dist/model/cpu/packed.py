@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.compiled import kernel
+from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
-from eesd_dist.model.cpu.compiled import kernel
 from eesd_dist.model.cpu.products import (
     Kind,
     convert_row,
@@ -194,4 +195,4 @@ def _run_product(
 
 @cache
 def product_kernel() -> Callable[..., None]:
-    return kernel(_run_product)
+    return kernel(_run_product, cpu, kv_layout)

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.model.cpu.compiled import inner
+from eesd_dist.compiled import inner
 from eesd_dist.model.cpu.lanes import add, fma, load, mul, splat, store, store_input, total
 from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS, tile
 from eesd_dist.model.kv_layout import LANES

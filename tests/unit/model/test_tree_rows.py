@@ -85,7 +85,7 @@ def test_a_row_sees_its_own_past_in_order_and_nothing_of_other_branches(
     beside = RowSegment(3, 2, (90, 91, 92))
     plan = RowPlan.build([beside, segment], page_size=page_size, device=CPU, numerics="invariant")
     assert plan.num_rows == beside.num_rows + segment.num_rows
-    assert plan.positions_T[: plan.num_rows].tolist() == [*beside.positions, *segment.positions]
+    assert plan.positions[: plan.num_rows].tolist() == [*beside.positions, *segment.positions]
     for row in range(segment.num_rows):
         past = past_of(segment, segment.start + row)
         expected = [segment.slot(kv_slot, page_size=page_size) for kv_slot in past]
@@ -99,7 +99,7 @@ def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
         )
         for parents in ((-1, 0, 1, 2), ())
     )
-    assert torch.equal(named.positions_T, plain.positions_T)
+    assert torch.equal(named.positions, plain.positions)
     for found, expected in zip(named.arrays, plain.arrays, strict=True):
         assert found.tolist() == expected.tolist()
 

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from eesd_dist.bench.noise import LAGS, LIMIT, XORS, survey
+from eesd_dist.sampling.compiled_noise import _neg_log
+from eesd_dist.sampling.elementary import neg_log
 from eesd_dist.sampling.noise import (
     Stream,
     _mix_64,
     exponential,
     gumbel,
+    gumbel_by_steps,
     hash_ids,
     noise_key,
     uniform,
@@ -179,6 +183,18 @@ def test_coins_are_uniform_and_strictly_inside_the_interval() -> None:
     assert uniform(2**64 - 1) < 1.0
     counts = torch.histc(coins, bins=20, min=0.0, max=1.0)
     assert float(((counts - 1_000) ** 2 / 1_000).sum()) < 50  # 19 degrees of freedom: p = 1e-4
+
+
+def test_the_compiled_noise_has_the_bits_of_its_steps() -> None:
+    keys = [noise_key(seed, position) for seed in (0, 7, -1, 2**63) for position in (0, 900)]
+    for ids_V in (torch.arange(100_000), torch.arange(7), 2**31 - 1 - torch.arange(1001) * 7919):
+        found_SV, steps_SV = gumbel(keys, ids_V), gumbel_by_steps(keys, ids_V)
+        assert torch.equal(found_SV.view(torch.int32), steps_SV.view(torch.int32))
+    exponents = torch.arange(-126, 128)
+    x = torch.cat([2.0**exponents, torch.nextafter(torch.ones(1), torch.zeros(1))]).float()
+    found = x.clone().numpy()
+    _neg_log(found, np.empty(len(x), np.int32), np.empty(len(x), np.int32))
+    assert torch.equal(torch.from_numpy(found), neg_log(x))
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def test_attention_that_depends_on_the_number_of_rows_is_found(
 
     def otherwise_at_long_contexts(pages: LayerPages, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         mixed_TD = true(pages, rows, heads_THE)
-        is_far_T = rows.positions_T > 320
+        is_far_T = rows.positions > 320
         return torch.where(is_far_T[:, None] & (rows.num_rows > 20), mixed_TD * 1.0000002, mixed_TD)
 
     monkeypatch.setattr(LayerPages, "attend", otherwise_at_long_contexts)

@@ -5,32 +5,53 @@ it was compiled for; the folder's name is a digest of the sources, because Numba
 of the kernel only.
 """
 
+import inspect
 import logging
+import os
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
-
-import numba
-
-from eesd_dist.model import kv_layout
-from eesd_dist.model.answers import cache_folder
 
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., object])
 
+FOLDER_VARIABLE = "EESD_CACHE_DIR"
+
+
+@cache
+def can_compile() -> bool:
+    return find_spec("numba") is not None
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what a start-up may reuse; it need not exist or be writable."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "eesd"
+
 
 def inner(function: F) -> F:
     """Compiles a part of a kernel; it becomes part of its callers."""
+    import numba
+
     compiled: F = numba.njit(nogil=True, error_model="numpy")(function)
     return compiled
 
 
-def kernel(function: Callable[..., None]) -> Callable[..., None]:
+def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., None]:
     """Returns the function, compiled at its first call or loaded from the cache on disk. Calls
-    release the GIL."""
-    folder = cache_folder() / "kernels" / _digest()[:16]
+    release the GIL. `parts`: the modules of what it calls, other than its own; of a package, all of
+    its files."""
+    import numba
+
+    folder = cache_folder() / "kernels" / _digest(function, parts)[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Numba reads the setting when a function is decorated.
@@ -44,6 +65,9 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     return kept
 
 
-def _digest() -> str:
-    sources = (Path(kv_layout.__file__), *sorted(Path(__file__).parent.glob("*.py")))
-    return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+def _digest(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> str:
+    files = [Path(inspect.getfile(function))]
+    for part in parts:
+        file = Path(inspect.getfile(part))
+        files += sorted(file.parent.glob("*.py")) if file.name == "__init__.py" else [file]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
