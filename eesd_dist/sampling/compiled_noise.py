@@ -15,11 +15,8 @@ from eesd_dist.compiled import inner, kernel
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
-_TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = (
-    np.uint32(0xED5AD4BB),
-    np.uint32(0xAC4C1B51),
-    np.uint32(0x31848BAB),
-)
+_TRIPLE_1, _TRIPLE_2 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51)
+_TRIPLE_3 = np.uint32(0x31848BAB)
 _SQRT_HALF_BITS = np.int32(0x3F3504F3)
 _EXPONENT_BITS = np.int32(-(1 << 23))
 _LN2_PER_EXPONENT_BIT = np.float32(0.6931471805599453 / (1 << 23))
@@ -46,11 +43,8 @@ def _neg_log(x: Floats, exponents: Ints, mantissas: Ints) -> None:
 def _gumbel(words_S3: npt.NDArray[np.uint32], ids_V: Ints, noise_SV: Floats) -> None:
     """Fills noise_SV: `hash_ids`, `exponential` and `neg_log` of each row and token."""
     count = len(ids_V)
-    lost, exponents, mantissas = (
-        np.empty(count, np.float32),
-        np.empty_like(ids_V),
-        np.empty_like(ids_V),
-    )
+    lost = np.empty(count, np.float32)
+    exponents, mantissas = np.empty_like(ids_V), np.empty_like(ids_V)
     for row in range(len(words_S3)):
         noise_V = noise_SV[row]
         first, second, third = words_S3[row, 0], words_S3[row, 1], words_S3[row, 2]
