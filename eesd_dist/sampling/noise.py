@@ -68,10 +68,9 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     which decides an argmax, has float32's full relative resolution.
     """
     if ids_V.device.type == "cpu" and can_compile():
-        from eesd_dist.sampling.compiled_noise import gumbel_rows
+        from eesd_dist.sampling.compiled_rule import gumbel_rows
 
-        ids = ids_V.to(torch.int32).contiguous().numpy()
-        return torch.from_numpy(gumbel_rows(_key_words(keys), ids))
+        return torch.from_numpy(gumbel_rows(key_words(keys), ids_V.to(torch.int32).numpy()))
     return gumbel_by_steps(keys, ids_V)
 
 
@@ -103,7 +102,7 @@ def hash_ids(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     xor-shift. That changes no id below 2^17, and the key word spreads larger ones as well. With key
     words of zero this equals triple32 for ids below 2^17.
     """
-    words_S3 = torch.from_numpy(_key_words(keys)).to(ids_V.device)
+    words_S3 = torch.from_numpy(key_words(keys)).to(ids_V.device)
     first_S1, second_S1, third_S1 = words_S3.tensor_split(3, dim=1)
     x_SV = ids_V.to(torch.int32) ^ first_S1
     x_SV = _xor_shifted(x_SV.mul_(_TRIPLE_1), _SHIFT_11, _MASK_11).add_(second_S1)
@@ -111,7 +110,7 @@ def hash_ids(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     return _xor_shifted(x_SV.mul_(_TRIPLE_3), _SHIFT_14, _MASK_14)
 
 
-def _key_words(keys: Sequence[int]) -> npt.NDArray[np.int32]:
+def key_words(keys: Sequence[int]) -> npt.NDArray[np.int32]:
     """Returns 32-bit words [S, 3]: the halves of each key, and a half of the key mixed again."""
     wide_S2 = np.array([(key, _mix_64(key)) for key in keys], dtype="<u8").reshape(-1, 2)
     return wide_S2.view("<i4")[:, :3]

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.sampling.evidence import Certainty, evidence_of
-from eesd_dist.sampling.noise import gumbel, noise_key
+from eesd_dist.sampling.noise import gumbel, key_words, noise_key
 from eesd_dist.sampling.processors import (
     Columns,
     DraftVocabulary,
@@ -83,8 +84,6 @@ class DraftChoice:
     """[S, b] scores of those tokens; -inf where a filter leaves fewer."""
     gaps: Tensor
     """[S] score of the best minus that of the runner-up (`Evidence.gap`)."""
-    perturbed: Tensor
-    """[S, V] scores of all tokens, in the head's columns."""
 
 
 def choose(
@@ -116,6 +115,8 @@ def draft_choice(
     `vocab_ids` [V] is the target token of each column of a truncated draft vocabulary; `width` is
     the number of tokens to return per row.
     """
+    if width == 1 and _is_compiled(logits_SV, rules):
+        return _compiled_choice(logits_SV, rules, vocab_ids)
     columns = _columns_of(logits_SV, vocab_ids)
     scores_SV = perturbed(logits_SV, rules, columns)
     best_SB, values_SB = _first_maxima(scores_SV, max(width, 2))
@@ -124,8 +125,41 @@ def draft_choice(
         tokens_SB = vocab_ids.to(tokens_SB.device).long()[tokens_SB]
     gaps_S = values_SB[:, 0] - values_SB[:, -1 if values_SB.shape[1] < 2 else 1]
     gaps_S.clamp_(max=WIDEST_GAP)
+    return DraftChoice(tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S)
+
+
+def _is_compiled(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
+    return (
+        logits_SV.device.type == "cpu"
+        and logits_SV.shape[-1] >= 2
+        and can_compile()
+        and not any(rule.edits_logits or rule.is_filtered for rule in rules)
+    )
+
+
+def _compiled_choice(
+    logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
+) -> DraftChoice:
+    """Returns the same as `draft_choice` from one compiled call."""
+    from eesd_dist.sampling.compiled_rule import best_two
+
+    divisors = [0.0 if rule.is_greedy else rule.temperature for rule in rules]
+    keys = [
+        noise_key(rule.seed, rule.position) if divisor else 0
+        for rule, divisor in zip(rules, divisors, strict=True)
+    ]
+    ids_V = torch.arange(logits_SV.shape[-1]) if vocab_ids is None else vocab_ids
+    best_S2, values_S2 = best_two(
+        logits_SV.detach().contiguous().numpy(),
+        divisors,
+        key_words(keys),
+        ids_V.to(torch.int32).numpy(),
+    )
+    gaps_S = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
     return DraftChoice(
-        tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S, perturbed=scores_SV
+        tokens=torch.from_numpy(ids_V.numpy()[best_S2[:, :1]]),
+        scores=torch.from_numpy(values_S2[:, :1]),
+        gaps=torch.from_numpy(gaps_S),
     )
 
 

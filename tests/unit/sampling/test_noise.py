@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.bench.noise import LAGS, LIMIT, XORS, survey
-from eesd_dist.sampling.compiled_noise import _neg_log
+from eesd_dist.sampling.compiled_rule import _neg_log
 from eesd_dist.sampling.elementary import neg_log
 from eesd_dist.sampling.noise import (
     Stream,
@@ -185,7 +185,7 @@ def test_coins_are_uniform_and_strictly_inside_the_interval() -> None:
     assert float(((counts - 1_000) ** 2 / 1_000).sum()) < 50  # 19 degrees of freedom: p = 1e-4
 
 
-def test_the_compiled_noise_has_the_bits_of_its_steps() -> None:
+def test_the_compiled_rule_has_the_bits_of_its_steps() -> None:
     keys = [noise_key(seed, position) for seed in (0, 7, -1, 2**63) for position in (0, 900)]
     for ids_V in (torch.arange(100_000), torch.arange(7), 2**31 - 1 - torch.arange(1001) * 7919):
         found_SV, steps_SV = gumbel(keys, ids_V), gumbel_by_steps(keys, ids_V)

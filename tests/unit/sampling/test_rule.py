@@ -16,6 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.model.parallel import part_of
+from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     RowRule,
@@ -26,6 +27,7 @@ from eesd_dist.sampling.rule import (
     draft_choice,
     evidence_of,
     first_max,
+    perturbed,
 )
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
@@ -294,19 +296,45 @@ def test_a_truncated_draft_vocabulary_uses_the_noise_of_the_target_ids() -> None
     only_these_SV = logits_SV.masked_fill(outside, -torch.inf)
     drafted = draft_choice(logits_SV[:, vocab_ids], rules, vocab_ids=vocab_ids)
     assert drafted.tokens[:, 0].tolist() == choose(only_these_SV, rules).tokens.tolist()
-    assert drafted.perturbed.shape == (len(rules), len(vocab_ids))
 
 
 def test_alternatives_are_the_next_best_under_the_same_noise() -> None:
     rules = [*menu_rules(), rule(SamplingParams(temperature=1.0, top_k=2))]
     logits_SV = random_logits(12, len(rules), V)
     choice = draft_choice(logits_SV, rules, width=3)
+    scores_SV = perturbed(logits_SV, rules, VocabularyShard(start=0, size=V))
     for row in range(len(rules)):
-        ranked = choice.perturbed[row].sort(descending=True, stable=True)
+        ranked = scores_SV[row].sort(descending=True, stable=True)
         possible = int((ranked.values[:3] > -torch.inf).sum())
         assert choice.tokens[row, :possible].tolist() == ranked.indices[:possible].tolist()
         assert torch.equal(choice.scores[row], ranked.values[:3])
     assert choice.scores[-1].isfinite().tolist() == [True, True, False]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    width=st.integers(2, 300),
+    temperatures=st.lists(st.sampled_from([0.0, 0.3, 1.0, 7.5]), min_size=1, max_size=5),
+    is_rough=st.booleans(),
+)
+def test_the_compiled_choice_is_that_of_the_scores(
+    seed: int, width: int, temperatures: list[float], is_rough: bool
+) -> None:
+    """Rough logits have many equal values, zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_SV = torch.randn(len(temperatures), width, generator=generator)
+    logits_SV = logits_SV.round() * 0.5 if is_rough else logits_SV
+    vocab_ids = torch.randperm(4 * width, generator=generator)[:width].sort().values
+    rules = [
+        rule(SamplingParams(temperature=temperature, seed=seed + at))
+        for at, temperature in enumerate(temperatures)
+    ]
+    found = draft_choice(logits_SV, rules, vocab_ids=vocab_ids)
+    expected = draft_choice(logits_SV, rules, vocab_ids=vocab_ids, width=2)
+    assert torch.equal(found.tokens, expected.tokens[:, :1])
+    assert torch.equal(found.scores, expected.scores[:, :1])
+    assert torch.equal(found.gaps, expected.gaps)
 
 
 class _Sorts(OperatorWatch):
