@@ -137,11 +137,10 @@ class Evidence(Value, frozen=True, kw_only=True):
 
     depth: int
     """How many tokens this draft already has."""
-    top1_prob: float
-    top2_margin: float
-    """Probability of the best minus that of the second best."""
-    entropy: float
-    """In nats."""
+    top1_prob: float = 1.0
+    """Probability of the head's likeliest token; computed only for controllers that use it."""
+    temperature: float = 0.0
+    """Of the request; 0 for a greedy choice."""
     gap: float = 0.0
     """Score of the drafted token minus that of the runner-up, noise included: the larger, the more
     the target's logits must differ for another choice. In units of the Gumbel noise (logits over

@@ -47,7 +47,13 @@ class Controller(Protocol):
 
     @property
     def needs_evidence(self) -> bool:
-        """False lets the drafter skip computing evidence; what it then passes is ignored."""
+        """False lets the drafter skip a guess that will not be drafted; the evidence it then passes
+        is ignored."""
+        ...
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether it reads `Evidence.top1_prob`, for which the drafter passes over the logits."""
         ...
 
     def begin_round(self) -> None:
@@ -98,8 +104,8 @@ class BatchController(Protocol):
     """Decides over all of its requests in a round."""
 
     @property
-    def needs_evidence(self) -> bool:
-        """Same as `Controller.needs_evidence`."""
+    def needs_probs(self) -> bool:
+        """Same as `Controller.needs_probs`."""
         ...
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:

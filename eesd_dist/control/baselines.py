@@ -50,7 +50,7 @@ def ucb(setup: ControlSetup, belief: Belief, rng: Random) -> Controller:
 class FixedController:
     """Drafts the same length every round."""
 
-    needs_evidence = False
+    needs_evidence = needs_probs = False
 
     def __init__(self, *, length: int) -> None:
         self._length = length
@@ -71,7 +71,7 @@ class FixedController:
 class ThresholdController:
     """Stops when the exit head's top-1 probability falls below eta (Kangaroo's rule)."""
 
-    needs_evidence = True
+    needs_evidence = needs_probs = True
 
     def __init__(self, *, eta: float) -> None:
         self._eta = eta
@@ -99,7 +99,7 @@ class DraftVerifyController:
     with alpha = 0.9, b1 = 0.5, b2 = 0.9 and e = 0.01.
     """
 
-    needs_evidence = True
+    needs_evidence = needs_probs = True
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class EmaController:
     and up while ema > current - 0.5; a = 0.2, interval 5, warm-up 10, ladder 1, 3, 7.
     """
 
-    needs_evidence = False
+    needs_evidence = needs_probs = False
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class UcbController:
     arXiv 2510.20064).
     """
 
-    needs_evidence = False
+    needs_evidence = needs_probs = False
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Fits a `Calibrator` to logged verdicts.
 
-Logistic regression by Newton's method with a ridge towards the default calibrator, so that ten
+Logistic regression by Newton's method with a ridge towards weights of another head, so that ten
 judged tokens change little and ten thousand determine the fit. With enough tokens a third is held
 out to correct the regression: isotonic regression (Zadrozny and Elkan 2002) over groups of equal
 size. A pure function of its pairs.
@@ -23,6 +23,13 @@ Judged = Sequence[tuple[Evidence, bool]]
 
 # Shapes: `rows` [judged tokens, features]; every other array has one of these two lengths.
 
+PRIOR = dict.fromkeys(FEATURES, 0.0) | {
+    "log_gap_squared": 0.7,
+    "temperature": -0.6,
+    "temperature_log_gap": 1.0,
+    "bias": -0.4,
+}
+"""Weights without data, rounded from those of the bundled head."""
 _BLOCK = 64
 """Tokens per held-out block: neighbouring tokens of one text are alike."""
 _KNOTS = 20
@@ -60,9 +67,9 @@ def _fit_curve(line: Calibrator, judged: Judged) -> tuple[tuple[float, float], .
 
 
 def _fit_line(judged: Judged, *, ridge: float, max_steps: int) -> Calibrator:
-    start = np.array(Calibrator().weights)
     if not judged:
         return Calibrator()
+    start = np.array([PRIOR[name] for name in FEATURES])
     rows = np.array([features(evidence) for evidence, _ in judged])
     accepted = np.array([was_accepted for _, was_accepted in judged], dtype=np.float64)
     # In units of each feature's spread, so that one ridge has the same effect on all. A feature
@@ -70,7 +77,8 @@ def _fit_line(judged: Judged, *, ridge: float, max_steps: int) -> Calibrator:
     scale = np.maximum(rows.std(axis=0), 1.0)
     penalty = ridge * scale**2
     weights = _newton(rows, accepted, start, penalty, max_steps=max_steps)
-    return Calibrator(**dict(zip(FEATURES, weights.tolist(), strict=True)), num_judged=len(judged))
+    fitted = dict(zip(FEATURES, weights.tolist(), strict=True))
+    return Calibrator(**fitted, logit_top1=0.0, num_judged=len(judged))
 
 
 def _newton(rows: Array, accepted: Array, start: Array, penalty: Array, *, max_steps: int) -> Array:

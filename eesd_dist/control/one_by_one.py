@@ -14,7 +14,7 @@ from eesd_dist.types import Evidence, Outcome, RequestId
 ControllerBuilder = Callable[[ControlSetup, Belief, Random], Controller]
 """Builds the controller of one request with an initial belief."""
 
-_NOT_COMPUTED = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
+_NOT_COMPUTED = Evidence(depth=0)
 
 
 class OneByOne:
@@ -25,7 +25,7 @@ class OneByOne:
         self._build = build
         self._setup = setup
         self._controllers: dict[RequestId, Controller] = {}
-        self.needs_evidence = build(setup, Belief(), Random()).needs_evidence
+        self.needs_probs = build(setup, Belief(), Random()).needs_probs
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         rng = self._setup.rng(request_id)

@@ -105,9 +105,9 @@ class DraftPolicy:
     def live(self) -> tuple[RequestId, ...]:
         return tuple(self._requests)
 
-    def needs_evidence(self, request_ids: Iterable[RequestId]) -> bool:
-        """Returns False if the drafter can skip computing evidence; it is then ignored."""
-        return any(self._requests[request_id].group.needs_evidence for request_id in request_ids)
+    def needs_probs(self, request_ids: Iterable[RequestId]) -> bool:
+        """Returns whether a controller of these requests reads `Evidence.top1_prob`."""
+        return any(self._requests[request_id].group.needs_probs for request_id in request_ids)
 
     def begin_round(
         self,

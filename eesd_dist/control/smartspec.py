@@ -26,7 +26,7 @@ from eesd_dist.types import Outcome, RequestId
 class SmartSpec:
     """Batch-wide controller by one acceptance rate and the load."""
 
-    needs_evidence = False
+    needs_probs = False
 
     def __init__(self, setup: ControlSetup) -> None:
         self._cost = setup.assumed_cost

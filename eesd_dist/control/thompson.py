@@ -44,6 +44,8 @@ class Posterior(Protocol):
 
     @property
     def needs_evidence(self) -> bool: ...
+    @property
+    def needs_probs(self) -> bool: ...
     def theta(self, belief: Belief, evidence: Evidence, chance: Deviate) -> float: ...
 
 
@@ -78,6 +80,10 @@ class ThompsonController:
     def needs_evidence(self) -> bool:
         return self._posterior.needs_evidence
 
+    @property
+    def needs_probs(self) -> bool:
+        return self._posterior.needs_probs
+
     def begin_round(self) -> None:
         self._chance = Deviate(self._rng)
         self._stop.begin_round()
@@ -96,7 +102,7 @@ class ThompsonController:
 class BetaPosterior:
     """Beta-TS: theta ~ Beta(alpha, beta), the same for every token."""
 
-    needs_evidence = False
+    needs_evidence = needs_probs = False
 
     def theta(self, belief: Belief, evidence: Evidence, chance: Deviate) -> float:
         return chance.beta(belief.alpha, belief.beta)
@@ -116,6 +122,10 @@ class CalibratedBetaPosterior:
     @property
     def needs_evidence(self) -> bool:
         return self._strength > 0.0
+
+    @property
+    def needs_probs(self) -> bool:
+        return self.needs_evidence and self._calibrator.needs_probs
 
     def theta(self, belief: Belief, evidence: Evidence, chance: Deviate) -> float:
         if self._strength == 0.0:
@@ -139,6 +149,10 @@ class CalibratedGaussianPosterior:
         self._calibrator = calibrator
         self._prior_variance = prior_std**2
         self._floor = variance_floor
+
+    @property
+    def needs_probs(self) -> bool:
+        return self._calibrator.needs_probs
 
     def theta(self, belief: Belief, evidence: Evidence, chance: Deviate) -> float:
         m = self._calibrator.probability(evidence)

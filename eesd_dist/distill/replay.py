@@ -26,7 +26,7 @@ from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable
-from eesd_dist.sampling.evidence import Certainty, evidence_of
+from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.types import Evidence, Outcome, Request
@@ -42,7 +42,7 @@ class Guesses:
     """On the CPU."""
     tokens: Sequence[int]
     gaps: Sequence[float]
-    certainty: Sequence[Certainty]
+    top1_probs: Sequence[float]
 
 
 class HeadAlone:
@@ -92,7 +92,7 @@ class HeadAlone:
             logits_GV=logits_GV.cpu(),
             tokens=choice.tokens[:, 0].tolist(),
             gaps=choice.gaps.tolist(),
-            certainty=evidence_of(logits_GV),
+            top1_probs=top1_probs(logits_GV),
         )
 
     def _logits(self, text: TextRows) -> Tensor:
@@ -134,7 +134,12 @@ def rounds_of(
                 num_drafted=num_drafted,
                 num_accepted=accepted,
                 evidence=tuple(
-                    _evidence(guesses, at - first + depth, depth=depth)
+                    _evidence(
+                        guesses,
+                        at - first + depth,
+                        depth=depth,
+                        temperature=request.sampling.temperature,
+                    )
                     for depth in range(min(accepted + 1, num_drafted))
                 ),
             )
@@ -143,12 +148,10 @@ def rounds_of(
     return outcomes
 
 
-def _evidence(guesses: Guesses, number: int, *, depth: int) -> Evidence:
-    certainty = guesses.certainty[number]
+def _evidence(guesses: Guesses, number: int, *, depth: int, temperature: float) -> Evidence:
     return Evidence(
         depth=depth,
-        top1_prob=certainty.top1_prob,
-        top2_margin=certainty.top2_margin,
-        entropy=certainty.entropy,
+        top1_prob=guesses.top1_probs[number],
+        temperature=temperature,
         gap=guesses.gaps[number],
     )

@@ -33,7 +33,7 @@ from eesd_dist.engine.draft_run import (
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.exit_head import ExitHead
 from eesd_dist.model.span import LayerRows, LlamaSpan
-from eesd_dist.sampling.evidence import evidence_of
+from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
@@ -238,12 +238,12 @@ class DraftStage:
     def _draft_on(self, runs: list[DraftRun], policy: DraftPolicy) -> None:
         active = self._worth_guessing(runs, policy)
         while active:
-            with_evidence = (
+            with_probs = (
                 self._log_evidence
                 or any(run.item.live.tree == "dynamic" for run in active)
-                or policy.needs_evidence([run.request_id for run in active])
+                or policy.needs_probs([run.request_id for run in active])
             )
-            guesses = self._guesses(active, with_evidence=with_evidence)
+            guesses = self._guesses(active, with_probs=with_probs)
             taken: list[_Guess] = []
             for guess, is_taken in zip(
                 guesses, policy.choose([_offer(guess) for guess in guesses]), strict=True
@@ -290,11 +290,11 @@ class DraftStage:
             run.note_level(RowSlice(hidden_AD, at, end), RowSlice(input_AE, at, end))
             at = end
 
-    def _guesses(self, runs: list[DraftRun], *, with_evidence: bool) -> list[_Guess]:
+    def _guesses(self, runs: list[DraftRun], *, with_probs: bool) -> list[_Guess]:
         """Returns guesses after each run's frontier, run by run: for a chain one, for a tree the
         best ones of each token, first choices first, up to the tree's room."""
         missing = [run for run in runs if not run.prefetched]
-        fresh = self._guess(missing, with_evidence=with_evidence) if missing else []
+        fresh = self._guess(missing, with_probs=with_probs) if missing else []
         found = {id(run): guesses for run, guesses in zip(missing, fresh, strict=True)}
         for run in runs:
             if run.prefetched:
@@ -302,7 +302,7 @@ class DraftStage:
                 found[id(run)] = [_Guess(run, frontier_node, 0, run.prefetched.popleft())]
         return [guess for run in runs for guess in found[id(run)]]
 
-    def _guess(self, runs: list[DraftRun], *, with_evidence: bool) -> list[list[_Guess]]:
+    def _guess(self, runs: list[DraftRun], *, with_probs: bool) -> list[list[_Guess]]:
         """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
         behind = [run for run in runs if run.is_unseen]
         if behind:
@@ -316,15 +316,12 @@ class DraftStage:
         rules = [self._rule(run, frontier_node) for run in runs for frontier_node in run.frontier]
         depths = [run.depth_of(frontier_node) for run in runs for frontier_node in run.frontier]
         drawn = self._draw(logits_AV, rules, depths, width=max(widths))
-        measures: Sequence[tuple[float, float, float]] = (
-            evidence_of(logits_AV) if with_evidence else [(1.0, 1.0, 0.0)] * len(rules)
-        )
+        probs = top1_probs(logits_AV) if with_probs else [1.0] * len(rules)
         evidence = [
             Evidence(
                 depth=depths[at],
-                top1_prob=measures[at][0],
-                top2_margin=measures[at][1],
-                entropy=measures[at][2],
+                top1_prob=probs[at],
+                temperature=rules[at].temperature,
                 gap=drawn.gaps_A[at],
             )
             for at in range(len(rules))
@@ -392,7 +389,7 @@ class DraftStage:
                 break
             if len(run.state.ahead) > run.item.max_draft:
                 break
-            self._guess_ahead(run, with_evidence=policy.needs_evidence([run.request_id]))
+            self._guess_ahead(run, with_probs=policy.needs_probs([run.request_id]))
 
     def _ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
         """Returns the runs that may draft ahead while their verdict is pending: those with room in
@@ -407,7 +404,7 @@ class DraftStage:
         ]
 
     @torch.inference_mode()
-    def _guess_ahead(self, run: DraftRun, *, with_evidence: bool) -> None:
+    def _guess_ahead(self, run: DraftRun, *, with_probs: bool) -> None:
         """Guesses one more token past the draft; useful if the whole draft is accepted."""
         assert not run.is_tree, "the accepted branch of a tree is not known yet"
         ahead = run.state.ahead
@@ -423,7 +420,7 @@ class DraftStage:
             guess = run.prefetched.popleft()
         else:
             (((_, _, _, guess),),) = self._guess(
-                [shadow], with_evidence=with_evidence or self._log_evidence
+                [shadow], with_probs=with_probs or self._log_evidence
             )
         if guess.hidden_D is None:
             hidden_1D, input_1E = self._compute.run_layers(

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.compiled import can_compile
-from eesd_dist.sampling.evidence import Certainty, evidence_of
 from eesd_dist.sampling.noise import gumbel, key_words, noise_key
 from eesd_dist.sampling.processors import (
     Columns,
@@ -40,13 +39,11 @@ from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.transport.contracts import TensorGroup
 
 __all__ = [
-    "Certainty",
     "DraftChoice",
     "RowRule",
     "TokenChoice",
     "choose",
     "draft_choice",
-    "evidence_of",
     "first_max",
     "perturbed",
     "rules_of",

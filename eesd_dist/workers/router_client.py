@@ -22,7 +22,7 @@ from eesd_dist.workers.messages import RouterAdvice, RouterNews
 
 logger = logging.getLogger(__name__)
 
-_NO_EVIDENCE = Evidence(depth=0, top1_prob=1.0, top2_margin=1.0, entropy=0.0)
+_NO_EVIDENCE = Evidence(depth=0)
 
 T = TypeVar("T")
 Plans = Mapping[RequestId, DraftPlan]

@@ -26,8 +26,6 @@ class _Request:
 class Goodput:
     """Batch-wide controller that maximizes tokens per second of the whole batch."""
 
-    needs_evidence = True
-
     def __init__(self, setup: ControlSetup) -> None:
         self._setup = setup
         self._forecast = Forecast(calibrator=setup.calibrator, learns=setup.speculation.learn)
@@ -39,6 +37,10 @@ class Goodput:
         )
         self._promises = PromiseRatio()
         self._requests: dict[RequestId, _Request] = {}
+
+    @property
+    def needs_probs(self) -> bool:
+        return self._forecast.needs_probs
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         self._requests[request_id] = _Request(

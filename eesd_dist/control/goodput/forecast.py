@@ -56,6 +56,10 @@ class Forecast:
         )
 
     @property
+    def needs_probs(self) -> bool:
+        return self._calibrator.needs_probs
+
+    @property
     def spread(self) -> float:
         """Standard deviation of the guesses' probabilities, over all requests."""
         return self._running_mean.std

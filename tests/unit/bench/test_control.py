@@ -199,10 +199,7 @@ def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
 
 def trace(accepted: Sequence[int], *, ceiling: int = 4, workload: str = "a") -> Trace:
     """Returns a text with the given accepted drafts and constant evidence."""
-    seen = tuple(
-        Evidence(depth=depth, top1_prob=0.5, top2_margin=0.0, entropy=1.0)
-        for depth in range(ceiling)
-    )
+    seen = tuple(Evidence(depth=depth, top1_prob=0.5) for depth in range(ceiling))
     return Trace(
         workload=workload,
         temperature=0.0,

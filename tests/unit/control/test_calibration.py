@@ -33,7 +33,8 @@ def _overconfident(rng: Random, count: int) -> Judged:
         score, depth = rng.gauss(1.0, 1.5), rng.randrange(8)
         truth = 1.0 / (1.0 + math.exp(-(score - 0.15 * depth)))
         claimed = 1.0 / (1.0 + math.exp(-3.0 * score))
-        judged.append((evidence(claimed, depth=depth), rng.random() < truth))
+        seen = Evidence(depth=depth, top1_prob=claimed, gap=math.expm1(max(score + 3.0, 0.0)))
+        judged.append((seen, rng.random() < truth))
     return judged
 
 
@@ -57,8 +58,7 @@ def _with_gaps(rng: Random, count: int) -> Judged:
     for _ in range(count):
         gap = rng.expovariate(1.0)
         truth = min(max(gap, 0.3), 0.95)
-        seen = Evidence(depth=0, top1_prob=rng.uniform(0.3, 0.9), top2_margin=0.2, entropy=1.0)
-        judged.append((structs.replace(seen, gap=gap), rng.random() < truth))
+        judged.append((Evidence(depth=0, gap=gap), rng.random() < truth))
     return judged
 
 
@@ -105,19 +105,43 @@ def test_bins_of_equal_mass_hold_equally_many_tokens() -> None:
     assert equal_mass_calibration_error(constant) == pytest.approx(0.0)
 
 
-def test_a_file_of_before_the_gap_was_known_is_read(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
     weights = {"logit_top1": 0.5, "margin": 0.1, "entropy": -0.2, "depth": 0.0, "bias": 0.3}
-    (tmp_path / CALIBRATION_FILE).write_text(json.dumps({"version": 1, **weights}))
-    read = Calibrator.load(tmp_path)
-    assert read == Calibrator(logit_top1=0.5, margin=0.1, entropy=-0.2, bias=0.3)
+    (tmp_path / CALIBRATION_FILE).write_text(json.dumps({"version": 2, **weights}))
+    with pytest.raises(CheckpointError, match="calibrate the head again: eesd distill calibrate"):
+        Calibrator.load(tmp_path)
+
+
+def _by_temperature(rng: Random, count: int) -> Judged:
+    """Draws tokens where the same gap means more at temperature 0 and less at high ones."""
+    judged = []
+    for _ in range(count):
+        temperature = rng.choice([0.0, 0.5, 1.0])
+        gap = rng.expovariate(1.0)
+        log_gap = math.log1p(gap)
+        score = (4.0 if not temperature else 3.0 - 2.0 * temperature) * log_gap - 1.0
+        seen = Evidence(depth=0, gap=gap, temperature=temperature)
+        judged.append((seen, rng.random() < 1.0 / (1.0 + math.exp(-score))))
+    return judged
+
+
+def test_a_gap_is_judged_by_its_temperature() -> None:
+    rng = Random(21)
+    fitted, unseen = fit_calibrator(_by_temperature(rng, 30_000)), _by_temperature(rng, 30_000)
+    for temperature in (0.0, 0.5, 1.0):
+        some = [pair for pair in unseen if pair[0].temperature == temperature]
+        assert expected_calibration_error(_forecasts(fitted, some)) < 0.03
+        assert fitted.needs_probs is False
 
 
 def test_a_handful_of_tokens_changes_little_and_one_sided_ones_do_not_run_away() -> None:
-    few = fit_calibrator([(evidence(0.7), True)] * 3)
-    assert few.probability(evidence(0.7)) < 0.9
-    many = fit_calibrator([(evidence(0.7), True)] * 5_000)
+    seen = Evidence(depth=0, gap=1.0, temperature=0.7)
+    before = fit_calibrator([(seen, True), (seen, False)]).probability(seen)
+    assert 0.4 < before < 0.8
+    assert abs(fit_calibrator([(seen, True)] * 3).probability(seen) - before) < 0.35
+    many = fit_calibrator([(seen, True)] * 5_000)
     assert all(math.isfinite(weight) for weight in many.weights)
-    assert many.probability(evidence(0.7)) > 0.95
+    assert many.probability(seen) > 0.95
 
 
 def test_with_nothing_to_learn_from_the_exit_head_is_believed() -> None:
@@ -158,7 +182,7 @@ def test_a_head_without_a_calibration_file_gets_the_default(tmp_path: Path) -> N
     assert Calibrator.load(tmp_path) == Calibrator()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"version": 3}', '{"version": 1, "bias": 0}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": 3}', '{"version": 4, "bias": 0}'])
 def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / CALIBRATION_FILE).write_text(content)
     with pytest.raises(CheckpointError, match=CALIBRATION_FILE):
@@ -167,7 +191,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("curve", [3, [[0.1]], [[0.2, 0.5], [0.1, 0.6]], [[0.1, 0.5], [0.2, 0.4]]])
 def test_a_curve_that_is_none_is_refused(tmp_path: Path, curve: object) -> None:
-    content = dict.fromkeys(FEATURES, 0.0) | {"version": 2, "curve": curve}
+    content = dict.fromkeys(FEATURES, 0.0) | {"version": 3, "curve": curve}
     (tmp_path / CALIBRATION_FILE).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="curve"):
         Calibrator.load(tmp_path)

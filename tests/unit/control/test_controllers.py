@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.draws import Deviate
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.control.regret import hindsight
 from eesd_dist.control.thompson import CalibratedGaussianPosterior
 from eesd_dist.errors import ConfigError
-from tests.unit.control.worlds import Alone, decode, draft_length, evidence, outcome, text
+from tests.unit.control.worlds import ONE, Alone, decode, draft_length, evidence, outcome, text
 
 CHEAP = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
 
@@ -48,8 +50,17 @@ def test_threshold_stops_below_eta() -> None:
         ("ucb", False),
     ],
 )
-def test_only_those_that_look_at_evidence_ask_for_it(name: str, needs: bool) -> None:
-    assert controller(name).needs_evidence is needs
+def test_only_those_that_look_at_probabilities_ask_for_them(name: str, needs: bool) -> None:
+    assert controller(name).needs_probs is needs
+
+
+def test_with_a_calibration_only_the_thresholds_read_probabilities() -> None:
+    fitted = Calibrator(logit_top1=0.0, log_gap=1.0)
+    for name in CONTROLLER_NAMES:
+        cost = CHEAP if name in ("ucb", "smartspec", "goodput") else None
+        made = DraftPolicy(speculation=SpeculationConfig(), cost=cost, calibrator=fitted)
+        made.admit(ONE, name, Belief())
+        assert made.needs_probs([ONE]) is (name in ("threshold", "draft_verify")), name
 
 
 @pytest.mark.parametrize("form", ["beta", "gaussian"])

@@ -50,9 +50,9 @@ def test_every_request_of_a_round_is_answered_by_the_controller_it_names() -> No
     made.begin_round(ids.values())
     offers = [Offer(request_id=i, evidence=evidence(0.95)) for i in ids.values()]
     assert made.choose(offers) == [False, True, True]
-    assert made.needs_evidence([ids["threshold"]])
-    assert not made.needs_evidence([ids["fixed"]])
-    assert made.needs_evidence(ids.values())
+    assert made.needs_probs([ids["threshold"]])
+    assert not made.needs_probs([ids["fixed"]])
+    assert made.needs_probs(ids.values())
 
 
 @pytest.mark.parametrize("name", CONTROLLER_NAMES)

@@ -20,7 +20,7 @@ KEY = RequestId("a")
 
 def sure(probability: float, *, depth: int = 0) -> Evidence:
     """Returns evidence with this probability, which is used as it is without a calibration."""
-    return Evidence(depth=depth, top1_prob=probability, top2_margin=0.1, entropy=0.5)
+    return Evidence(depth=depth, top1_prob=probability)
 
 
 def offer(

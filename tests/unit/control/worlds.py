@@ -25,9 +25,10 @@ def outcome(drafted: int, accepted: int, evidence: Iterable[Evidence] = ()) -> O
 
 
 def evidence(top1_prob: float = 0.5, *, depth: int = 0) -> Evidence:
-    return Evidence(
-        depth=depth, top1_prob=top1_prob, top2_margin=2 * abs(top1_prob - 0.5), entropy=0.5
-    )
+    """Returns a gap that is as informative as the probability."""
+    p = min(max(top1_prob, 1e-3), 1.0 - 1e-3)
+    gap = math.expm1(max(math.log(p / (1.0 - p)) + 4.0, 0.0) / 3.0)
+    return Evidence(depth=depth, top1_prob=top1_prob, gap=gap)
 
 
 class Alone:
@@ -48,8 +49,8 @@ class Alone:
         self.begin_round()
 
     @property
-    def needs_evidence(self) -> bool:
-        return self.policy.needs_evidence([ONE])
+    def needs_probs(self) -> bool:
+        return self.policy.needs_probs([ONE])
 
     def begin_round(self) -> None:
         self._drafted = 0

@@ -16,6 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.model.parallel import part_of
+from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
@@ -25,7 +26,6 @@ from eesd_dist.sampling.rule import (
     _first_maxima_on_device,
     choose,
     draft_choice,
-    evidence_of,
     first_max,
     perturbed,
 )
@@ -383,17 +383,8 @@ def test_a_token_without_a_possible_rival_has_the_widest_gap_and_no_endless_one(
     assert choice.gaps.tolist() == [WIDEST_GAP]
 
 
-def test_evidence_is_that_of_the_softmax() -> None:
+def test_the_probability_of_the_likeliest_token_is_that_of_the_softmax() -> None:
     logits_SV = random_logits(10, 3, V)
-    probs_SV = logits_SV.double().softmax(-1)
-    for row, certainty in enumerate(evidence_of(logits_SV)):
-        top1, top2 = probs_SV[row].topk(2).values.tolist()
-        assert certainty.top1_prob == pytest.approx(top1, rel=1e-5)
-        assert certainty.top2_margin == pytest.approx(top1 - top2, rel=1e-4)
-        entropy = float(torch.special.entr(probs_SV[row]).sum())
-        assert certainty.entropy == pytest.approx(entropy, rel=1e-5)
-
-
-def test_a_masked_token_adds_nothing_to_the_entropy() -> None:
-    logits_SV = torch.tensor([[0.0, 0.0, -torch.inf]])
-    assert evidence_of(logits_SV)[0].entropy == pytest.approx(0.6931472)
+    logits_SV[1, 5:] = -torch.inf
+    expected_S = logits_SV.double().softmax(-1).amax(-1)
+    assert top1_probs(logits_SV) == pytest.approx(expected_S.tolist(), rel=1e-5)

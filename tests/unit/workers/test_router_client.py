@@ -74,7 +74,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         link = router.link()
         link.start()
         link.admitted(R, "chat")
-        seen = Evidence(depth=0, top1_prob=0.5, top2_margin=0.1, entropy=1.0)
+        seen = Evidence(depth=0, top1_prob=0.5)
         link.observed([structs.replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
         await _until(lambda: router.applied)
