@@ -14,6 +14,7 @@ the top-1 probability.
 """
 
 import json
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import Evidence, Outcome
+
+logger = logging.getLogger(__name__)
 
 CALIBRATION_FILE = "calibration.json"
 FEATURES = (
@@ -36,6 +39,7 @@ FEATURES = (
     "bias",
 )
 _VERSION = 3
+_EARLIER_VERSIONS = (1, 2)
 _GREEDY_BELOW = 1e-5
 _EDGE = 1e-3
 """Probabilities are limited to [_EDGE, 1 - _EDGE]."""
@@ -240,14 +244,17 @@ def _parse(file: Path) -> Calibrator:
         if isinstance(data, dict)
         else {}
     )
+    if numbers.get("version") in _EARLIER_VERSIONS:
+        logger.warning(
+            "calibration not used: file=%s version=%d; the head's own probability takes its place: "
+            "calibrate the head again with eesd distill calibrate",
+            file,
+            numbers["version"],
+        )
+        return Calibrator()
     is_whole = all(math.isfinite(numbers.get(name, math.nan)) for name in FEATURES)
     if numbers.get("version") != _VERSION or not is_whole:
-        raise CheckpointError(
-            file=file,
-            found=str(data)[:80],
-            expected=expected,
-            advice="calibrate the head again: eesd distill calibrate",
-        )
+        raise CheckpointError(file=file, found=str(data)[:80], expected=expected)
     return Calibrator(
         **{name: float(numbers[name]) for name in FEATURES},
         logit_top1=0.0,
