@@ -171,8 +171,12 @@ class DraftStage:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
         run = DraftRun(item=item, state=state)
-        same_pages = item.pages[: len(state.ahead_pages)] == state.ahead_pages
-        if state.ahead and state.ahead_from == item.start and item.num_known == 1 and same_pages:
+        if (
+            state.ahead
+            and state.ahead_from == item.start
+            and item.num_known == 1
+            and item.pages[: len(state.ahead_pages)] == state.ahead_pages
+        ):
             run.prefetched = state.ahead
         else:  # preempted, resumed from a shorter cached prefix, or not drafted ahead
             roll_back(state, item.start)

@@ -75,6 +75,7 @@ class CompiledLayers:
         self._group: TensorGroup = layer.output.group
         self._hidden_size = qkv.num_in
         self._rotation_SP = rotation_SP.contiguous()
+        self._rotation_at = self._rotation_SP.data_ptr()
         self._owned: list[Tensor] = []
         self._table = np.array([self._addresses(layer) for layer in layers], np.int64)
         self.take_pages(pages)
@@ -135,7 +136,8 @@ class CompiledLayers:
     ) -> Tensor:
         """Computes the rows of one round [T, D] float32; writes their keys and values."""
         x_TD = self._padded(hidden_TD)
-        result_TD = x_TD.narrow(1, 0, self._hidden_size)
+        is_whole = self._widths.hidden == self._hidden_size
+        result_TD = x_TD if is_whole else x_TD.narrow(1, 0, self._hidden_size)
         is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
         halves = 1 if not is_alone else end_half if after_layer is None else 2
         scratch = self._scratch(x_TD)
@@ -157,8 +159,9 @@ class CompiledLayers:
     def _padded(self, hidden_TD: Tensor) -> Tensor:
         """Returns a copy of the rows with zeros up to a whole block."""
         missing = self._widths.hidden - self._hidden_size
-        x_TD = hidden_TD.detach().to(torch.float32, copy=True)
-        return functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
+        x_TD = hidden_TD.detach() if hidden_TD.requires_grad else hidden_TD
+        x_TD = x_TD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return functional.pad(x_TD, (0, missing)) if missing else x_TD
 
     def _run(
         self,
@@ -180,7 +183,7 @@ class CompiledLayers:
             scratch,
             self._table,
             rows,
-            self._rotation_SP.data_ptr(),
+            self._rotation_at,
             first_half,
             end_half,
             is_pending,

@@ -289,10 +289,13 @@ class LogitsHead:
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
         """Returns logits [T, V] float32; any number of leading axes."""
-        rows_TD = hidden_TD.reshape(-1, hidden_TD.shape[-1]).to(self._compute_dtype)
-        logits_TV = self._after_norm(rows_TD)
+        is_flat = hidden_TD.dim() == 2
+        rows_TD = hidden_TD if is_flat else hidden_TD.reshape(-1, hidden_TD.shape[-1])
+        logits_TV = self._after_norm(rows_TD.to(self._compute_dtype))
         if self._softcap is not None:
             logits_TV = soft_capped_rows(logits_TV, self._softcap)
+        if is_flat:
+            return logits_TV
         return logits_TV.reshape(*hidden_TD.shape[:-1], logits_TV.shape[-1])
 
     def _after_norm(self, rows_TD: Tensor) -> Tensor:

@@ -77,14 +77,10 @@ class PackedProduct:
         self.num_steps = -(-self.num_in // per_step)
         self.weight_bytes = 2 if kind in (np.int16, np.uint16) else _FLOAT_BYTES
         """Of one output channel and one step."""
-
-    @property
-    def address(self) -> int:
-        return self.weights.data_ptr()
-
-    @property
-    def bias_address(self) -> int:
-        return 0 if self.bias is None else self.bias.data_ptr()
+        self.address = self.weights.data_ptr()
+        self.bias_address = 0 if self.bias is None else self.bias.data_ptr()
+        self._kind_array = kind_array(kind)
+        self._input_bytes = row_bytes(in_blocks(self.num_in), bytes_each=bytes_per_input(kind))
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         return self.after_norm(x_MI, None, 0.0)
@@ -97,28 +93,28 @@ class PackedProduct:
         if width != self.num_in:
             x_MI = functional.pad(x_MI, (0, width - self.num_in))
         x_MI = x_MI.contiguous()
-        input_bytes = row_bytes(width, bytes_each=bytes_per_input(self.kind))
-        inputs = torch.empty(num_rows * input_bytes, dtype=torch.uint8)
-        y_MO = torch.empty(num_rows, in_blocks(self.num_out))
+        inputs = np.empty(num_rows * self._input_bytes, np.uint8)
+        num_columns = in_blocks(self.num_out)
+        y_MO = torch.empty(num_rows, num_columns)
         call_in_threads(
             product_kernel(),
             threads_for(num_rows * self.num_out * self.num_in),
-            kind_array(self.kind),
+            self._kind_array,
             x_MI.data_ptr(),
             width,
             0 if weight_I is None else weight_I.data_ptr(),
             np.float32(floor),
-            inputs.data_ptr(),
-            input_bytes,
+            inputs.ctypes.data,
+            self._input_bytes,
             self.address,
             self.weight_bytes,
             self.num_steps,
             self.bias_address,
             y_MO.data_ptr(),
-            y_MO.shape[1],
+            num_columns,
             num_rows,
         )
-        return y_MO.narrow(1, 0, self.num_out)
+        return y_MO if num_columns == self.num_out else y_MO.narrow(1, 0, self.num_out)
 
 
 def padded_vector(x_O: Tensor) -> Tensor:
