@@ -97,18 +97,24 @@ class OurDecoder:
 
 
 def transformers_decoders(
-    path: Path, *, dtype: str, exit_layer: int, stop_token_ids: tuple[int, ...]
+    path: Path,
+    *,
+    dtype: str,
+    exit_layer: int,
+    stop_token_ids: tuple[int, ...],
+    device: torch.device,
 ) -> dict[str, Decode]:
     """Returns transformers' plain and early-exit assisted generation, on the same weights."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), local_files_only=True
-    ).eval()
+    )
+    model.to(device).eval()
     model.generation_config.num_assistant_tokens = 4
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
 
     def decode(prompt: Prompt, max_tokens: int, **options: Any) -> list[int]:
-        ids = torch.tensor([prompt.tokens])
+        ids = torch.tensor([prompt.tokens], device=device)
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -215,6 +221,10 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
     drafted = [o for o in score.outcomes if o.num_drafted]
     if drafted:
         longest = max(o.num_drafted for o in drafted)
+        num_accepted = sum(o.num_accepted for o in drafted)
+        num_judged = num_accepted + sum(o.num_first_rejected for o in drafted)
+        row["accepted_over_drafted"] = round(num_accepted / sum(o.num_drafted for o in drafted), 3)
+        row["accepted_over_judged"] = round(num_accepted / max(num_judged, 1), 3)
         row["acceptance_by_position"] = [
             round(rate, 3) for rate in position_rates(drafted, max_length=longest)
         ]
@@ -274,7 +284,11 @@ def main(options: OfflineOptions) -> None:
         max_tokens, repeats = min(max_tokens, 64), 1
     config = EngineConfig(
         model=ModelConfig(
-            path=options.model, head=options.head, dtype=options.dtype, numerics=options.numerics
+            path=options.model,
+            head=options.head,
+            dtype=options.dtype,
+            numerics=options.numerics,
+            device=options.device,
         ),
         cache=CacheConfig(num_pages=128, prefix_caching=False),
         speculation=SpeculationConfig(
@@ -288,7 +302,11 @@ def main(options: OfflineOptions) -> None:
     stops = layout.spec.eos_token_ids
     engine = build_local_engine(config, book=BeliefBook())
     decoders = transformers_decoders(
-        options.model, dtype=layout.dtype, exit_layer=layout.split, stop_token_ids=stops
+        options.model,
+        dtype=layout.dtype,
+        exit_layer=layout.split,
+        stop_token_ids=stops,
+        device=layout.device,
     ) | our_decoders(engine, max_draft_tokens=8, stop_token_ids=stops)
     scores = run(decoders, prompts, max_tokens=max_tokens, repeats=repeats, say=say)
     plain = merged(scores["plain"])
@@ -306,6 +324,7 @@ def main(options: OfflineOptions) -> None:
             "dtype": layout.dtype,
             "numerics": options.numerics,
             "threads": options.threads,
+            "device": str(layout.device),
             "stop_rule": options.stop_rule,
             "exit_layer": layout.split,
             "num_layers": layout.spec.num_layers,

@@ -57,6 +57,7 @@ class OfflineOptions:
     numerics: Annotated[Numerics, "invariant: bit-for-bit reproducible"] = "invariant"
     stop_rule: Annotated[StopRule, "when the goodput controller stops drafting"] = "auto"
     threads: Annotated[int, "CPU threads"] = 1
+    device: Annotated[Device, "where to compute, transformers too"] = "auto"
     quick: Annotated[bool, "under three minutes"] = False
     json: Json = False
 

@@ -31,7 +31,7 @@ def test_offline_reports_every_variant_and_no_changed_text(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the quick", "class": "a"}\n{"prompt": "dog", "class": "b"}\n')
     words = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "10"]
-    words += ["--repeats", "1", "--dtype", "float32", "--json"]
+    words += ["--repeats", "1", "--dtype", "float32", "--device", "cpu", "--json"]
     assert main(["bench", "offline", *words]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     summary = report["summary"]
@@ -47,6 +47,9 @@ def test_offline_reports_every_variant_and_no_changed_text(
     fixed = {f"fixed {k}" for k in range(1, 9)}
     assert fixed | {"plain", "transformers", "beta", "calibration"} <= set(report["variants"])
     assert report["variants"]["plain"]["over_plain"] == 1.0
+    assert report["settings"]["device"] == "cpu"
+    drafted = report["variants"]["fixed 8"]
+    assert 0.0 <= drafted["accepted_over_drafted"] <= drafted["accepted_over_judged"] <= 1.0
 
 
 class Forgetful:
