@@ -34,6 +34,7 @@ from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.sampling.rule import get_ready
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
@@ -210,6 +211,7 @@ def _load_span(
     group: TensorGroup,
     on_progress: OnProgress,
 ) -> SpanWeights:
+    get_ready(layout.device)
     return SpanWeights.load(
         config.model.path,
         layout.spec,

@@ -315,6 +315,7 @@ def _compiled_head(norm: RmsNorm, linear: Linear) -> Linear | None:
     if not isinstance(linear, PackedProduct):
         return None
     weight_D = padded_vector(norm.scaled_weight_D)
+    linear.after_norm(torch.zeros(1, linear.num_in), weight_D, norm.floor)  # compiles
     return lambda x_TD: linear.after_norm(x_TD, weight_D, norm.floor)
 
 

@@ -122,6 +122,13 @@ def _best_two(
             keys_V[at] = np.int32(-(2**31))
 
 
+def get_ready() -> None:
+    """Compiles the kernels or loads them, so that no request waits for it."""
+    words_S3, ids_V = np.zeros((1, 3), np.int32), np.arange(2, dtype=np.int32)
+    gumbel_rows(words_S3, ids_V)
+    best_two(np.zeros((1, 2), np.float32), [1.0], words_S3, ids_V)
+
+
 def gumbel_rows(words_S3: npt.NDArray[np.int32], ids_V: Ints) -> Floats:
     """Returns the draws [S, V] of `noise.gumbel`."""
     noise_SV = np.empty((len(words_S3), len(ids_V)), np.float32)

@@ -134,6 +134,14 @@ def _is_compiled(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
     )
 
 
+def get_ready(device: torch.device) -> None:
+    """Compiles what the rule needs on this device while weights are loaded: seconds, once."""
+    if device.type == "cpu" and can_compile():
+        from eesd_dist.sampling import compiled_rule
+
+        compiled_rule.get_ready()
+
+
 def _compiled_choice(
     logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
 ) -> DraftChoice:

@@ -16,6 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.model.parallel import part_of
+from eesd_dist.sampling import compiled_rule
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
@@ -27,6 +28,7 @@ from eesd_dist.sampling.rule import (
     choose,
     draft_choice,
     first_max,
+    get_ready,
     perturbed,
 )
 from eesd_dist.transport.contracts import TensorGroup
@@ -335,6 +337,18 @@ def test_the_compiled_choice_is_that_of_the_scores(
     assert torch.equal(found.tokens, expected.tokens[:, :1])
     assert torch.equal(found.scores, expected.scores[:, :1])
     assert torch.equal(found.gaps, expected.gaps)
+
+
+def test_no_choice_compiles_once_the_rule_is_ready() -> None:
+    get_ready(torch.device("cpu"))
+    kernels = (compiled_rule.gumbel_kernel(), compiled_rule.choice_kernel())
+    before = [len(kernel.signatures) for kernel in kernels]
+    for temperature in (0.0, 0.7):
+        one = rule(SamplingParams(temperature=temperature, seed=3))
+        draft_choice(random_logits(3, 2, V), [one, one])
+        draft_choice(random_logits(3, 2, V)[:, :9], [one, one], vocab_ids=torch.arange(9))
+        choose(random_logits(4, 2, V), [one, one])
+    assert [len(kernel.signatures) for kernel in kernels] == before
 
 
 class _Sorts(OperatorWatch):
