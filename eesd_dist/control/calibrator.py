@@ -40,7 +40,6 @@ FEATURES = (
 )
 _VERSION = 3
 _EARLIER_VERSIONS = (1, 2)
-_GREEDY_BELOW = 1e-5
 _EDGE = 1e-3
 """Probabilities are limited to [_EDGE, 1 - _EDGE]."""
 
@@ -78,7 +77,7 @@ class Calibrator:
         temperature = evidence.temperature
         slope = self.log_gap + self.log_gap_squared * log_gap
         score = self.depth * evidence.depth + self.bias
-        if temperature < _GREEDY_BELOW:
+        if temperature == 0.0:
             slope += self.greedy_log_gap
             score += self.greedy
         else:
@@ -127,8 +126,7 @@ class Calibrator:
 def features(evidence: Evidence) -> tuple[float, ...]:
     """Returns the features in the order of FEATURES."""
     log_gap = math.log1p(max(evidence.gap, 0.0))
-    is_greedy = evidence.temperature < _GREEDY_BELOW
-    temperature = 0.0 if is_greedy else evidence.temperature
+    temperature, is_greedy = evidence.temperature, evidence.temperature == 0.0
     return (
         log_gap,
         log_gap * log_gap,

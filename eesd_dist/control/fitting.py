@@ -24,12 +24,15 @@ Judged = Sequence[tuple[Evidence, bool]]
 # Shapes: `rows` [judged tokens, features]; every other array has one of these two lengths.
 
 PRIOR = dict.fromkeys(FEATURES, 0.0) | {
-    "log_gap_squared": 0.7,
-    "temperature": -0.6,
-    "temperature_log_gap": 1.0,
-    "bias": -0.4,
+    "log_gap": -0.2,
+    "log_gap_squared": 0.6,
+    "temperature": -0.4,
+    "temperature_log_gap": 1.4,
+    "greedy": -0.4,
+    "greedy_log_gap": 2.4,
+    "bias": -0.6,
 }
-"""Weights without data, rounded from those of the bundled head."""
+"""Weights without data: those of the bundled head, rounded."""
 _BLOCK = 64
 """Tokens per held-out block: neighbouring tokens of one text are alike."""
 _KNOTS = 20

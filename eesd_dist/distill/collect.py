@@ -32,7 +32,7 @@ from eesd_dist.distill.features import (
 from eesd_dist.distill.folders import only_one, write_json
 from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, PromptChoice, read_texts
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
 
 _PROGRESS_FILE = "progress.json"

@@ -22,7 +22,7 @@ from eesd_dist.distill.features import FeatureSequence, ShardEntry, row_bytes, w
 from eesd_dist.distill.sources.rows import PLAIN, EngineRows, RowSource, TextRows, reading
 from eesd_dist.distill.sources.writer import engine_config
 from eesd_dist.engine.build import build_local_engine
-from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, TokenId
 

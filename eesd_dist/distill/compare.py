@@ -25,7 +25,7 @@ from eesd_dist.distill.features import FeatureSequence
 from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids -> the target's embeddings."""

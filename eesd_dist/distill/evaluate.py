@@ -23,7 +23,7 @@ from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Machine, answer,
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.timing import Speed, TimedHead, time_head
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt

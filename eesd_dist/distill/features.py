@@ -26,7 +26,7 @@ from torch import Tensor
 
 from eesd_dist.distill.folders import write_whole
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.head_config import VerifierIdentity
+from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.model.weights import INDEX_FILE
 

@@ -36,8 +36,8 @@ from eesd_dist.distill.target import target_embedding
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
 

@@ -22,7 +22,7 @@ from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.distill.target import target_embedding
 from eesd_dist.engine.build import device_named
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable
@@ -43,6 +43,8 @@ class Guesses:
     tokens: Sequence[int]
     gaps: Sequence[float]
     top1_probs: Sequence[float]
+    temperature: float
+    """0 for greedy guesses."""
 
 
 class HeadAlone:
@@ -93,6 +95,7 @@ class HeadAlone:
             tokens=choice.tokens[:, 0].tolist(),
             gaps=choice.gaps.tolist(),
             top1_probs=top1_probs(logits_GV),
+            temperature=rules[0].noise_temperature if rules else 0.0,
         )
 
     def _logits(self, text: TextRows) -> Tensor:
@@ -134,12 +137,7 @@ def rounds_of(
                 num_drafted=num_drafted,
                 num_accepted=accepted,
                 evidence=tuple(
-                    _evidence(
-                        guesses,
-                        at - first + depth,
-                        depth=depth,
-                        temperature=request.sampling.temperature,
-                    )
+                    _evidence(guesses, at - first + depth, depth=depth)
                     for depth in range(min(accepted + 1, num_drafted))
                 ),
             )
@@ -148,10 +146,10 @@ def rounds_of(
     return outcomes
 
 
-def _evidence(guesses: Guesses, number: int, *, depth: int, temperature: float) -> Evidence:
+def _evidence(guesses: Guesses, number: int, *, depth: int) -> Evidence:
     return Evidence(
         depth=depth,
         top1_prob=guesses.top1_probs[number],
-        temperature=temperature,
+        temperature=guesses.temperature,
         gap=guesses.gaps[number],
     )

@@ -31,7 +31,7 @@ from eesd_dist.distill.rounds import Rounds, collect_and_train
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.text.prompts import Prompt
 
 RUN_FILE = "run.json"

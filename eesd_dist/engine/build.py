@@ -26,8 +26,8 @@ from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
-from eesd_dist.model.exit_head import ExitHead, HeadWeights
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.exit_head import ExitHead, HeadWeights
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
 from eesd_dist.model.rank_memory import kv_page_bytes

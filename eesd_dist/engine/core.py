@@ -23,7 +23,7 @@ from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply

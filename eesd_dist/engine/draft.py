@@ -31,8 +31,9 @@ from eesd_dist.engine.draft_run import (
     roll_back,
 )
 from eesd_dist.model.attention.rows import RowSegment
-from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.span import LayerRows, LlamaSpan
+from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.layers.paged_layers import LayerRows
+from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.row_rules import RowRule
@@ -325,7 +326,7 @@ class DraftStage:
             Evidence(
                 depth=depths[at],
                 top1_prob=probs[at],
-                temperature=rules[at].temperature,
+                temperature=rules[at].noise_temperature,
                 gap=drawn.gaps_A[at],
             )
             for at in range(len(rules))

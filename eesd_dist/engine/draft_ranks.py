@@ -20,9 +20,10 @@ from torch import Tensor
 from eesd_dist.config import Numerics
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import ExitHead
-from eesd_dist.model.head_config import HeadIdentity
-from eesd_dist.model.span import LayerRows, LlamaSpan
+from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.heads.head_config import HeadIdentity
+from eesd_dist.model.layers.paged_layers import LayerRows
+from eesd_dist.model.span import LlamaSpan
 from eesd_dist.transport.command_stream import CommandSink, CommandSource
 from eesd_dist.transport.commands import (
     Command,

@@ -10,14 +10,15 @@ import torch
 
 from eesd_dist.config import CacheConfig, EngineConfig
 from eesd_dist.model.kernels import TORCH_DTYPES
-from eesd_dist.model.layer import LayerWeights
+from eesd_dist.model.layers.layer import LayerWeights
+from eesd_dist.model.layers.paged_layers import LoadedLayers
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rank_memory import (
     CPU_BUDGET_BYTES,
     activation_bytes,
     gpu_budget_bytes,
 )
-from eesd_dist.model.span import LoadedLayers, read_embedding
+from eesd_dist.model.span import read_embedding
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, Headers
 from eesd_dist.schedule.kv_pages import KvRoom

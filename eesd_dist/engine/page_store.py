@@ -15,7 +15,7 @@ from torch.distributed import is_nccl_available
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import Layout
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.page_leases import KvLayout

@@ -18,8 +18,9 @@ from torch import Tensor
 from eesd_dist.config import Numerics
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.parallel import joined_over_ranks
-from eesd_dist.model.span import LayerRows, LlamaSpan
+from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.sampling.rule import choose

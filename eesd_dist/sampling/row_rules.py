@@ -69,6 +69,11 @@ class RowRule(Value, frozen=True, kw_only=True):
         return self.temperature < GREEDY_BELOW
 
     @property
+    def noise_temperature(self) -> float:
+        """The temperature; 0 where the choice is greedy and has no noise."""
+        return 0.0 if self.is_greedy else self.temperature
+
+    @property
     def is_filtered(self) -> bool:
         """Whether tokens are filtered by rank or mass, which never affects a greedy choice."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

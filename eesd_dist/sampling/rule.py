@@ -148,7 +148,7 @@ def _compiled_choice(
     """Returns the same as `draft_choice` from one compiled call."""
     from eesd_dist.sampling.compiled_rule import best_two
 
-    divisors = [0.0 if rule.is_greedy else rule.temperature for rule in rules]
+    divisors = [rule.noise_temperature for rule in rules]
     keys = [
         noise_key(rule.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)

@@ -13,7 +13,7 @@ from eesd_dist.distill.collect import planned_parts
 from eesd_dist.distill.held_out import PromptParts
 from eesd_dist.distill.run import RunRequest
 from eesd_dist.engine.recording.text_features import MAX_BYTES
-from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.model.spec import ModelSpec
 
 _CHUNKS_AT_A_TIME = 2

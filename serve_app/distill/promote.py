@@ -6,7 +6,7 @@ from typing import Annotated
 
 from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
-from eesd_dist.model.head_config import head_digest
+from eesd_dist.model.heads.head_config import head_digest
 from eesd_dist.model.spec import read_json
 from serve_app.config import RouterConfig
 from serve_app.operations.promotion import promote

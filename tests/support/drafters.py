@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_checkpoints import tiny_model
 

@@ -21,7 +21,7 @@ from cluster.planning.memory import memory_of
 from cluster.planning.shapes import Load, Split, read_shape
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.transport.group_handles import UnconnectedGroup

@@ -22,7 +22,7 @@ from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.degrees import require_degree
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 

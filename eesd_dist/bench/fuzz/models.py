@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.families import FAMILIES
-from eesd_dist.model.head_config import HeadKind
-from eesd_dist.model.layer import LayerWeights
+from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
+from eesd_dist.model.layers.layer import LayerWeights
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
 

@@ -36,7 +36,7 @@ from eesd_dist.distill.train.request import (
     first_head,
 )
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 
 _LEAST_WEIGHT = 1e-9
 """Minimum weight of a batch: one of prompts only may have weight 0, and keeps a loss of 0."""

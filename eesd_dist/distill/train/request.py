@@ -22,8 +22,8 @@ from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
 from eesd_dist.distill.train.batches import BatchShape
 from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
-from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 
 _MAY_CHANGE = frozenset(

@@ -32,6 +32,17 @@ def _added(typing: Any, counters: Any, at: Any, x: Any) -> Any:
 
 
 @intrinsic
+def _seen(typing: Any, counters: Any, at: Any) -> Any:
+    """Returns counters[at] as other threads have left it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "seq_cst", 8)
+
+    return types.int64(counters, types.intp), generate
+
+
+@intrinsic
 def _yield_core(typing: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -46,13 +57,13 @@ def wait(counters, num_threads):  # type: ignore[no-untyped-def]
     """Returns when all threads of this call are here. `counters`: int64, zeros before the call."""
     if num_threads == 1:
         return
-    generation = _added(counters, _GENERATION, 0)
+    generation = _seen(counters, _GENERATION)
     if _added(counters, 0, 1) == num_threads - 1:
         _added(counters, 0, -num_threads)
         _added(counters, _GENERATION, 1)
         return
     spins = 0
-    while _added(counters, _GENERATION, 0) == generation:
+    while _seen(counters, _GENERATION) == generation:
         spins += 1
         if spins > _SPINS:
             _yield_core()

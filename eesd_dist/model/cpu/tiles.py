@@ -118,7 +118,7 @@ def add_tile(  # type: ignore[no-untyped-def]
         zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
         starts = [
             [
-                builder.select(is_new, zero, _loaded(builder, target, 0, _FLOATS, align=4))
+                builder.select(is_new, zero, _loaded(builder, target, _FLOATS, align=4))
                 for target in pair
             ]
             for pair in targets
@@ -237,7 +237,7 @@ class _Step:
     """Of one output channel and one step."""
 
     def load(self, builder: Any, pointer: Any) -> Any:
-        return _loaded(builder, pointer, 0, _FLOATS, align=4)
+        return _loaded(builder, pointer, _FLOATS, align=4)
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         x = builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()))
@@ -254,7 +254,7 @@ class _Half(_Step):
 
     def load(self, builder: Any, pointer: Any) -> Any:
         kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(_loaded(builder, pointer, 0, kind, align=2), _FLOATS)
+        return builder.fpext(_loaded(builder, pointer, kind, align=2), _FLOATS)
 
 
 class _Widened(_Step):
@@ -262,14 +262,14 @@ class _Widened(_Step):
 
     def load(self, builder: Any, pointer: Any) -> Any:
         kind = ir.VectorType(_I16, LANES)
-        wide = builder.zext(_loaded(builder, pointer, 0, kind, align=2), _INTS)
+        wide = builder.zext(_loaded(builder, pointer, kind, align=2), _INTS)
         shifted = builder.shl(wide, ir.Constant(_INTS, [16] * LANES))
         return builder.bitcast(shifted, _FLOATS)
 
 
 class _Pairs(_Step):
     def load(self, builder: Any, pointer: Any) -> Any:
-        return builder.bitcast(_loaded(builder, pointer, 0, _INTS, align=4), _PAIRS)
+        return builder.bitcast(_loaded(builder, pointer, _INTS, align=4), _PAIRS)
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         pair = builder.load(builder.bitcast(pointer, _I32.as_pointer()))
@@ -289,9 +289,8 @@ _STEPS: Mapping[Any, _Step] = {
 }
 
 
-def _loaded(builder: Any, pointer: Any, offset: int, kind: Any, *, align: int) -> Any:
-    address = _offset(builder, pointer, ir.Constant(_I64, offset))
-    found = builder.load(builder.bitcast(address, kind.as_pointer()))
+def _loaded(builder: Any, pointer: Any, kind: Any, *, align: int) -> Any:
+    found = builder.load(builder.bitcast(pointer, kind.as_pointer()))
     found.align = align
     return found
 

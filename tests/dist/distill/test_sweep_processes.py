@@ -9,7 +9,7 @@ import pytest
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.sweep import Combination, recommendation, sweep
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_features import write_tiny_features, write_tiny_target
 from tests.support.tiny_sweep import sweep_request

@@ -20,7 +20,7 @@ from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.losses import DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from tests.support.drafters import EXIT_LAYER, Agreement, save_head, save_target
 

@@ -23,7 +23,7 @@ from eesd_dist.distill.refresh import refresh as refresh_with
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.errors import CheckpointError, ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.tiny_checkpoints import save_tiny_model

@@ -14,7 +14,7 @@ from eesd_dist.distill.replay import HeadAlone, rounds_of
 from eesd_dist.distill.sources.rows import PLAIN, EngineRows
 from eesd_dist.distill.sources.writer import EngineWriter
 from eesd_dist.engine.build import build_local_engine
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import FeatureSpec, Outcome, Request, RequestId, SamplingParams
 from tests.support.drafters import EXIT_LAYER, save_head, save_target

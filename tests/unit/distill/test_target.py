@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from eesd_dist.distill import target as target_module
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from tests.support.drafters import EXIT_LAYER, save_target
 from tests.support.tiny_checkpoints import tiny_model

@@ -17,7 +17,7 @@ from eesd_dist.config import (
 from eesd_dist.distill.target import FrozenTarget, target_embedding
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.local import LocalEngine
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel

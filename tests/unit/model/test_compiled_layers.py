@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eesd_dist.model import compiled_layers
 from eesd_dist.model import span as spans
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.cpu import calls
-from eesd_dist.model.span import LayerRows
+from eesd_dist.model.layers import compiled_layers
+from eesd_dist.model.layers.paged_layers import LayerRows
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
 from tests.unit.model.paged_stages import Stages
 

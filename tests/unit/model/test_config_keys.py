@@ -21,7 +21,7 @@ from eesd_dist.model.config_keys import (
     REFUSED_ROPE,
 )
 from eesd_dist.model.families import FAMILIES
-from eesd_dist.model.head_config import single_layer_config
+from eesd_dist.model.heads.head_config import single_layer_config
 from eesd_dist.model.spec import ModelSpec
 
 MODEL_TYPES = {

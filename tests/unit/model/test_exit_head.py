@@ -13,8 +13,9 @@ from torch import Tensor
 from eesd_dist.config import Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import ExitHead, TrainableExitHead
-from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup

@@ -12,7 +12,7 @@ from eesd_dist.config import DType
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model import exit_head
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.sampling.processors import VocabularyShard

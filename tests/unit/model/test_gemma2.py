@@ -20,9 +20,9 @@ from eesd_dist.config import (
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.families.gemma2 import GEMMA2
-from eesd_dist.model.head_config import HeadKind, single_layer_config
+from eesd_dist.model.heads.head_config import HeadKind, single_layer_config
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.sampling.rule import RowRule, choose
 from eesd_dist.transport.contracts import TensorGroup

@@ -16,11 +16,11 @@ from eesd_dist.errors import CheckpointError
 from eesd_dist.model import families
 from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.elementwise import GELU_TANH, soft_capped, soft_capped_rows
-from eesd_dist.model.exit_head import TrainableExitHead
 from eesd_dist.model.families.family import Family, Norms, Scores, Traits
 from eesd_dist.model.families.windows import window_in_every_other_layer
-from eesd_dist.model.head_config import single_layer_config
-from eesd_dist.model.norms import RmsNorm
+from eesd_dist.model.heads.head_config import single_layer_config
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
+from eesd_dist.model.layers.norms import RmsNorm
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks

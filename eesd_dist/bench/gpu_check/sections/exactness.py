@@ -37,7 +37,7 @@ def run(setting: Setting, rows: Rows) -> None:
 def _small_model(scratch: Path) -> Path:
     """Writes a small random checkpoint with an exit head, instead of the bundled 32 layers."""
     from eesd_dist.bench.gpu_check.checkpoints import write_small
-    from eesd_dist.model.exit_head import TrainableExitHead
+    from eesd_dist.model.heads.trainable_head import TrainableExitHead
     from eesd_dist.model.spec import ModelSpec
 
     folder = write_small(scratch / "small", "llama 3 rope")

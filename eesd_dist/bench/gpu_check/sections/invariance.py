@@ -11,7 +11,7 @@ from eesd_dist.bench.gpu_check.sections.products import examine as examine_produ
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.bench.gpu_check.shapes import LARGE, Width
 from eesd_dist.config import DType
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.spec import ModelSpec
 

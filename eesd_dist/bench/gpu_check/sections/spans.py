@@ -18,7 +18,7 @@ from eesd_dist.bench.gpu_check.sections.stages import PAGE_SIZE, TwoSpans
 from eesd_dist.bench.gpu_check.setting import Setting
 from eesd_dist.config import DType
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import ExitHead
+from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable
 

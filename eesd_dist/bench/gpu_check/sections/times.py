@@ -37,7 +37,7 @@ from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, Segment
 from eesd_dist.transport.group_handles import SingleGroup

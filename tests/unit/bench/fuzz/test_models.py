@@ -3,7 +3,7 @@
 from random import Random
 
 from eesd_dist.bench.fuzz.models import HEAD_KINDS, ModelShelf, random_config
-from eesd_dist.model.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig
 
 
 def test_shapes_are_odd_and_of_every_family() -> None:

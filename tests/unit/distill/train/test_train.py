@@ -16,7 +16,7 @@ from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest, draft_tokens
 from eesd_dist.distill.train_head import train as train_with
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.exit_head import TrainableExitHead
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 

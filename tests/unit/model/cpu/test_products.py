@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eesd_dist.model.cpu import calls, packed, tiles
 from eesd_dist.model.cpu.packed import PAIRS, PackedProduct, kind_for, padded_vector
-from eesd_dist.model.norms import RmsNorm
+from eesd_dist.model.layers.norms import RmsNorm
 
 KINDS = [
     np.dtype(np.float32),

@@ -13,8 +13,8 @@ from eesd_dist.distill.run import RunRequest
 from eesd_dist.distill.train.request import TrainOptions
 from eesd_dist.distill.train_head import train
 from eesd_dist.engine.recording.text_features import MAX_BYTES
-from eesd_dist.model.exit_head import TrainableExitHead
-from eesd_dist.model.head_config import HeadKind
+from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from serve_app.cli.main import main
 from serve_app.distill.estimate import HeadSize, Rates, described, estimate

@@ -50,7 +50,7 @@ from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
-from eesd_dist.model.layer import DecoderLayer
+from eesd_dist.model.layers.layer import DecoderLayer
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
@@ -97,7 +97,9 @@ class CompiledLayers:
             head_eps=np.float32(layer.head_norm.eps if layer.head_norm else 0.0),
         )
         self._kind = kind_array(qkv.kind)
-        self._products_per_row = len(layers) * qkv.num_in * (qkv.num_out + 3 * down.num_in)
+        self._products_per_row = len(layers) * (
+            qkv.num_in * (qkv.num_out + output.num_in) + 3 * down.num_in * down.num_out
+        )
         self._row_bytes = self._bytes_of_rows(output)
         self._memory = torch.zeros(0, dtype=torch.uint8)
         self._scratch_of: dict[int, Scratch] = {}

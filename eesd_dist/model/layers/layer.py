@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eesd_dist.model.elementwise import Activation, row_blocks
 from eesd_dist.model.kernels import Linear, Pack
-from eesd_dist.model.norms import HeadNorm, RmsNorm
+from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
 from eesd_dist.model.spec import ModelSpec

@@ -1,0 +1,281 @@
+"""The exit head: one decoder layer, a norm and an LM head that guess from early hidden states.
+
+`ExitHead` is a head ready to draft, or one tensor-parallel rank's part of one, with its own keys
+and values; `trainable_head` has the parameters. Both run the same layer. Neither decides how many
+tokens to draft.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eesd_dist.config import DType, Numerics
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.heads.head_config import HeadConfig, HeadIdentity
+from eesd_dist.model.heads.head_parts import EmbeddingFusion, HeadParts
+from eesd_dist.model.heads.trainable_head import TrainableExitHead
+from eesd_dist.model.kernels import (
+    TORCH_DTYPES,
+    Linear,
+    LinearPacker,
+    pad_rows,
+    padded_rows,
+)
+from eesd_dist.model.layers.logits_head import LogitsHead
+from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.layers.paged_layers import LoadedLayers, PagedLayers
+from eesd_dist.model.parallel import joined_over_ranks
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.transport.group_handles import SingleGroup
+
+
+# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
+# E a head's input channels: D, or 2 D with the token's embedding.
+class ExitHead:
+    """A head ready to draft, with its own pages, or one rank's part of such a head. Every rank of
+    the group calls `forward` and `logits` with the same rows, and gets the same logits."""
+
+    def __init__(
+        self,
+        *,
+        exit_layer: int,
+        vocab_ids: Tensor | None,
+        vocab_size: int,
+        layers: PagedLayers,
+        logits_head: LogitsHead,
+        group: TensorGroup,
+        fusion: EmbeddingFusion | None = None,
+        identity: HeadIdentity | None = None,
+    ) -> None:
+        self.exit_layer = exit_layer
+        self.identity = identity
+        """The files the ranks have to agree on; None for a group of one rank."""
+        self._vocab_size = vocab_size
+        self._group = group
+        self.vocab_ids = vocab_ids
+        """[V] target token of each draft index; None when the draft vocabulary is the target's."""
+        self._layers = layers
+        self._logits_head = logits_head
+        self._fusion = fusion
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self._fusion is not None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        target: ModelSpec,
+        target_path: Path,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+        group: TensorGroup | None = None,
+    ) -> "ExitHead":
+        """Loads the weights and allocates the pages; raises the errors of `HeadWeights.load`."""
+        weights = HeadWeights.load(
+            folder,
+            target=target,
+            target_path=target_path,
+            dtype=dtype,
+            numerics=numerics,
+            device=device,
+            group=group,
+        )
+        return weights.head(num_pages=num_pages, page_size=page_size)
+
+    @classmethod
+    def ready(
+        cls,
+        head: TrainableExitHead,
+        *,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+    ) -> "ExitHead":
+        """Packs a head's present weights for drafting; later training does not reach them."""
+        embedding_DD = head.embedding_DD
+        parts = HeadParts(
+            config=head.config,
+            layer=deepcopy(head.layer),
+            norm_D=head.norm_D.detach().clone(),
+            lm_head_VD=head.lm_head_VD.detach().clone(),
+            vocab_ids_V=head.draft_tokens,
+            embedding_DD=None if embedding_DD is None else embedding_DD.detach().clone(),
+        )
+        weights = HeadWeights.of(
+            parts,
+            group=SingleGroup(),
+            identity=None,
+            dtype=dtype,
+            numerics=numerics,
+            device=device,
+        )
+        return weights.head(num_pages=num_pages, page_size=page_size)
+
+    @property
+    def paged(self) -> PagedLayers:
+        """The head's layer with its pages, for copying pages."""
+        return self._layers
+
+    def take_pages(self, other: "ExitHead") -> None:
+        """Replaces this head's empty keys and values by those of another head."""
+        self._layers.take_pages(other._layers)
+
+    def input_rows(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
+        """Returns the input of `forward` [T, E]: hidden states after `exit_layer` layers and, if
+        `reads_embedding`, the target's embedding of each row's token in further channels."""
+        if self._fusion is None:
+            return hidden_TD
+        return torch.cat([hidden_TD, embedding_TD.to(hidden_TD.dtype)], dim=-1)
+
+    def forward(self, input_TE: Tensor, rows: RowPlan) -> Tensor:
+        """Computes the head's hidden states from `input_rows`; writes its keys and values."""
+        if self._fusion is None:
+            return self._layers.forward(input_TE, rows)
+        hidden_TD, embedding_TD = input_TE.to(self._layers.compute_dtype).chunk(2, dim=-1)
+        return self._layers.forward(self._fusion(hidden_TD, embedding_TD), rows)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies slots, (from, to) each; reads all sources before it writes any target."""
+        self._layers.move(moves)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Returns draft logits [T, V] float32 of hidden states that `forward` returned."""
+        mine_TV = self._logits_head(hidden_TD)
+        return joined_over_ranks(mine_TV, self._group, count=self._vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """A head, or one rank's part of it, in memory and packed, without pages."""
+
+    config: HeadConfig
+    vocab_ids_V: Tensor
+    layers: LoadedLayers
+    logits_head: LogitsHead
+    group: TensorGroup
+    fusion: EmbeddingFusion | None
+    identity: HeadIdentity | None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        target: ModelSpec,
+        target_path: Path,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+        group: TensorGroup | None = None,
+    ) -> Self:
+        """Reads this rank's part of a head; without a group, the whole head.
+
+        Raises CheckpointError for a head that is damaged or does not fit the target, ConfigError
+        for one that the group's ranks cannot share.
+        """
+        folder, group = Path(folder), group or SingleGroup()
+        parts = HeadParts.read(
+            folder,
+            target=target,
+            target_path=Path(target_path),
+            dtype=TORCH_DTYPES[dtype],
+            rank=group.rank,
+            size=group.size,
+        )
+        return cls.of(
+            parts,
+            group=group,
+            identity=HeadIdentity.of(folder) if group.size > 1 else None,
+            dtype=dtype,
+            numerics=numerics,
+            device=device,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        parts: HeadParts,
+        *,
+        group: TensorGroup,
+        identity: HeadIdentity | None,
+        dtype: DType,
+        numerics: Numerics,
+        device: torch.device,
+    ) -> Self:
+        """Packs the parts of a head."""
+        packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        config, spec = parts.config, parts.config.layer
+        weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
+        norm_D = parts.norm_D.to(device, packer.weight_dtype)
+        norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
+        layers = LoadedLayers.of(
+            [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
+            spec.sliding_windows,
+            spec=spec,
+            num_ranks=group.size,
+            dtype=packer.compute_dtype,
+            device=device,
+        )
+        fusion = None
+        if parts.embedding_DD is not None:
+            fusion = EmbeddingFusion.of(
+                _padded(packer.pack(parts.embedding_DD), numerics),
+                spec,
+                dtype=packer.compute_dtype,
+                device=device,
+            )
+        logits_head = LogitsHead(
+            norm,
+            packer.pack(parts.lm_head_VD),
+            softcap=spec.traits.logit_softcap,
+            packer=packer,
+            numerics=numerics,
+        )
+        packer.report(f"exit_head after_layer={config.exit_layer}")
+        return cls(
+            config=config,
+            vocab_ids_V=parts.vocab_ids_V.to(device),
+            layers=layers,
+            logits_head=logits_head,
+            group=group,
+            fusion=fusion,
+            identity=identity,
+        )
+
+    def head(self, *, num_pages: int, page_size: int) -> ExitHead:
+        """Allocates the pages. Raises ConfigError as `LoadedLayers.with_pages`."""
+        return ExitHead(
+            exit_layer=self.config.exit_layer,
+            vocab_ids=self.vocab_ids_V if self.config.kind == "truncated" else None,
+            vocab_size=self.config.draft_vocab_size,
+            layers=self.layers.with_pages(num_pages=num_pages, page_size=page_size),
+            logits_head=self.logits_head,
+            group=self.group,
+            fusion=self.fusion,
+            identity=self.identity,
+        )
+
+
+def _padded(project: Linear, numerics: Numerics) -> Linear:
+    """Pads the product's rows to a count that the self-check covers."""
+
+    def multiply(x_TD: Tensor) -> Tensor:
+        num_rows = x_TD.shape[0]
+        padded = padded_rows(num_rows, numerics=numerics, device=x_TD.device)
+        return project(pad_rows(x_TD, padded))[:num_rows]
+
+    return multiply

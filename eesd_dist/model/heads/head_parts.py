@@ -1,0 +1,117 @@
+"""One rank's part of an exit head as its files have it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.heads.head_config import HeadConfig
+from eesd_dist.model.kernels import (
+    Linear,
+)
+from eesd_dist.model.layers.layer import LayerWeights
+from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.parallel import Shard, part_of
+from eesd_dist.model.span import read_lm_head
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import SINGLE_FILE, Checkpoint
+
+LAYER_PREFIX = "layers.0."
+NORM = "norm.weight"
+HEAD = "lm_head.weight"
+EMBEDDING_PROJECTION = "embedding_proj.weight"
+
+
+# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
+# E a head's input channels: D, or 2 D with the token's embedding.
+class EmbeddingFusion:
+    """hidden + F . embedding / rms(embedding), with the embedding of the row's own token.
+
+    After N layers the hidden state represents the row's token less directly. Conditioning a drafter
+    on the sampled token's embedding: arXiv 2404.19124; EAGLE (arXiv 2401.15077) joins the two with
+    one matrix. F starts at zero, so that the head starts equal to one without fusion.
+    """
+
+    def __init__(self, project: Linear, norm: RmsNorm) -> None:
+        self._project = project
+        self._norm = norm
+
+    @classmethod
+    def of(
+        cls, project: Linear, layer: ModelSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        ones_D = torch.ones(layer.hidden_size, device=device)
+        return cls(project, RmsNorm(ones_D, eps=layer.rms_norm_eps, dtype=dtype))
+
+    def __call__(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
+        return hidden_TD + self._project(self._norm(embedding_TD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadParts:
+    """One rank's part of a head's weights: heads and channels of its layer, rows of its LM head.
+    Norms and the embedding's projection are on every rank."""
+
+    config: HeadConfig
+    layer: LayerWeights
+    norm_D: Tensor
+    lm_head_VD: Tensor
+    vocab_ids_V: Tensor
+    """Covers the whole draft vocabulary on every rank."""
+    embedding_DD: Tensor | None
+
+    @classmethod
+    def read(
+        cls,
+        folder: Path,
+        *,
+        target: ModelSpec,
+        target_path: Path,
+        dtype: torch.dtype,
+        rank: int = 0,
+        size: int = 1,
+    ) -> Self:
+        config = HeadConfig.read(folder, target=target, target_path=target_path)
+        shard = Shard.of(config.layer, rank=rank, size=size)
+        rows = part_of(config.draft_vocab_size, rank, size)
+        width = target.hidden_size
+        with Checkpoint(folder) as checkpoint:
+            layer = LayerWeights.read(checkpoint, LAYER_PREFIX, config.layer, shard, dtype)
+            norm_D = checkpoint.read(NORM, shape=(width,), dtype=dtype)
+            vocab_ids_V = _read_vocabulary(checkpoint, config, target.vocab_size)
+            if config.kind != "shared":
+                shape = (config.draft_vocab_size, width)
+                lm_head_VD = checkpoint.read(HEAD, shape=shape, rows=rows, dtype=dtype)
+            embedding_DD = None
+            if config.reads_embedding:
+                square = (width, width)
+                embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=dtype)
+        if config.kind == "shared":
+            with Checkpoint(target_path) as checkpoint:
+                lm_head_VD = read_lm_head(checkpoint, target, rows=rows, dtype=dtype)
+        return cls(
+            config=config,
+            layer=layer,
+            norm_D=norm_D,
+            lm_head_VD=lm_head_VD,
+            vocab_ids_V=vocab_ids_V,
+            embedding_DD=embedding_DD,
+        )
+
+
+def _read_vocabulary(checkpoint: Checkpoint, config: HeadConfig, vocab_size: int) -> Tensor:
+    if config.kind != "truncated":
+        return torch.arange(vocab_size)
+    size = config.draft_vocab_size
+    ids_V = checkpoint.read_raw("d2t", shape=(size,)).long() + torch.arange(size)
+    is_drafted_W = checkpoint.read_raw("t2d", shape=(vocab_size,)).bool()
+    if not torch.equal(is_drafted_W.nonzero().view(-1), ids_V):
+        raise CheckpointError(
+            file=checkpoint.folder / SINGLE_FILE,
+            found="d2t and t2d with different tokens",
+            expected="the same draft vocabulary in both",
+        )
+    return ids_V

@@ -1,0 +1,251 @@
+"""Layers with their keys and values in pages: a pass over some rows, and whole sequences without.
+
+Shared by spans and exit heads. Where products are compiled, all layers of a pass are one call.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from eesd_dist.compiled import can_compile
+from eesd_dist.model.attention.pages import LayerPages, kv_dtype
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.whole import attend_whole
+from eesd_dist.model.families.family import Scores
+from eesd_dist.model.kernels import pad_rows
+from eesd_dist.model.layers.layer import DecoderLayer
+from eesd_dist.model.rank_memory import kv_page_bytes
+from eesd_dist.model.rope import rotation_table
+from eesd_dist.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from eesd_dist.model.layers.compiled_layers import CompiledLayers
+
+
+# Shapes: T rows, D hidden channels, B sequences, L their length, S positions, P pairs of channels.
+class LayerRows:
+    """Keeps copies of a round's rows after some of the model's layers."""
+
+    def __init__(self, exits: Collection[int]) -> None:
+        self._exits = frozenset(exits)
+        self.rows: dict[int, Tensor] = {}
+        """Number of layers, from the model's first on -> [T, D]."""
+
+    def take(self, num_layers: int, hidden_TD: Tensor) -> None:
+        if num_layers in self._exits:
+            self.rows[num_layers] = hidden_TD.clone()
+
+
+class PagedLayers:
+    """Layers ready to run, each with its pages; shared by spans and exit heads."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        windows: Sequence[int | None],
+        *,
+        spec: ModelSpec,
+        rotation_SP: Tensor,
+        dtype: torch.dtype,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
+        device = rotation_SP.device
+        self.compute_dtype = dtype
+        self._layers = tuple(layers)
+        self._rotation_SP = rotation_SP
+        self._pages = [
+            LayerPages(
+                num_pages=num_pages,
+                page_size=page_size,
+                num_kv_heads=layer.num_kv_heads,
+                queries_per_kv=layer.queries_per_kv,
+                head_dim=spec.head_dim,
+                dtype=dtype,
+                device=device,
+                window=window,
+                scores=spec.traits.scores,
+            )
+            for layer, window in zip(layers, windows, strict=True)
+        ]
+        self._windows = tuple(windows)
+        self._scores = spec.traits.scores
+        self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        rows: RowPlan,
+        *,
+        after_layer: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """`after_layer` is called with the number of layers done and the rows after them."""
+        if self._compiled is not None:
+            return self._compiled.forward(hidden_TD, rows, after_layer=after_layer)
+        x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
+        rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
+        for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
+            x_TD = layer.forward(x_TD, rotation_T1P, partial(pages.attend, rows))
+            if after_layer is not None:
+                after_layer(done, x_TD.narrow(0, 0, rows.num_rows))
+        return x_TD.narrow(0, 0, rows.num_rows)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
+        if not moves or not self._pages:
+            return
+        sources_M, targets_M = torch.tensor(moves, device=self._rotation_SP.device).unbind(1)
+        for pages in self._pages:
+            pages.move(sources_M, targets_M)
+
+    @property
+    def device(self) -> torch.device:
+        return self._rotation_SP.device
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page, layer by layer."""
+        return tuple(pages.page_bytes for pages in self._pages)
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
+        """Returns a copy of these pages of a layer, as bytes on their device."""
+        return self._pages[layer].read(pages)
+
+    def write_pages(self, layer: int, pages: Sequence[int], content_B: Tensor) -> None:
+        """Writes bytes from `read_pages` to pages that are in no request's table."""
+        self._pages[layer].write(pages, content_B)
+
+    def settle_writes(self) -> None:
+        """Waits until pages written by this thread are visible to rounds of every thread. On a CPU
+        they are at once; on a GPU rounds may run on another stream than the writer's."""
+        if self._rotation_SP.is_cuda:
+            torch.cuda.current_stream(self._rotation_SP.device).synchronize()
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Starts an epoch, in which no page is valid yet. On a GPU, layers that were queued when a
+        peer was lost ran over rows that never arrived, and a mask does not remove NaN. On a CPU
+        nothing is computed before its rows are there, and clearing would touch all memory."""
+        if self._rotation_SP.is_cuda:
+            for pages in self._pages:
+                pages.clear()
+
+    def take_pages(self, other: "PagedLayers") -> None:
+        """Takes over the keys and values of layers of the same shape."""
+        self._pages = other._pages
+        if self._compiled is not None:
+            self._compiled.take_pages(self._pages)
+
+    def forward_full(self, hidden_BLD: Tensor) -> Tensor:
+        return forward_whole(
+            self._layers,
+            self._windows,
+            hidden_BLD.to(self.compute_dtype),
+            self._rotation_SP,
+            scores=self._scores,
+        )
+
+
+def compiled_layers(
+    layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+) -> "CompiledLayers | None":
+    """Returns the layers as one compiled call, where this machine and these products have it."""
+    if rotation_SP.device.type != "cpu" or not can_compile():
+        return None
+    from eesd_dist.model.layers.compiled_layers import CompiledLayers
+
+    return CompiledLayers.of(layers, pages, rotation_SP)
+
+
+def forward_whole(
+    layers: Sequence[DecoderLayer],
+    windows: Sequence[int | None],
+    hidden_BLD: Tensor,
+    rotation_SP: Tensor,
+    *,
+    scores: Scores,
+) -> Tensor:
+    """Computes whole causal sequences from position 0, without pages; supports autograd."""
+    num_sequences, length, width = hidden_BLD.shape
+    x_TD = hidden_BLD.reshape(-1, width)
+    rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
+    for layer, window in zip(layers, windows, strict=True):
+        attend = partial(
+            attend_whole,
+            num_sequences=num_sequences,
+            num_kv_heads=layer.num_kv_heads,
+            window=window,
+            scores=scores,
+        )
+        x_TD = layer.forward(x_TD, rotation_T1P, attend)
+    return x_TD.view(num_sequences, length, width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLayers:
+    """Layers in memory that have no pages yet."""
+
+    layers: tuple[DecoderLayer, ...]
+    windows: tuple[int | None, ...]
+    spec: ModelSpec
+    rotation_SP: Tensor
+    num_ranks: int
+    dtype: torch.dtype
+    """In which they compute."""
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[DecoderLayer],
+        windows: Sequence[int | None],
+        *,
+        spec: ModelSpec,
+        num_ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        return cls(
+            layers=tuple(layers),
+            windows=tuple(windows),
+            spec=spec,
+            rotation_SP=rotation_table(
+                spec.rope, num_positions=spec.max_position_embeddings, device=device
+            ),
+            num_ranks=num_ranks,
+            dtype=dtype,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.rotation_SP.device
+
+    @property
+    def bytes_per_kv(self) -> int:
+        """Bytes of one number of a key or a value."""
+        return kv_dtype(self.dtype, self.device).itemsize
+
+    def kv_page_bytes(self, page_size: int) -> int:
+        return kv_page_bytes(
+            num_layers=len(self.layers),
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            page_size=page_size,
+            num_ranks=self.num_ranks,
+            bytes_per_value=self.bytes_per_kv,
+        )
+
+    def with_pages(self, *, num_pages: int, page_size: int) -> PagedLayers:
+        """Allocates the pages."""
+        return PagedLayers(
+            self.layers,
+            self.windows,
+            spec=self.spec,
+            rotation_SP=self.rotation_SP,
+            dtype=self.dtype,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
