@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,10 @@ def pipe() -> tuple[Connection, Connection]:
 def freeze(process: BaseProcess) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
+    # The signal is only sent so far: a thread of the process may still answer.
+    states = list(Path(f"/proc/{process.pid}/task").glob("*/stat"))
+    while any(state.read_text().rpartition(")")[2].split()[0] != "T" for state in states):
+        time.sleep(0.001)
 
 
 def hear(told: Connection) -> tuple[float, PeerLost]:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eesd_dist.model import span as spans
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.cpu import calls
-from eesd_dist.model.layers import compiled_layers
+from eesd_dist.model.layers import compiled_layers, paged_layers
 from eesd_dist.model.layers.paged_layers import LayerRows
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
 from tests.unit.model.paged_stages import Stages
@@ -34,7 +33,7 @@ def test_one_call_computes_what_its_steps_do(
     stages = Stages.load(tmp_path)
     assert stages.verify.paged._compiled is not None
     found_TV = logits(stages)
-    monkeypatch.setattr(spans, "compiled_layers", lambda *_: None)
+    monkeypatch.setattr(paged_layers, "compiled_layers", lambda *_: None)
     stepwise = Stages.load(tmp_path)
     assert stepwise.verify.paged._compiled is None
     torch.testing.assert_close(found_TV, logits(stepwise), atol=1e-4, rtol=1e-4)

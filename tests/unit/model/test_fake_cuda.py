@@ -10,9 +10,9 @@ import torch
 
 from eesd_dist.config import DType
 from eesd_dist.engine.page_store import PageStore
-from eesd_dist.model import exit_head
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.heads.head_parts import HeadParts
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.sampling.processors import VocabularyShard
@@ -84,8 +84,8 @@ def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.from_folder(BUNDLED)
     folder = BUNDLED / "exit_head"
     # Files are read before, since checking them needs their values.
-    parts = exit_head._Parts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
-    monkeypatch.setattr(exit_head._Parts, "read", lambda *_, **__: parts)
+    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
+    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
     with fake_cuda():
         head = ExitHead.load(
             folder,
